@@ -1,0 +1,69 @@
+# `make help` lists the targets. Everything is installed in .venv and nowhere else.
+PYTHON ?= python3
+# Empty on a machine with a GPU: torch with its CUDA libraries.
+CONSTRAINTS ?= constraints-cpu.txt
+EXTRAS ?= dev
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
+STAMP := $(VENV)/setup-done
+# `make test-gpu PY=python3` runs on what is installed there, and installs nothing.
+SETUP := $(if $(filter command,$(origin PY)),,setup)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-gpu test-meshes lint format types bench-cpu-step bench-moe-layer bench-main-job docs-images clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+setup: $(STAMP) ## Make the environment in .venv
+	@:
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"automoe needs Python 3.11 or later and {sys.executable} is {v.major}.{v.minor}: make setup PYTHON=python3.11")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): about 3 GB, a few minutes"
+	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) torch setuptools
+	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+train: setup ## Train the default model on this machine (ARGS='train.steps=50 mesh.ep=1')
+	@$(PY) -m automoe.train $(ARGS)
+
+test: setup ## Run the tests (ARGS='-k mesh')
+	@$(PY) -m pytest $(ARGS)
+
+test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+test-meshes: $(SETUP) ## All mappings of the mesh suite and random ones (AUTOMOE_MESH_SEED=N draws the same again)
+	@$(PY) -m pytest -m exhaustive tests/mesh $(ARGS)
+
+lint: setup ## Check style and formatting
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: setup ## Format the sources in place
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+types: setup ## Type-check the public surface
+	@$(PY) -m mypy
+
+bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, beside other trainers
+	@$(PY) benchmarks/cpu_step.py $(ARGS)
+
+bench-moe-layer: $(SETUP) ## Latency of a MoE layer by stage and mapping, 8 ranks
+	@$(PY) benchmarks/moe_layer.py $(ARGS)
+
+bench-main-job: $(SETUP) ## Seconds to help, errors, plans, the first step and a trained default model
+	@$(PY) benchmarks/main_job.py $(ARGS)
+
+docs-images: $(SETUP) ## Draw the pictures of docs/
+	@$(PY) docs/draw_folding.py
+
+clean: ## Remove what was built and cached; .venv and runs/ stay
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find automoe tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+"""Checkpoints as modules, on one process or sharded: ``automoe.from_hf`` and ``automoe.to_hf``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
+from automoe.errors import ConfigError
+from automoe.hf.reader import load_hf
+from automoe.hf.registry import model_config_from_hf
+from automoe.hf.writer import Written, export_model
+from automoe.mesh import build_meshes
+from automoe.model.decoder import Decoder
+from automoe.parallel.parallelize import build_decoder, parallelize
+
+_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def from_hf(
+    path: str | Path,
+    mesh: MeshConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """The model of a HuggingFace checkpoint directory, ready to run, in evaluation mode.
+
+    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V].
+
+    Args:
+        mesh: None keeps the whole model in this process. Otherwise the process group is initialised,
+            every rank calls this (and, later, the model) together, and each one feeds its own rows.
+            Experts are cut over ep and ep_shard, everything else over dp_shard.
+        dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
+            training does.
+        device: where this rank's part lives.
+
+    Raises:
+        ConfigError: a family that is not known, or a mesh with pp, cp or tp, whose ranks see a part of
+            the model, of a row or of the vocabulary.
+        CheckpointError: files missing, damaged, or not those of the model that config.json describes.
+    """
+    config = model_config_from_hf(path)
+    if dtype not in _NAMES:
+        raise ConfigError("dtype", dtype, f"must be one of {', '.join(_NAMES.values())}", "Use torch.float32")
+    moe = MoEConfig(experts=_expert_backend(config, dtype))
+    if mesh is None:
+        model = build_decoder(config, moe, dtype)
+    else:
+        for axis in ("pp", "cp", "tp"):
+            if getattr(mesh, axis) > 1:
+                raise ConfigError(
+                    f"mesh.{axis}",
+                    getattr(mesh, axis),
+                    "from_hf gives one module that maps whole rows to logits",
+                    f"Set mesh.{axis}=1; automoe.train runs the others",
+                )
+        shape = resolve_mesh(mesh, torch.distributed.get_world_size())
+        on_mesh = Config(mesh=mesh, model=config, moe=moe)
+        on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
+        model = build_decoder(config, moe, torch.float32 if dtype == torch.bfloat16 else dtype)
+        parallelize(model, build_meshes(shape, torch.device(device)), on_mesh)
+    model.to_empty(device=device)
+    load_hf(model, path)
+    return model.eval()
+
+
+def to_hf(
+    model: Decoder,
+    path: str | Path,
+    *,
+    dtype: str = "keep",
+    tokenizer: str | None = None,
+    overwrite: bool = False,
+) -> Written:
+    """Write ``model`` as a HuggingFace checkpoint directory, compare it with the model and transformers. Collective.
+
+    Args:
+        dtype: ``keep``, ``bfloat16`` or ``float32``.
+        tokenizer: directory whose tokenizer files go along; None takes those that the model came with.
+        overwrite: replace a checkpoint directory that is there.
+
+    Raises:
+        CheckpointError: it cannot be written, or is not equal; nothing is left under ``path`` then.
+    """
+    return export_model(model, path, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+
+
+def _expert_backend(config: ModelConfig, dtype: torch.dtype) -> Literal["grouped_mm", "loop"]:
+    """grouped_mm where it can: it has no float64, and wants rows of a multiple of 16 bytes."""
+    widths = (config.hidden_size, config.moe_intermediate_size)
+    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
+    return "grouped_mm" if aligned and dtype != torch.float64 else "loop"

@@ -1,0 +1,40 @@
+"""Differentiable collectives under one name each.
+
+torch 2.13 renamed the functional collectives that 2.11 has (``..._tensor_autograd`` became
+``..._single_autograd``) and warns at every call of the old ones; this file is the only one that knows. Results may be torch's
+asynchronous tensors, which wait when first read.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+_all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
+)
+
+
+def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate every rank's ``x`` (equal shapes) along ``dim``; the gradient is a reduce-scatter."""
+    if x.requires_grad:
+        return _all_gather(x.contiguous(), dim, group)
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; the gradient is an all-gather."""
+    return _reduce_scatter(x.contiguous(), "sum", dim, group)
+
+
+def all_to_all(
+    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send ``input_splits[r]`` rows of ``x`` to rank r and receive ``output_splits[r]``; the gradient goes back."""
+    return functional.all_to_all_single_autograd(x.contiguous(), output_splits, input_splits, group)

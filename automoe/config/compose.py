@@ -1,0 +1,242 @@
+"""The Hydra tree in ``automoe/conf`` composed to a typed ``Config``, and the arguments that name it.
+
+Hydra runs in exactly one process and is imported here only. The schema's defaults are registered
+as the primary ``base``, so that a YAML file holds differences and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from automoe.config.convert import check_key, config_from_dict, config_to_dict, leaf_keys, nearest
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+
+CONF_PACKAGE = "automoe.conf"
+DEFAULT_PRIMARY = "config"
+
+
+@dataclass
+class Arguments:
+    """What an entry point was asked for: options, then Hydra overrides (``key=value``)."""
+
+    config_name: str = DEFAULT_PRIMARY
+    config_dir: str | None = None
+    multirun: bool = False
+    help: bool = False
+    print_config: bool = False
+    overrides: list[str] = field(default_factory=list)
+
+
+def parse_arguments(argv: list[str]) -> Arguments:
+    """Split a command line into options and overrides.
+
+    Raises:
+        ConfigError: an option that is not known, or one without its value.
+    """
+    args, rest = Arguments(), list(argv)
+    while rest:
+        text = rest.pop(0)
+        word, _, inline = text.partition("=")
+        if not word.startswith("-"):
+            args.overrides.append(text)
+        elif word in ("-h", "--help"):
+            args.help = True
+        elif word in ("-m", "--multirun"):
+            args.multirun = True
+        elif word == "--print-config":
+            args.print_config = True
+        elif word in ("-cn", "--config-name", "-cd", "--config-dir"):
+            if not inline and not rest:
+                raise ConfigError(word, "", "the option needs a value", f"Write {word} NAME")
+            value = inline or rest.pop(0)
+            if word in ("-cn", "--config-name"):
+                args.config_name = value.removesuffix(".yaml")
+            else:
+                args.config_dir = value
+        else:
+            known = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help"]
+            close = nearest(word, known) or known
+            raise ConfigError(
+                word, inline, "unknown option", f"Did you mean {' or '.join(close)}? Overrides are key=value"
+            )
+    return args
+
+
+def compose_config(
+    config_name: str = DEFAULT_PRIMARY, overrides: list[str] | None = None, config_dir: str | None = None
+) -> Config:
+    """Compose a primary with overrides into a typed configuration.
+
+    Args:
+        config_name: a file of ``automoe/conf`` or of ``config_dir``, without ``.yaml``.
+        overrides: Hydra overrides, e.g. ``["mesh.ep=4", "model=small_mixtral"]``.
+        config_dir: a directory searched besides ``automoe/conf``.
+
+    Raises:
+        ConfigError: an unknown primary, group option or key, a malformed override, a wrong type.
+    """
+    overrides = list(overrides or [])
+    check_overrides(overrides, config_dir)
+    check_primary(config_name, config_dir)
+    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    register_base()
+    folder = None if config_dir is None else Path(config_dir).absolute()
+    # Hydra looks for a primary in the main place alone, and for groups on the whole search path.
+    if folder is not None and (folder / f"{config_name}.yaml").is_file():
+        place: Any = initialize_config_dir(config_dir=str(folder), version_base="1.3")
+        search = [f"hydra.searchpath=[pkg://{CONF_PACKAGE}]"]
+    else:
+        place = initialize_config_module(config_module=CONF_PACKAGE, version_base="1.3")
+        search = [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
+    try:
+        with place:
+            composed = compose(config_name=config_name, overrides=overrides + search)
+            raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        reason = " ".join(str(error).split())
+        for text in overrides:
+            key, _, value = text.lstrip("+").partition("=")
+            if text.startswith("+") and (f"values for {key}." in reason or f"already at '{key}'" in reason):
+                rule = "+ adds what is not there yet, and this configuration has it"
+                raise ConfigError(f"+{key}", value, rule, f"Write {key}={value}") from None
+        raise ConfigError(
+            "--config-name", config_name, f"Hydra cannot compose it: {reason}", "Mend that file or override"
+        ) from error
+    return with_checkpoint_model(config_from_dict(raw), overrides)
+
+
+def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
+    """``config`` with the model that ``model.hf_path`` holds, where it is set: its config.json is the truth.
+
+    Raises:
+        ConfigError: no such checkpoint, an unknown family, or a ``model.`` override that says otherwise.
+    """
+    path = config.model.hf_path
+    if path is None:
+        return config
+    # Upwards, against the order of the house: only the families know how to read config.json.
+    from automoe.hf.registry import model_config_from_hf
+
+    stored = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key.startswith("model.") and key in set(leaf_keys()):
+            given, found = _lookup(config, key), _lookup(replace(config, model=stored), key)
+            if given != found:
+                rule = f"the checkpoint model.hf_path={path} has {found}"
+                raise ConfigError(key, value, rule, f"Leave {key} out, or start from random weights")
+    return replace(config, model=stored)
+
+
+def _lookup(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def register_base() -> None:
+    """Register the schema's defaults as ``base``, for the ``defaults`` list of every primary."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="base", node=config_to_dict(Config()))
+
+
+def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
+    """Names that ``group=NAME`` accepts; for the empty group, the primaries."""
+    folders: list[Any] = [resources.files(CONF_PACKAGE).joinpath(group)]
+    if config_dir is not None:
+        folders.append(Path(config_dir) / group)
+    files = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir()]
+    return sorted({name.removesuffix(".yaml") for name in files if name.endswith(".yaml")})
+
+
+def list_groups(config_dir: str | None = None) -> list[str]:
+    """Config groups: the folders of the tree that hold YAML files."""
+    folders: list[Any] = [resources.files(CONF_PACKAGE)]
+    if config_dir is not None:
+        folders.append(Path(config_dir))
+    names = {
+        entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()
+    }
+    return sorted(name for name in names if list_options(name, config_dir))
+
+
+def check_primary(config_name: str, config_dir: str | None = None) -> None:
+    """Raise ``ConfigError`` unless a primary of this name exists."""
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError("--config-dir", config_dir, "no such directory", "Name a directory with YAML files")
+    primaries = list_options("", config_dir)
+    if config_name not in primaries:
+        close = nearest(config_name, primaries)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            "--config-name",
+            config_name,
+            "no such primary configuration",
+            f"{hint}There are: {', '.join(primaries)}",
+        )
+
+
+def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: bool = False) -> None:
+    """Parse overrides with Hydra's grammar and check every key and group option by name.
+
+    Hydra's own struct error names neither the nearest key nor the file's schema.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    groups = list_groups(config_dir)
+    for text in overrides:
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                "override",
+                text,
+                f"not of the form key=value: {reason}",
+                "Write key=value; quote as 'key=\"a b\"'",
+            ) from None
+        key, value = parsed.key_or_group, text.partition("=")[2]
+        if key.startswith(("hydra.", "hydra/")):
+            if sweep:
+                continue
+            raise ConfigError(
+                key,
+                value,
+                "Hydra's own settings act in a sweep alone (-m)",
+                "For the directory of a run set run_dir=",
+            )
+        if parsed.is_sweep_override() and not sweep:
+            raise ConfigError(
+                key, value, "several values are a sweep, one run per value", "Add -m, or give one value"
+            )
+        if parsed.is_delete():
+            raise ConfigError(
+                key, value, "a key cannot be deleted: the schema is fixed", f"Set {key} to a value"
+            )
+        if key not in groups:
+            check_key(key, value)
+        elif not parsed.is_sweep_override() and not isinstance(parsed.value(), dict):
+            _check_option(key, str(parsed.value()), config_dir)
+
+
+def _check_option(group: str, option: str, config_dir: str | None) -> None:
+    options = list_options(group, config_dir)
+    if option not in options:
+        close = nearest(option, options)
+        hint = f"Did you mean {group}={close[0]}? " if close else ""
+        raise ConfigError(
+            group, option, f"no such option in the group {group}", f"{hint}There are: {', '.join(options)}"
+        )

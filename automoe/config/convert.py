@@ -1,0 +1,166 @@
+"""Plain nested dictionaries to the typed ``Config`` and back, strictly: nothing unknown, nothing coerced away.
+
+Hydra composes untyped YAML; this is the one place that decides what a value may be, so every wrong
+key or type becomes the same ``ConfigError``, whether it came from a file or from the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+
+
+def config_from_dict(raw: dict[str, Any]) -> Config:
+    """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
+
+    An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
+    it as text). Everything else must already have the field's type.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
+    """
+    return _to_dataclass(Config, raw, "")
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Nested dictionaries, lists and scalars only: what YAML and JSON can hold."""
+    return _plain(asdict(config))
+
+
+def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key that holds a value, in the schema's order: ``mesh.pp``, ``train.steps``, ..."""
+    for name, hint in _hints(cls).items():
+        if _is_section(hint):
+            yield from leaf_keys(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def check_key(key: str, value: object) -> None:
+    """Raise ``ConfigError`` with a suggestion unless the dotted ``key`` is in the schema."""
+    cls: Any = Config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if not _is_section(cls):
+            parent = ".".join(parts[:depth])
+            raise ConfigError(
+                key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=..."
+            )
+        if part not in _hints(cls):
+            raise _unknown_key(".".join(parts[: depth + 1]), value, cls)
+        cls = _hints(cls)[part]
+
+
+def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
+    """The choices most like ``word``, best first; empty when none is close."""
+    return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
+
+
+def _is_section(hint: object) -> bool:
+    return is_dataclass(hint)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def _unknown_key(key: str, value: object, cls: type) -> ConfigError:
+    parent, _, name = key.rpartition(".")
+    siblings = list(_hints(cls))
+    close = [f"{parent}.{n}" if parent else n for n in nearest(name, siblings)]
+    if not close:  # the right name under the wrong parent: train.lr for optim.lr
+        close = [k for k in leaf_keys() if k.rpartition(".")[2] == name] or nearest(key, list(leaf_keys()))
+    where = f"{parent} has" if parent else "the configuration has"
+    remedy = f"Did you mean {' or '.join(close)}?" if close else f"Keys here: {', '.join(siblings)}"
+    return ConfigError(key, value, f"unknown key: {where} no {name!r}", remedy)
+
+
+def _wrong_type(key: str, value: object, expected: str) -> ConfigError:
+    shown = "null" if value is None else f"{type(value).__name__} {value!r}"
+    return ConfigError(key, value, f"expected {expected}, got {shown}", f"Give {key} {expected}")
+
+
+def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise _wrong_type(prefix.rstrip("."), raw, f"a mapping with keys {', '.join(_hints(cls))}")
+    hints = _hints(cls)
+    for name, value in raw.items():
+        if name not in hints:
+            raise _unknown_key(f"{prefix}{name}", value, cls)
+    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    if _is_section(hint):
+        return _to_dataclass(hint, value, f"{key}.")
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):  # `X | None`, or a list or one value in its place
+        if value is None and type(None) in args:
+            return None
+        inner = [a for a in args if a is not type(None)]
+        if len(inner) == 1:
+            return _convert(inner[0], value, key)
+        for hint in inner:
+            if isinstance(value, (list, tuple)) if get_origin(hint) is list else type(value) is hint:
+                return _convert(hint, value, key)
+        raise _wrong_type(key, value, " or ".join(map(_name, inner)))
+    if origin is Literal:
+        return _choice(args, value, key)
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong_type(key, value, f"a list of {_name(args[0])}")
+        return [_convert(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(args):
+            raise _wrong_type(key, value, f"a list of {len(args)} values ({', '.join(map(_name, args))})")
+        return tuple(
+            _convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True))
+        )
+    if hint is float:
+        return _float(value, key)
+    if type(value) is not hint:  # `type`, not isinstance: True is no rank count
+        raise _wrong_type(key, value, _name(hint))
+    return value
+
+
+def _float(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise _wrong_type(key, value, "a number")
+    try:
+        return float(value)
+    except ValueError:
+        raise _wrong_type(key, value, "a number") from None
+
+
+def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
+    if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as false
+        return "off"
+    if value in choices and type(value) in {type(c) for c in choices}:
+        return value
+    close = difflib.get_close_matches(str(value).lower(), [str(c) for c in choices], n=1, cutoff=0.3)
+    lowered = {str(c).lower(): str(c) for c in choices}
+    match = lowered.get(str(value).lower()) or (close[0] if close else str(choices[0]))
+    raise ConfigError(
+        key, value, f"must be one of {', '.join(map(str, choices))}", f"Nearest valid choice: {key}={match}"
+    )
+
+
+def _name(hint: Any) -> str:
+    if get_origin(hint) is list:
+        return {int: "a list of whole numbers", str: "a list of text"}[get_args(hint)[0]]
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

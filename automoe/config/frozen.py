@@ -1,0 +1,58 @@
+"""``run_dir/config.yaml``: the fully resolved configuration of a run, readable without Hydra."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from automoe.config.convert import config_from_dict, config_to_dict
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.schema import Config, MeshConfig
+from automoe.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+CONFIG_FILE = "config.yaml"
+
+
+def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
+    """A copy in which nothing is left to derive: every axis, the number of ranks, the device."""
+    axes = {axis: getattr(shape, axis) for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
+    launch = replace(config.launch, num_ranks=shape.world_size, device=device)
+    return replace(config, mesh=MeshConfig(**axes), launch=launch)
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML text that ``parse_config`` reads back to an equal ``Config``."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False)
+
+
+def parse_config(text: str) -> Config:
+    """The inverse of ``dump_config``."""
+    return config_from_dict(yaml.safe_load(text))
+
+
+def save_config(config: Config, run_dir: str | Path) -> Path:
+    """Write ``run_dir/config.yaml`` in one step (a reader sees the old file or the new one)."""
+    path = Path(run_dir) / CONFIG_FILE
+    scratch = path.with_name(f".{CONFIG_FILE}.{os.getpid()}")
+    scratch.write_text(dump_config(config))
+    os.replace(scratch, path)
+    return path
+
+
+def load_config(run_dir: str | Path) -> Config:
+    """Read the frozen configuration of a run directory.
+
+    Raises:
+        ConfigError: there is none, or it does not fit the schema.
+    """
+    path = Path(run_dir) / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(
+            "run_dir", run_dir, f"no {CONFIG_FILE} in it: not a run directory", "Name one that train wrote"
+        )
+    return parse_config(path.read_text())

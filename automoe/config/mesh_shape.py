@@ -1,0 +1,197 @@
+"""Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks.
+
+Plans, launchers and error messages need the shape of both meshes before any process group exists;
+``automoe.mesh`` builds the DeviceMeshes from the same object, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from automoe.config.mesh_presets import expand_preset
+from automoe.config.schema import MeshConfig
+from automoe.errors import ConfigError
+
+DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MOE_AXES = ("pp", "ep_replicate", "ep_shard", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Both views of the same ranks, every axis resolved to its size.
+
+    A rank's number is its coordinate read with the last axis fastest, in either view; ``pp`` is
+    outermost in both, so pipeline groups agree by construction.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep_replicate: int
+    ep_shard: int
+    ep: int
+    etp: int
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes("default"))
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different rows of the global batch: dp_replicate x dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that FSDP shards non-expert parameters over: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    def axes(self, view: str) -> tuple[str, ...]:
+        return {"default": DEFAULT_AXES, "moe": MOE_AXES}[view]
+
+    def sizes(self, view: str) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in self.axes(view))
+
+    def coordinates(self, rank: int, view: str) -> dict[str, int]:
+        """Position of ``rank`` on every axis of ``view`` ('default' or 'moe')."""
+        position: dict[str, int] = {}
+        for axis, size in zip(reversed(self.axes(view)), reversed(self.sizes(view)), strict=True):
+            rank, position[axis] = divmod(rank, size)
+        return {axis: position[axis] for axis in self.axes(view)}
+
+    def groups(self, view: str, axis: str) -> list[list[int]]:
+        """Every group of ranks that differ on ``axis`` alone, in rank order."""
+        axes, sizes = self.axes(view), self.sizes(view)
+        along = axes.index(axis)
+        stride = prod(sizes[along + 1 :])
+        others = [range(size) if i != along else range(1) for i, size in enumerate(sizes)]
+        strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        starts = [sum(p * s for p, s in zip(position, strides, strict=True)) for position in product(*others)]
+        return [[start + i * stride for i in range(sizes[along])] for start in starts]
+
+    def describe(self, view: str) -> str:
+        """``pp2 x dp_shard2``: the axes larger than one, or ``one rank``."""
+        parts = [f"{a}{n}" for a, n in zip(self.axes(view), self.sizes(view), strict=True) if n > 1]
+        return " x ".join(parts) if parts else "one rank"
+
+
+def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
+    """Fill in the axes that are -1 and check the folding equation.
+
+    Args:
+        mesh: axis sizes as configured; ``dp_shard`` and ``ep_shard`` may be -1.
+        num_ranks: ranks to fill when an axis is derived; ignored when ``dp_shard`` is given.
+
+    Raises:
+        ConfigError: an axis below one, a product that does not fit, with the nearest valid sizes.
+    """
+    mesh = expand_preset(mesh, num_ranks)
+    for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES):
+        size = getattr(mesh, axis)
+        if size < 1 and not (size == -1 and axis in ("dp_shard", "ep_shard")):
+            raise ConfigError(
+                f"mesh.{axis}", size, "an axis has at least 1 rank", f"Set mesh.{axis}=1 or more"
+            )
+    moe_fixed = mesh.ep_replicate * mesh.ep * mesh.etp
+    dp_shard = mesh.dp_shard if mesh.dp_shard != -1 else _derive_dp_shard(mesh, num_ranks, moe_fixed)
+    attention_ranks = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
+    ep_shard = mesh.ep_shard
+    if ep_shard == -1:
+        if attention_ranks % moe_fixed:
+            raise _folding_error(mesh, dp_shard, attention_ranks)
+        ep_shard = attention_ranks // moe_fixed
+    elif ep_shard * moe_fixed != attention_ranks:
+        raise _folding_error(mesh, dp_shard, attention_ranks)
+    return MeshShape(
+        pp=mesh.pp,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=dp_shard,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep_replicate=mesh.ep_replicate,
+        ep_shard=ep_shard,
+        ep=mesh.ep,
+        etp=mesh.etp,
+    )
+
+
+def rank_groups(mesh: MeshConfig, num_ranks: int | None = None) -> dict[str, dict[str, list[list[int]]]]:
+    """Every axis' groups of ranks in both views: ``{"default": {"pp": [[0, 4], ...], ...}, "moe": {...}}``.
+
+    For plans, documents and launchers: needs no process group, and equals what the DeviceMeshes build.
+
+    Args:
+        mesh, num_ranks: as ``resolve_mesh``.
+    """
+    shape = resolve_mesh(mesh, num_ranks)
+    return {
+        view: {axis: shape.groups(view, axis) for axis in shape.axes(view)} for view in ("default", "moe")
+    }
+
+
+def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) -> int:
+    fixed = mesh.dp_replicate * mesh.cp * mesh.tp
+    if num_ranks is None and mesh.ep_shard != -1:
+        num_ranks = mesh.pp * moe_fixed * mesh.ep_shard
+    if num_ranks is None:
+        raise ConfigError(
+            "mesh.dp_shard",
+            -1,
+            "dp_shard=-1 is derived from the number of ranks, and neither launch.num_ranks nor mesh.ep_shard gives it",
+            "Set launch.num_ranks or mesh.dp_shard",
+        )
+    dp_shard, rest = divmod(num_ranks, mesh.pp * fixed)
+    if rest or dp_shard < 1:
+        unit = mesh.pp * fixed
+        below, above = num_ranks // unit * unit, (num_ranks // unit + 1) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            "mesh.dp_shard",
+            -1,
+            f"{num_ranks} ranks do not divide by pp*dp_replicate*cp*tp = "
+            f"{mesh.pp}*{mesh.dp_replicate}*{mesh.cp}*{mesh.tp} = {unit}",
+            f"Set launch.num_ranks to {nearest}, or {_smaller_axes(mesh, num_ranks) or 'change an axis'}",
+        )
+    return dp_shard
+
+
+def _smaller_axes(mesh: MeshConfig, num_ranks: int) -> str:
+    """For every axis that can be lowered until the ranks fill the mesh, its largest such size."""
+    choices = []
+    for axis in ("pp", "dp_replicate", "cp", "tp"):
+        for size in range(getattr(mesh, axis) - 1, 0, -1):
+            smaller = replace(mesh, preset="", **{axis: size})
+            if num_ranks % (smaller.pp * smaller.dp_replicate * smaller.cp * smaller.tp):
+                continue
+            try:
+                resolve_mesh(smaller, num_ranks)
+            except ConfigError:  # the experts' axes do not fold into it
+                continue
+            choices.append(f"mesh.{axis}={size}")
+            break
+    return " or ".join(choices)
+
+
+def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> ConfigError:
+    free = mesh.ep_replicate * mesh.etp
+    divisors = [n for n in range(1, attention_ranks + 1) if attention_ranks % (n * free) == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: (abs(n - mesh.ep), n))[:3])
+    shown = mesh.ep_shard if mesh.ep_shard != -1 else "ep_shard"
+    remedy = (
+        "Nearest valid choices: "
+        + ", ".join(f"mesh.ep={n} mesh.ep_shard={attention_ranks // (n * free)}" for n in nearest)
+        if nearest
+        else f"Lower mesh.ep_replicate or mesh.etp: their product {free} does not divide {attention_ranks}"
+    )
+    return ConfigError(
+        "mesh.ep",
+        mesh.ep,
+        "both meshes hold the same ranks: dp_replicate*dp_shard*cp*tp = "
+        f"{mesh.dp_replicate}*{dp_shard}*{mesh.cp}*{mesh.tp} = {attention_ranks} must equal "
+        f"ep_replicate*ep_shard*ep*etp = {mesh.ep_replicate}*{shown}*{mesh.ep}*{mesh.etp}",
+        remedy,
+    )

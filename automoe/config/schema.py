@@ -1,0 +1,236 @@
+"""The whole configuration as typed dataclasses: what a YAML file may say, with defaults and units.
+
+Nothing here imports torch or Hydra, so that a config error is found in milliseconds.
+Letters in comments: T tokens, S sequence, E experts, K top-k, H hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class MeshConfig:
+    """Two views of the same ranks (arXiv 2504.14960); ``pp`` is outermost in both.
+
+    default: pp x dp_replicate x dp_shard x cp x tp; moe: pp x ep_replicate x ep_shard x ep x etp.
+    ``-1`` (dp_shard, ep_shard) is derived. See ``automoe.config.mesh_shape.MeshShape``.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    ep_replicate: int = 1
+    ep_shard: int = -1
+    ep: int = 1
+    etp: int = 1
+    preset: str = ""  # a named folding, scaled to the ranks at hand; see automoe.config.mesh_presets
+
+
+@dataclass
+class RopeConfig:
+    """Rotary embedding; ``scaling='yarn'`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale."""
+
+    theta: float = 10000.0
+    interleaved: bool = False  # pairs (2i, 2i+1) as DeepSeek stores them, instead of (i, i + D/2)
+    scaling: Literal["none", "yarn"] = "none"
+    factor: float = 1.0
+    original_seq_len: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass
+class AttentionConfig:
+    """``gqa`` uses num_kv_heads, head_dim, qk_norm; ``mla`` the ranks and split head dims."""
+
+    kind: Literal["gqa", "mla"] = "gqa"
+    num_heads: int = 8
+    num_kv_heads: int = 8
+    head_dim: int = 32
+    qk_norm: bool = False
+    q_lora_rank: int | None = None  # mla: None means one direct query projection
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+
+@dataclass
+class RouterConfig:
+    """How a token chooses experts: data, not subclasses. Order: score, select, weight."""
+
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    softmax_after_topk: bool = False  # choose by logits, then softmax over the K chosen instead of all E
+    norm_topk_prob: bool = True  # divide the K chosen scores by their sum
+    routed_scaling_factor: float = 1.0
+    num_groups: int = 1  # groups of experts; 1 switches group limiting off
+    topk_groups: int = 1
+    group_score_topk: int = 2  # a group's score is the sum of its best this many biased scores
+    expert_bias: bool = False  # auxiliary-loss-free balancing (arXiv 2408.15664)
+    exact_ties: bool = False  # equal scores go to the lowest index; costs a sort of all E scores
+
+
+@dataclass
+class ModelConfig:
+    """One decoder for every family; the names follow HuggingFace where a checkpoint meets a user."""
+
+    family: Literal["deepseek_v3", "qwen3_moe", "mixtral"] = "deepseek_v3"
+    hf_path: str | None = None  # start from this HuggingFace checkpoint directory
+    vocab_size: int = 264
+    hidden_size: int = 256
+    num_layers: int = 4
+    intermediate_size: int = 512  # FFN width of the dense layers
+    first_k_dense: int = 0  # this many first layers have a dense FFN instead of experts
+    num_experts: int = 8
+    num_experts_per_token: int = 2
+    moe_intermediate_size: int = 128
+    num_shared_experts: int = 0  # one shared FFN of this many times moe_intermediate_size
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    initializer_range: float = 0.02
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+
+@dataclass
+class MoEConfig:
+    """How the MoE layer runs; none of it changes a checkpoint."""
+
+    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"  # deepep: CUDA, and DeepEP installed
+    overlap_shared_experts: bool = True  # CUDA: on a stream of their own beside the routed experts
+    experts: Literal["grouped_mm", "loop"] = "grouped_mm"
+    # Gates other than learned are for benchmarks (automoe.moe.gates): round robin, skewed, everything to
+    # the first K experts, round robin without the last expert.
+    gate: Literal["learned", "balanced", "zipf", "one_hot", "empty"] = "learned"
+    router_dtype: Literal["float32", "bfloat16"] = "float32"  # at least, of the router's product
+    router_jitter: float = 0.0  # training: the router's input times uniform(1 - jitter, 1 + jitter)
+    capacity_factor: float = 0.0  # 0: dropless; else an expert takes at most ceil(factor * T * K / E)
+    drop_policy: Literal["probs", "position"] = "probs"  # what stays: the most probable, or the first
+    drop_scope: Literal["rank", "sequence"] = "rank"  # T: this rank's tokens (depends on the mesh), or a row
+    pad_to_capacity: bool = False  # every expert computes exactly its capacity: static shapes, same result
+    seq_balance_coef: float = 0.0  # c of the per-row balance loss (DeepSeek-V3, eq. 17)
+    global_balance_coef: float = 0.0  # c of the balance loss over the previous step's whole batch
+    micro_batch_balance_coef: float = 0.0  # c of the balance loss per micro-batch of all ranks (classical)
+    z_loss_coef: float = 0.0  # c of the mean squared logsumexp of the router's logits
+    bias_update_rate: float = 1e-3  # b += rate * sign(mean - count), once per optimizer step
+    record_routing: str | None = None  # directory that takes every step's choices
+    replay_routing: str | None = None  # directory of another run's choices, to repeat on any mesh
+
+
+@dataclass
+class ParallelConfig:
+    """How a model meets the mesh."""
+
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
+    stages_per_rank: int = 1  # more than 1 only with Interleaved1F1B
+    layers_per_stage: list[int] | None = None  # None: as even as it goes, short stages last
+    reshard: Literal["step", "micro_batch"] = "step"  # when FSDP frees gathered weights
+    grad_sync: Literal["step", "micro_batch"] = "step"  # when FSDP reduces gradients
+    context: Literal["gather", "ring"] = "gather"  # cp attention; ring needs CUDA and no document mask
+    # What runs again in the backward pass instead of being kept: names among core_attn, mlp, moe and
+    # shared_experts, or full.
+    recompute: list[str] | str = field(default_factory=list)
+    recompute_layers: list[int] | str | None = None  # None: all; layer numbers, or "every N"
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 200
+    seq_len: int = 256
+    global_batch_size: int = 16  # rows per optimizer step over all ranks
+    micro_batch_size: int = 2  # rows per forward on one data-parallel rank
+    seed: int = 0
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: fp32 master weights
+    grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
+    val_every: int = 50  # steps between validations; 0 switches them off
+    val_batches: int = 2  # global batches per validation
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 20
+    decay_steps: int = 50  # wsd: length of the final linear decay
+    min_lr_ratio: float = 0.1
+
+
+@dataclass
+class DataConfig:
+    """``stdlib`` is this Python's own library sources: real text that every machine has."""
+
+    kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    path: str | None = None  # file, directory or glob for the other kinds
+    tokenizer: str = "byte"  # or a directory with a HuggingFace tokenizer
+    text_key: str = "text"  # jsonl field or parquet column
+    document_mask: bool = True  # tokens attend within their own document only
+    on_long: Literal["split", "error"] = "split"  # a document longer than seq_len
+    val_fraction: float = 0.02
+    max_bytes: int | None = None  # stop reading the corpus after this many bytes
+
+
+@dataclass
+class CheckpointConfig:
+    resume: Literal["auto", "never"] = "auto"  # auto: continue from run_dir's newest valid checkpoint
+    every: int = 0  # steps between training-state saves; 0: none
+    keep: int = 2  # newest checkpoints kept
+    export_hf: bool = True  # write a HuggingFace checkpoint at the end of the run
+
+
+@dataclass
+class ObserveConfig:
+    log_every: int = 1
+    report: bool = True  # report.html and PNG plots at the end, or when the run dies
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "automoe"
+    profile_steps: str = ""  # "10-12": torch profiler traces of these steps under run_dir/profile
+
+
+@dataclass
+class LaunchConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_ranks: int | None = None  # ranks that a derived (-1) axis fills; None: all it can see
+    timeout_s: int = 600  # a collective that takes longer fails and names its rank
+    threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly
+
+
+@dataclass
+class ClusterConfig:
+    """Hardware the plan and the MFU are computed for. Bytes and FLOP per second."""
+
+    name: str = "laptop"
+    gpu: str = "cpu"  # name as torch reports it, for the table of peak FLOPs
+    gpus_per_node: int = 8
+    memory_bytes: float = 0.0  # per GPU; 0: unknown
+    peak_flops: float = 0.0  # dense bf16 per GPU; 0: unknown
+
+
+@dataclass
+class Config:
+    run_dir: str = "runs/default"
+    recipe: str = (
+        "automoe.recipes.pretrain"  # importable module whose main(config, shape, context) a rank runs
+    )
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -1,0 +1,200 @@
+"""Activation bytes that one micro-batch leaves on a rank until its backward pass.
+
+What a layer must keep is what its backward formulas read: the input of every norm and every matmul,
+the attention's q, k, v, output and log-sum-exp, the routed rows and the experts' activations. With b
+bytes a number (2 in bf16) and T tokens on the rank:
+
+    residual stream and norms    4 b T H
+    gqa                          b [2 T N D + 2 Tk G D] + 4 T N         N heads, G key-value heads
+    mla                          b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
+    ffn of width I               3 b T I                                gate, up, act
+    routed experts               b R (H + 3 I) + router                 R = T K rows, K experts a token
+
+Tk counts keys and values: whole rows, whatever cp is, when the context is gathered. That is ``FUSED``;
+what operators keep on top of it, or do without, is in ``Kernels``. A recomputed region keeps its inputs:
+
+    core_attn        q, k, v (its output is the output projection's input)
+    mlp              its input, which the norm before it made and counts
+    shared_experts   likewise
+    moe              likewise, and K expert numbers and weights a token
+    full             b T H, and K expert numbers a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import FULL
+from automoe.config.schema import AttentionConfig, Config, ModelConfig
+from automoe.cost.batch import BatchPlan
+
+LOGITS_CHUNK_TOKENS = 512  # of automoe.model.loss, which this package must not import
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What operators keep beyond what their backward formulas read.
+
+    Attributes:
+        wide_casts: norms and router multiply in float32 and keep float32 copies of narrower inputs.
+        swiglu_steps: dense FFNs keep silu(gate) beside gate, up and the product.
+        experts_reread: routed experts keep gate and up alone. Their rows stay where they came from, a
+            dispatcher's receive buffer or the tokens themselves, and the product is made again.
+        values_in_place: the values are kept as a view into the projection that also made the keys.
+        padded_values: values and outputs are kept at the width of the keys.
+        mask: attention keeps its mask as numbers, one [S, S] per row.
+        expert_outputs: the experts' outputs are kept. Their sum to tokens does not need them (the
+            probabilities were applied before), though a plain index_add would hold on to what it adds.
+    """
+
+    wide_casts: bool = False
+    swiglu_steps: bool = False
+    experts_reread: bool = False
+    values_in_place: bool = False
+    padded_values: bool = False
+    mask: bool = False
+    expert_outputs: bool = False
+
+
+FUSED = Kernels()
+_TORCH = Kernels(wide_casts=True, swiglu_steps=True, experts_reread=True, mask=True)
+CUDA = replace(_TORCH, values_in_place=True)
+CPU = replace(_TORCH, padded_values=True)
+NOTHING: frozenset[str] = frozenset()
+
+
+def kernels_of(config: Config) -> Kernels:
+    """The operators that the planned cluster runs."""
+    return CPU if config.cluster.gpu == "cpu" else CUDA
+
+
+@dataclass(frozen=True)
+class TokenLoad:
+    """What one micro-batch puts on a rank."""
+
+    tokens: int
+    kv_tokens: int  # keys and values that its attention reads
+    expert_rows: float  # (token, expert) pairs
+    mask_numbers: int  # of the attention masks, over the micro-batch's rows; 0: plain causality
+    dispatched: bool = True  # expert rows arrive in a buffer; else experts read the rank's own tokens
+
+    @classmethod
+    def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
+        gathered = mesh.cp if config.parallel.context == "gather" else 1
+        tokens = batch.tokens_per_micro_batch
+        masked = config.data.document_mask or gathered > 1
+        row = config.train.seq_len * gathered // mesh.cp
+        mask_numbers = tokens * row if masked else 0
+        dispatched = mesh.ep * mesh.etp > 1
+        return cls(tokens, tokens * gathered, batch.expert_rows_per_rank, mask_numbers, dispatched)
+
+
+def layer_activation_bytes(
+    model: ModelConfig,
+    layer: int,
+    load: TokenLoad,
+    bytes_per_number: int,
+    kernels: Kernels,
+    recompute: frozenset[str] = NOTHING,
+) -> dict[str, float]:
+    """Bytes by component (``norms attention ffn experts router``) of one layer and micro-batch.
+
+    Args:
+        recompute: what the layer runs again (``automoe.config.recompute.recomputed_modules``).
+    """
+    size, tokens, hidden = bytes_per_number, load.tokens, model.hidden_size
+    wide = max(4, size)
+    routed = layer >= model.first_k_dense
+    top_k = model.num_experts_per_token
+    if FULL in recompute:
+        choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
+        kept = {"norms": float(size * tokens * hidden)}
+        return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
+    # A router that reads a wider copy leaves the layer's input to whoever else reads it.
+    wide_router = routed and kernels.wide_casts and wide > size
+    others_read = model.num_shared_experts or "moe" in recompute
+    others_read = others_read or (kernels.experts_reread and not load.dispatched)
+    kept_outputs = 1 if wide_router and not others_read else 2
+    parts = {
+        "norms": tokens * float(2 * _norm_input(hidden, size, kernels) + kept_outputs * size * hidden),
+        "attention": _attention_bytes(model.attention, load, size, kernels, "core_attn" in recompute),
+    }
+    ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
+    again = ("shared_experts" if routed else "mlp") in recompute
+    parts["ffn"] = 0.0 if again else (3.0 + kernels.swiglu_steps) * size * tokens * ffn_width
+    if not routed:
+        return parts
+    width = model.moe_intermediate_size
+    if kernels.experts_reread:
+        per_row = hidden * load.dispatched + 2 * width
+    else:
+        per_row = hidden * (1 + kernels.expert_outputs) + 3 * width
+    parts["experts"] = 0.0 if "moe" in recompute else size * load.expert_rows * per_row
+    # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
+    per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
+    parts["router"] = float(wide * tokens * model.num_experts + per_choice)
+    if wide_router:
+        parts["router"] += wide * tokens * hidden
+    return parts
+
+
+def recompute_workspace_bytes(
+    model: ModelConfig,
+    layer: int,
+    load: TokenLoad,
+    bytes_per_number: int,
+    kernels: Kernels,
+    recompute: frozenset[str],
+) -> float:
+    """What the largest of a layer's regions holds while its own backward pass runs; regions take turns."""
+
+    def kept(modules: frozenset[str]) -> float:
+        return sum(layer_activation_bytes(model, layer, load, bytes_per_number, kernels, modules).values())
+
+    return max((kept(NOTHING) - kept(frozenset((name,))) for name in recompute), default=0.0)
+
+
+def _norm_input(width: int, size: int, kernels: Kernels) -> int:
+    """Bytes per token that a norm over ``width`` keeps, its output (which the next matmul keeps) apart."""
+    wide = max(4, size)
+    return (wide if kernels.wide_casts else size) * width + 4
+
+
+def _attention_bytes(
+    attention: AttentionConfig, load: TokenLoad, size: int, kernels: Kernels, again: bool
+) -> float:
+    heads, tokens, kv_tokens = attention.num_heads, load.tokens, load.kv_tokens
+    kept = 0.0 if again else 4.0 * tokens * heads  # log-sum-exp
+    if kernels.mask and not again:
+        kept += size * load.mask_numbers
+    if attention.kind == "gqa":
+        dim, groups = attention.head_dim, attention.num_kv_heads
+        if attention.qk_norm:
+            kept += tokens * (heads + groups) * _norm_input(dim, size, kernels)
+        return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
+    qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+    padded = kernels.padded_values and value < qk
+    in_place = kernels.values_in_place or (padded and again)
+    stored_value = value + attention.qk_nope_head_dim if in_place else value
+    out = value
+    if padded and not again:
+        stored_value, out = qk, qk + value
+    kept += size * heads * (tokens * (qk + out) + kv_tokens * (qk + stored_value))
+    latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
+    gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
+    kept += tokens * _norm_input(latent, size, kernels) + size * kv_tokens * (latent + rope * gathered)
+    if not (kernels.wide_casts and size < 4):
+        kept += size * tokens * rope  # beside the latent, in the storage that its norm keeps
+    if attention.q_lora_rank is not None:
+        kept += tokens * (_norm_input(attention.q_lora_rank, size, kernels) + size * attention.q_lora_rank)
+    return kept
+
+
+def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int) -> float:
+    """Peak of the chunked cross-entropy: one chunk of logits, wide, and the head's gradient, wide and stored."""
+    wide = max(4, bytes_per_number)
+    chunk = min(tokens, LOGITS_CHUNK_TOKENS)
+    logits = chunk * model.vocab_size * (wide + bytes_per_number)
+    gradient = model.hidden_size * model.vocab_size * (wide + bytes_per_number)
+    return float(logits + gradient + 3 * bytes_per_number * tokens * model.hidden_size)

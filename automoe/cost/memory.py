@@ -1,0 +1,186 @@
+"""Bytes on every pipeline rank: weights, gradients, moments, what is kept gathered, activations.
+
+Sharding is FSDP2's: the first dim of a parameter cut into equal chunks over dp_shard x cp, the last
+chunks shorter or empty, after tp has taken its slice; experts first over ep (experts) and etp (their
+width), then over ep_shard (rows). The figures are
+those of the first shard, which is never smaller than another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import recomputed_modules
+from automoe.config.schema import Config, ModelConfig
+from automoe.config.stages import split_layers, stage_of_rank
+from automoe.cost.activations import (
+    TokenLoad,
+    head_workspace_bytes,
+    kernels_of,
+    layer_activation_bytes,
+    recompute_workspace_bytes,
+)
+from automoe.cost.batch import BatchPlan
+from automoe.cost.inflight import peak_in_flight
+from automoe.cost.params import Param, embedding_params, head_params, layer_params
+
+# bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients)
+DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
+UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
+ACTIVE_STAGES = 3  # torch's interleaved schedules gather this many of a rank's stages at once
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the first rank of a pipeline stage group.
+
+    Two moments of a step need the most: the backward pass, and the optimizer step after it. With
+    ``grad_sync=step`` the sharded gradients only come into being as the unsharded ones are freed,
+    so the two kinds of gradient are never both whole.
+    """
+
+    pp_rank: int
+    layers: list[int]
+    params: int  # parameters of the rank's stages, before sharding
+    weights: int  # sharded, as the optimizer updates them
+    moments: int  # AdamW's two, sharded
+    gradients: int  # sharded, after reduction
+    gathered_weights: int  # whole weights in compute precision
+    unsharded_gradients: int  # whole gradients waiting for their reduction
+    activations: float  # at the peak of the schedule
+    head: float  # cross-entropy workspace, last stage only
+    recompute: float  # what one recomputed region holds again during its backward pass
+    micro_batches_in_flight: list[int]  # of each of the rank's stages, at that peak
+    deferred_gradients: bool
+
+    @property
+    def backward_peak(self) -> float:
+        gradients = max(self.unsharded_gradients, self.gradients)
+        if not self.deferred_gradients:
+            gradients = self.unsharded_gradients + self.gradients
+        state = self.weights + self.moments + self.gathered_weights + gradients
+        # The head's workspace is gone before the backward pass reaches a layer.
+        return state + self.activations + max(self.head, self.recompute)
+
+    @property
+    def optimizer_peak(self) -> float:
+        return float(self.weights + self.moments + self.gradients)
+
+    @property
+    def peak(self) -> float:
+        return max(self.backward_peak, self.optimizer_peak)
+
+
+def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
+    """Numbers of ``param`` that the rank at ``fsdp_rank`` of (dp_shard, cp), or of ep_shard, stores."""
+    if param.expert:
+        return gathered_numel(param, mesh) // mesh.ep_shard
+    rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
+    chunk = ceil(rows / mesh.fsdp)
+    mine = max(0, min(chunk, rows - fsdp_rank * chunk))
+    return mine * (gathered_numel(param, mesh) // rows)
+
+
+def gathered_numel(param: Param, mesh: MeshShape) -> int:
+    """Numbers of ``param`` on a rank while FSDP has it gathered."""
+    if param.expert:
+        return param.numel // (mesh.ep * mesh.etp)
+    return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
+
+
+def stage_params(model: ModelConfig, layers: list[range], stage: int) -> list[Param]:
+    """Parameters of pipeline stage ``stage``; a tied head on its own stage is a copy of the embedding."""
+    first, last = stage == 0, stage == len(layers) - 1
+    params = embedding_params(model) if first else []
+    for layer in layers[stage]:
+        params += layer_params(model, layer)
+    if last:
+        params += head_params(model)
+        if model.tie_embeddings and not first:
+            params += [Param("embed_tokens.weight", p.shape, "head") for p in embedding_params(model)]
+    return params
+
+
+def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
+    """Bytes of every pp rank, in order.
+
+    Raises:
+        ConfigError: layers that do not split over the stages.
+    """
+    parallel = config.parallel
+    owned = stage_of_rank(parallel.schedule, mesh.pp, parallel.stages_per_rank)
+    layers = split_layers(
+        config.model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
+    )
+    return [_plan_rank(config, mesh, batch, layers, owned[pp_rank], pp_rank) for pp_rank in range(mesh.pp)]
+
+
+def _plan_rank(
+    config: Config, mesh: MeshShape, batch: BatchPlan, layers: list[range], stages: list[int], pp_rank: int
+) -> RankMemory:
+    model, parallel = config.model, config.parallel
+    stored, compute, reduced = DTYPE_BYTES[config.train.dtype]
+    held = [stage_params(model, layers, stage) for stage in stages]
+    params = [param for stage in held for param in stage]
+    local = sum(local_numel(param, mesh) for param in params)
+    whole = sum(gathered_numel(param, mesh) for param in params)
+    few = UNITS_RESIDENT * _largest_unit(params, mesh)
+    # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
+    # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
+    keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
+    deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
+    per_stage = sorted(
+        sum(_gathered_bytes(param, mesh, compute, stored) for param in stage) for stage in held
+    )
+    gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), compute * few)
+    load = TokenLoad.of(config, mesh, batch)
+    kernels = kernels_of(config)
+    border = 2 * compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # a stage's input and output
+    again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
+    stage_bytes = [
+        border
+        + sum(
+            sum(layer_activation_bytes(model, layer, load, compute, kernels, again[layer]).values())
+            for layer in layers[stage]
+        )
+        for stage in stages
+    ]
+    activations, in_flight = peak_in_flight(
+        stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank
+    )
+    has_head = len(layers) - 1 in stages
+    return RankMemory(
+        pp_rank=pp_rank,
+        layers=[layer for stage in stages for layer in layers[stage]],
+        params=sum(param.numel for param in params),
+        weights=stored * local,
+        moments=2 * stored * local,
+        gradients=stored * local,
+        gathered_weights=gathered,
+        unsharded_gradients=reduced * (whole if deferred else min(whole, few)),
+        activations=activations,
+        head=head_workspace_bytes(model, load.tokens, compute) if has_head else 0.0,
+        recompute=max(
+            recompute_workspace_bytes(model, layer, load, compute, kernels, names)
+            for layer, names in again.items()
+        )
+        if again
+        else 0.0,
+        micro_batches_in_flight=in_flight,
+        deferred_gradients=deferred,
+    )
+
+
+def _gathered_bytes(param: Param, mesh: MeshShape, compute: int, stored: int) -> int:
+    # The router multiplies in at least float32 and is gathered as it is stored.
+    return gathered_numel(param, mesh) * (stored if param.part == "router" else compute)
+
+
+def _largest_unit(params: list[Param], mesh: MeshShape) -> int:
+    """Numbers of the largest group that FSDP gathers at once: one layer, or what stands outside layers."""
+    units: dict[int | None, int] = {}
+    for param in params:
+        units[param.layer] = units.get(param.layer, 0) + gathered_numel(param, mesh)
+    return max(units.values())

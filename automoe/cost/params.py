@@ -1,0 +1,164 @@
+"""Every parameter of a model as a name and a shape, and what they add up to. No torch.
+
+Names and shapes are those of ``automoe.model``, which this package must not import: it would take
+seconds, and a plan has to be there before torch is.
+
+Letters: V vocabulary, H hidden, I expert width, E experts, K top-k, D head dim, R low rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from automoe.config.schema import AttentionConfig, ModelConfig
+
+# Projections cut by output features (dim 0) or input features (dim 1) under tensor parallelism.
+_TP_DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0)
+_TP_DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+
+Shape = tuple[str, tuple[int, ...], str]  # name within its layer, dims, part
+PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
+
+
+@dataclass(frozen=True)
+class Param:
+    """One trained tensor. ``layer`` is None outside the decoder layers (embedding, final norm, head)."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: str
+    layer: int | None = None
+    kv_heads: int | None = None  # of a key or value projection
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def expert(self) -> bool:
+        """Whether it lives on the moe mesh: sharded over ep and ep_shard instead of dp_shard and cp."""
+        return self.part == "routed_experts"
+
+    def tp_dim(self, tp: int) -> int | None:
+        """The dim that ``tp`` ranks cut it on, or None where each keeps it whole."""
+        if tp == 1 or (self.kv_heads is not None and self.kv_heads < tp):
+            return None
+        return _TP_DIMS.get(self.name.split(".")[-2])
+
+
+@dataclass(frozen=True)
+class ParamCount:
+    """Parameters of a whole model, or of a piece of it.
+
+    ``active`` counts what one token meets: everything but the routed experts it was not sent to.
+    """
+
+    total: int
+    active: int
+    by_part: dict[str, int]
+
+
+def embedding_params(model: ModelConfig) -> list[Param]:
+    return [Param("embed_tokens.weight", (model.vocab_size, model.hidden_size), "embedding")]
+
+
+def head_params(model: ModelConfig) -> list[Param]:
+    """Final norm and output head; a tied head is the embedding and adds nothing."""
+    params = [Param("norm.weight", (model.hidden_size,), "norms")]
+    if not model.tie_embeddings:
+        params.append(Param("lm_head.weight", (model.vocab_size, model.hidden_size), "head"))
+    return params
+
+
+def layer_params(model: ModelConfig, layer: int) -> list[Param]:
+    """Parameters of decoder layer ``layer``. The router's selection bias is a buffer, not listed."""
+    hidden = model.hidden_size
+    shapes: list[Shape] = [
+        ("input_layernorm.weight", (hidden,), "norms"),
+        ("post_attention_layernorm.weight", (hidden,), "norms"),
+        *_attention_shapes(hidden, model.attention),
+    ]
+    if layer < model.first_k_dense:
+        shapes += _ffn_shapes("mlp", hidden, model.intermediate_size, "dense_ffn")
+    else:
+        experts, width = model.num_experts, model.moe_intermediate_size
+        shapes += [
+            ("mlp.router.weight", (experts, hidden), "router"),
+            ("mlp.experts.w_gate_up", (experts, 2, width, hidden), "routed_experts"),
+            ("mlp.experts.w_down", (experts, hidden, width), "routed_experts"),
+        ]
+        if model.num_shared_experts:
+            shapes += _ffn_shapes(
+                "mlp.shared_experts", hidden, model.num_shared_experts * width, "shared_experts"
+            )
+    kv_heads = model.attention.num_kv_heads
+    return [
+        Param(
+            f"layers.{layer}.{name}",
+            shape,
+            part,
+            layer,
+            kv_heads if name.startswith(("self_attn.k_proj", "self_attn.v_proj")) else None,
+        )
+        for name, shape, part in shapes
+    ]
+
+
+def model_params(model: ModelConfig) -> list[Param]:
+    """All parameters of the model, in order: embedding, layers, final norm, head."""
+    layers = [param for layer in range(model.num_layers) for param in layer_params(model, layer)]
+    return [*embedding_params(model), *layers, *head_params(model)]
+
+
+def count_params(model: ModelConfig) -> ParamCount:
+    """Total and active parameters, and the total by part (keys of ``PARTS``)."""
+    by_part = dict.fromkeys(PARTS, 0)
+    for param in model_params(model):
+        by_part[param.part] += param.numel
+    total = sum(by_part.values())
+    routed = by_part["routed_experts"]
+    idle = routed - routed * model.num_experts_per_token // model.num_experts
+    return ParamCount(total=total, active=total - idle, by_part=by_part)
+
+
+def _attention_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
+    heads = attention.num_heads
+    shapes: list[Shape]
+    if attention.kind == "gqa":
+        dim, groups = attention.head_dim, attention.num_kv_heads
+        shapes = [
+            ("self_attn.q_proj.weight", (heads * dim, hidden), "attention"),
+            ("self_attn.k_proj.weight", (groups * dim, hidden), "attention"),
+            ("self_attn.v_proj.weight", (groups * dim, hidden), "attention"),
+            ("self_attn.o_proj.weight", (hidden, heads * dim), "attention"),
+        ]
+        if attention.qk_norm:
+            shapes += [(f"self_attn.{x}_norm.weight", (dim,), "norms") for x in ("q", "k")]
+        return shapes
+    query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
+    key_value = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    if attention.q_lora_rank is None:
+        shapes = [("self_attn.q_proj.weight", (query, hidden), "attention")]
+    else:
+        shapes = [
+            ("self_attn.q_a_proj.weight", (attention.q_lora_rank, hidden), "attention"),
+            ("self_attn.q_a_layernorm.weight", (attention.q_lora_rank,), "norms"),
+            ("self_attn.q_b_proj.weight", (query, attention.q_lora_rank), "attention"),
+        ]
+    return [
+        *shapes,
+        ("self_attn.kv_a_proj_with_mqa.weight", (rank + rope, hidden), "attention"),
+        ("self_attn.kv_a_layernorm.weight", (rank,), "norms"),
+        ("self_attn.kv_b_proj.weight", (key_value, rank), "attention"),
+        ("self_attn.o_proj.weight", (hidden, heads * attention.v_head_dim), "attention"),
+    ]
+
+
+def _ffn_shapes(name: str, hidden: int, width: int, part: str) -> list[Shape]:
+    return [
+        (f"{name}.gate_proj.weight", (width, hidden), part),
+        (f"{name}.up_proj.weight", (width, hidden), part),
+        (f"{name}.down_proj.weight", (hidden, width), part),
+    ]

@@ -1,0 +1,141 @@
+"""One run on paper: parameters, bytes, tokens, FLOPs, and what will not work. No torch, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.cost.batch import BatchPlan, plan_batch
+from automoe.cost.flops import TokenFlops, train_flops_per_token
+from automoe.cost.memory import RankMemory, plan_memory
+from automoe.cost.params import ParamCount, count_params
+
+TIGHT = 0.92  # share of a GPU's memory above which fragmentation and NCCL buffers may not fit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``automoe plan`` prints. Bytes and FLOPs; ``ranks`` has one entry per pp rank."""
+
+    mesh: MeshShape
+    params: ParamCount
+    batch: BatchPlan
+    flops: TokenFlops
+    ranks: list[RankMemory]
+    bubble: float  # share of a step that a pipeline rank idles, at equal stages
+    num_nodes: int
+    warnings: list[str]
+
+    @property
+    def heaviest(self) -> RankMemory:
+        """The rank that needs the most memory; of equal ones the first."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; every pp rank with its peaks."""
+        ranks = [
+            {
+                **asdict(r),
+                "backward_peak": r.backward_peak,
+                "optimizer_peak": r.optimizer_peak,
+                "peak": r.peak,
+            }
+            for r in self.ranks
+        ]
+        return {
+            "mesh": {**asdict(self.mesh), "world_size": self.mesh.world_size, "num_nodes": self.num_nodes},
+            "params": asdict(self.params),
+            "batch": asdict(self.batch),
+            "flops_per_token": asdict(self.flops),
+            "flops_per_step": self.flops.causal * self.batch.tokens_per_step,
+            "bubble": self.bubble,
+            "heaviest_pp_rank": self.heaviest.pp_rank,
+            "bytes_per_rank": ranks,
+            "warnings": self.warnings,
+        }
+
+
+def make_plan(config: Config, mesh: MeshShape) -> Plan:
+    """Plan a validated configuration on its resolved mesh.
+
+    Raises:
+        ConfigError: layers that do not split over the pipeline stages.
+    """
+    batch = plan_batch(config, mesh)
+    ranks = plan_memory(config, mesh, batch)
+    stages_per_rank = config.parallel.stages_per_rank
+    # arXiv 2104.04473, section 2.2: idle time over ideal time, here as a share of the whole step.
+    idle = (mesh.pp - 1) / (batch.num_micro_batches * stages_per_rank)
+    plan = Plan(
+        mesh=mesh,
+        params=count_params(config.model),
+        batch=batch,
+        flops=train_flops_per_token(config.model, config.train.seq_len),
+        ranks=ranks,
+        bubble=idle / (1 + idle),
+        num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),
+        warnings=[],
+    )
+    return replace(plan, warnings=[*_memory_warnings(config, plan), *_speed_warnings(config, plan)])
+
+
+def _memory_warnings(config: Config, plan: Plan) -> list[str]:
+    limit, need = config.cluster.memory_bytes, plan.heaviest.peak
+    if not limit or need <= TIGHT * limit:
+        return []
+    where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
+    verdict = "does not fit" if need > limit else "leaves little for fragmentation and communication buffers"
+    text = f"{where} needs {gib(need)} of the {gib(limit)} that {config.cluster.name} has: {verdict}."
+    remedies = [f"{change} ({gib(peak)})" for change, peak in _alternatives(config, plan) if peak < need]
+    return [f"{text} Single changes that need less: {'; '.join(remedies)}" if remedies else text]
+
+
+def _alternatives(config: Config, plan: Plan) -> list[tuple[str, float]]:
+    """Single changes that lower memory on the same ranks, with the peak that each leads to."""
+    mesh, parallel, train = plan.mesh, config.parallel, config.train
+    changes: list[tuple[str, Config, MeshShape]] = []
+    if mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
+        freed = replace(config, parallel=replace(parallel, reshard="micro_batch", grad_sync="micro_batch"))
+        changes.append(("parallel.reshard=micro_batch parallel.grad_sync=micro_batch", freed, mesh))
+    if train.micro_batch_size > 1 and train.global_batch_size % mesh.dp == 0:
+        rows = max(n for n in range(1, train.micro_batch_size) if train.micro_batch_size % n == 0)
+        smaller = replace(config, train=replace(train, micro_batch_size=rows))
+        changes.append((f"train.micro_batch_size={rows}", smaller, mesh))
+    if not parallel.recompute:
+        routed = config.model.first_k_dense < config.model.num_layers
+        for name in ("moe", "full") if routed else ("full",):
+            again = replace(config, parallel=replace(parallel, recompute=name))
+            changes.append((f"parallel.recompute={name}", again, mesh))
+    if mesh.dp_shard % 2 == 0 and train.seq_len % (4 * mesh.cp) == 0 and parallel.context == "gather":
+        split = replace(mesh, dp_shard=mesh.dp_shard // 2, cp=2 * mesh.cp)
+        changes.append((f"mesh.dp_shard={split.dp_shard} mesh.cp={split.cp}", config, split))
+    if mesh.ep_shard % 2 == 0 and config.model.num_experts % (2 * mesh.ep) == 0:
+        folded = replace(mesh, ep_shard=mesh.ep_shard // 2, ep=2 * mesh.ep)
+        changes.append((f"mesh.ep={folded.ep} mesh.ep_shard={folded.ep_shard}", config, folded))
+    return [
+        (text, max(rank.peak for rank in plan_memory(changed, shape, plan_batch(changed, shape))))
+        for text, changed, shape in changes
+    ]
+
+
+def _speed_warnings(config: Config, plan: Plan) -> list[str]:
+    warnings = []
+    if plan.bubble > 0.25:
+        warnings.append(
+            f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
+            f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
+        )
+    moe_layers = config.model.num_layers - config.model.first_k_dense
+    if config.cluster.peak_flops and moe_layers and plan.batch.rows_per_expert < 64:
+        warnings.append(
+            f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
+            "Raise train.micro_batch_size or mesh.ep"
+        )
+    return warnings
+
+
+def gib(num_bytes: float) -> str:
+    """``36.4 GiB``, or MiB below one GiB."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,206 @@
+"""Documents out of files: this Python's own library, plain text, JSON lines, parquet."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from automoe.config.schema import DataConfig
+from automoe.errors import ConfigError, DataError
+
+# Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
+_STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document and where it stands."""
+
+    text: str
+    file: int  # index in the corpus's list of files
+    line: int  # 1-based line of a JSONL file or row of a parquet file; 0: the whole file
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """The files of a corpus in their fixed order, and their names relative to what they share."""
+
+    paths: list[Path]
+    names: list[str]
+
+
+def find_files(data: DataConfig) -> CorpusFiles:
+    """The corpus's files, sorted by name, so that every machine and rank sees one order.
+
+    Raises:
+        ConfigError: ``data.path`` is not set.
+        DataError: nothing is found there.
+    """
+    if data.kind == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [p for p in root.rglob("*.py") if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
+        if not paths:
+            raise DataError(f"{root}: this Python has no library sources. Set data.kind=text and data.path.")
+        return _ordered(paths, root)
+    if data.path is None:
+        raise ConfigError(
+            "data.path",
+            None,
+            f"data.kind={data.kind} reads a file, a directory or a glob",
+            "Set data.path, or data.kind=stdlib for text that every machine has.",
+        )
+    path = Path(data.path).expanduser()
+    if path.is_file():
+        return CorpusFiles([path], [path.name])
+    if path.is_dir():
+        suffix = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet"}[data.kind]
+        paths = [p for p in path.rglob(suffix) if p.is_file() and not _hidden(p.relative_to(path))]
+        if not paths:
+            raise DataError(f"{path}: no {suffix} file in this directory. Correct data.path or data.kind.")
+        return _ordered(paths, path)
+    paths = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
+    if not paths:
+        raise DataError(
+            f"{path}: no file, directory or glob match of this name (looked from {Path.cwd()}). Correct data.path."
+        )
+    return _ordered(paths, Path(os.path.commonpath([p.parent for p in paths])))
+
+
+def read_documents(data: DataConfig, files: CorpusFiles) -> Iterator[Document]:
+    """Every document in order, up to ``data.max_bytes`` of text.
+
+    Documents without any text are left out; a file that holds nothing else is an error.
+
+    Raises:
+        DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable file.
+    """
+    readers = {"stdlib": _read_text, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
+    left = data.max_bytes
+    for index, path in enumerate(files.paths):
+        found = False
+        try:
+            for line, text in readers[data.kind](path, data.text_key):
+                if not text:
+                    continue
+                found = True
+                if left is not None:
+                    raw = text.encode()
+                    # The cut may fall inside a character, which is dropped with the rest.
+                    text = raw[:left].decode(errors="ignore")
+                    left -= len(raw)
+                if text:
+                    yield Document(text, index, line)
+                if left is not None and left <= 0:
+                    return
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
+        # The library has empty __init__.py files; in a user's corpus an empty file is a mistake.
+        if not found and data.kind != "stdlib":
+            raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _ordered(paths: list[Path], root: Path) -> CorpusFiles:
+    by_name = sorted((p.relative_to(root).as_posix(), p) for p in paths)
+    return CorpusFiles([p for _, p in by_name], [name for name, _ in by_name])
+
+
+def _decode(raw: bytes, path: Path, first_line: int) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        line = first_line + raw.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{path}:{line}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
+            f"(iconv -f latin1 -t utf-8, if that is what it is) or leave it out of data.path."
+        ) from error
+
+
+def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
+    yield 0, _decode(path.read_bytes(), path, first_line=1)
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = _decode(raw, path, first_line=number).rstrip()
+            if not line:
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                why = str(error)
+                if isinstance(error, json.JSONDecodeError):  # its own "line 1" would mislead
+                    why = f"{error.msg} at column {error.colno}"
+                raise DataError(
+                    f"{path}:{number}: not valid JSON ({why}). Each line is one JSON object; correct this line or "
+                    f"remove it."
+                ) from error
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}:{number}: a {type(record).__name__} where each line must be one JSON object. Correct "
+                    f"this line or remove it."
+                )
+            if text_key not in record:
+                raise DataError(
+                    f"{path}:{number}: no key {text_key!r}; this line has {_listed(record)}. Set data.text_key to "
+                    f"the key that holds the text."
+                )
+            yield number, _checked(record[text_key], f"{path}:{number}", text_key)
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.stat().st_size == 0:
+        return
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if text_key not in names:
+                raise DataError(
+                    f"{path}: no column {text_key!r}; this file has {_listed(names)}. Set data.text_key to the column "
+                    f"that holds the text."
+                )
+            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+                for value in batch.column(0):
+                    row += 1
+                    yield row, _checked(value.as_py(), f"{path}: row {row}", text_key)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again."
+        ) from error
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{path}: not a readable parquet file, after row {row} ({error}). Copy or write the file again."
+        ) from error
+
+
+def _checked(value: object, where: str, text_key: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {text_key!r} is {type(value).__name__} where text is needed. Correct it, or set data.text_key."
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {text_key!r} has half of a surrogate pair (\\u{ord(value[error.start]):04x}) at character "
+            f"{error.start}, which is not text. Correct the escape."
+        ) from error
+    return value
+
+
+def _listed(names: object) -> str:
+    shown = sorted(str(name) for name in names)  # type: ignore[attr-defined]
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "") or "none"

@@ -1,0 +1,143 @@
+"""The rows of each optimizer step for one data-parallel rank, with a state that resumes exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from automoe.config.schema import Config
+from automoe.data.batch import IGNORE, StepBatch
+from automoe.data.packing import PackedRows
+from automoe.data.prepare import Split, prepare_data, split_documents
+from automoe.errors import ConfigError, DataError
+
+
+class Loader:
+    """Steps of training rows, and validation batches, for data-parallel rank ``dp_rank`` of ``dp_size``.
+
+    Rank d of D gets rows [d*R, (d+1)*R) of every global batch, R = global_batch_size / D; the global
+    batches themselves depend on data, tokenizer, seq_len and seed alone.
+
+    Args:
+        split: what ``next_step`` walks through.
+        cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
+
+    Raises:
+        ConfigError: a tokenizer larger than the embedding, or rows that do not divide over the ranks.
+        DataError: as ``prepare_data``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dp_rank: int,
+        dp_size: int,
+        split: Split = "train",
+        cache_dir: Path | None = None,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        rows = config.train.global_batch_size
+        if rows % dp_size:
+            raise ConfigError(
+                "train.global_batch_size",
+                rows,
+                f"{rows} rows do not divide over {dp_size} data-parallel ranks",
+                f"Set train.global_batch_size={-(-rows // dp_size) * dp_size}.",
+            )
+        self.config, self.split = config, split
+        self.dp_rank, self.dp_size, self.rows_per_rank = dp_rank, dp_size, rows // dp_size
+        self.tokenizer, self.corpus = prepare_data(config, cache_dir)
+        self._packed: dict[Split, PackedRows] = {}
+        self.rows_per_epoch = self._split_rows(split).num_rows
+        self.consumed_rows = 0  # over all ranks, since the start of training
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.consumed_rows / self.rows_per_epoch
+
+    def next_step(self) -> StepBatch:
+        """This rank's rows of the next global batch; a new epoch starts where one ends."""
+        first = self.consumed_rows + self.dp_rank * self.rows_per_rank
+        batch = self._batch(self._split_rows(self.split), first, np.arange(first, first + self.rows_per_rank))
+        self.consumed_rows += self.config.train.global_batch_size
+        return batch
+
+    def validation_batches(self, n: int) -> Iterator[StepBatch]:
+        """This rank's part of the first ``n`` global batches of the validation split.
+
+        The same rows at every call and for every training seed, none twice: there are fewer batches
+        when the split ends early, the last filled up with rows of padding that train nothing.
+        """
+        packed = self._split_rows("validation")
+        step = self.config.train.global_batch_size
+        for start in range(0, min(n * step, packed.num_rows), step):
+            first = start + self.dp_rank * self.rows_per_rank
+            indices = np.arange(first, first + self.rows_per_rank)
+            yield self._batch(packed, first, np.where(indices < packed.num_rows, indices, -1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values, equal on every rank: the place in the data, and what the data was."""
+        return {"consumed_rows": self.consumed_rows, "fingerprint": self.fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken, under any number of ranks and any batch size.
+
+        Raises:
+            DataError: the data now is not the data then; the message lists what differs.
+        """
+        saved, now = state["fingerprint"], self.fingerprint()
+        differing = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+        if differing:
+            listed = "; ".join(f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differing)
+            raise DataError(
+                f"The data changed since the checkpoint, so training cannot go on where it was: {listed}. "
+                f"Restore the data and settings of the checkpoint, or start a new run_dir."
+            )
+        self.consumed_rows = int(state["consumed_rows"])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides the order and content of rows, as short comparable values."""
+        data, train = self.config.data, self.config.train
+        return {
+            "data.kind": data.kind,
+            "data.document_mask": data.document_mask,
+            "data.val_fraction": data.val_fraction,
+            "split": self.split,
+            "files": len(self.corpus.files.names),
+            "documents": len(self.corpus.lengths),
+            "text_bytes": self.corpus.text_bytes,
+            "content": self.corpus.content,
+            "tokenizer": self.tokenizer.digest,
+            "train.seq_len": train.seq_len,
+            "train.seed": train.seed,
+        }
+
+    def _split_rows(self, split: Split) -> PackedRows:
+        if split not in self._packed:
+            starts, lengths = split_documents(self.corpus, self.config.data.val_fraction, split)
+            self._packed[split] = PackedRows(
+                self.corpus.tokens,
+                starts,
+                lengths,
+                seq_len=self.config.train.seq_len,
+                seed=self.config.train.seed if split == "train" else 0,
+                pad_id=self.tokenizer.pad_id,
+                document_mask=self.config.data.document_mask,
+            )
+        return self._packed[split]
+
+    def _batch(self, packed: PackedRows, first_row: int, indices: np.ndarray) -> StepBatch:
+        rows = packed.take(indices)
+        return StepBatch(
+            tokens=torch.from_numpy(rows.tokens),
+            labels=torch.from_numpy(rows.labels),
+            positions=torch.from_numpy(rows.positions),
+            doc_ids=torch.from_numpy(rows.doc_ids),
+            num_bytes=self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE]),
+            first_row=first_row,
+        )

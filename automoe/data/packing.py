@@ -1,0 +1,111 @@
+"""Documents packed into rows: one stream per epoch, cut every seq_len tokens, row by row on demand.
+
+Letters: N documents, R rows, S seq_len.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from automoe.data.batch import IGNORE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R packed rows, each array [R, S] int64; the fields are those of ``StepBatch``."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    doc_ids: np.ndarray
+
+
+def seeded_order(n: int, *key: int) -> np.ndarray:
+    """A permutation of range(n) that depends on ``key`` alone, [n] int64.
+
+    Sorting raw PCG64 output keeps it equal over NumPy versions: bit streams are promised to stay,
+    ``Generator.permutation`` is not.
+    """
+    return np.argsort(np.random.PCG64(np.random.SeedSequence(key)).random_raw(n), kind="stable")
+
+
+class PackedRows:
+    """The endless sequence of rows that a set of documents gives; row i is computed, not stored.
+
+    Epoch e holds rows [e * num_rows, (e + 1) * num_rows). Its documents are shuffled by (seed, e),
+    concatenated, and cut every S tokens, the last row filled with padding; the rows are then shuffled
+    by (seed, e) again. No rank, mesh or batch size enters, so row i is the same everywhere.
+
+    Args:
+        tokens: every token of the corpus, any integer dtype (a memory map).
+        starts, lengths: [N] each document's place in ``tokens``; lengths are at least 1.
+        document_mask: number the documents of a row in ``doc_ids`` and restart ``positions`` at each.
+            Without it a row counts as one document. Labels never cross a document's end either way.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        seq_len: int,
+        seed: int,
+        pad_id: int,
+        document_mask: bool = True,
+    ) -> None:
+        assert len(starts) == len(lengths) > 0 and lengths.min() > 0
+        self.tokens, self.starts, self.lengths = tokens, starts, lengths
+        self.seq_len, self.seed, self.pad_id, self.document_mask = seq_len, seed, pad_id, document_mask
+        self.num_tokens = int(lengths.sum())
+        self.num_rows = -(-self.num_tokens // seq_len)
+        # A batch across an epoch's end needs two epochs at a time.
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+
+    def take(self, indices: np.ndarray) -> Rows:
+        """Rows of the endless sequence by index, [R] int64; index -1 is a row of padding only."""
+        shape = (len(indices), self.seq_len)
+        rows = Rows(
+            tokens=np.full(shape, self.pad_id, dtype=np.int64),
+            labels=np.full(shape, IGNORE, dtype=np.int64),
+            positions=np.zeros(shape, dtype=np.int64),
+            doc_ids=np.full(shape, -1, dtype=np.int64),
+        )
+        epochs = indices // self.num_rows
+        for epoch in np.unique(epochs[indices >= 0]):
+            chosen = np.flatnonzero((epochs == epoch) & (indices >= 0))
+            self._fill(rows, chosen, int(epoch), indices[chosen] % self.num_rows)
+        return rows
+
+    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
+        row_order = seeded_order(self.num_rows, self.seed, epoch, 1)
+        return doc_order, np.cumsum(self.lengths[doc_order]), row_order
+
+    def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
+        """Write the epoch's rows ``within`` to ``rows[chosen]``; all places below are in its stream."""
+        S = self.seq_len
+        doc_order, doc_ends, row_order = self._epoch(epoch)
+        row_start = row_order[within, None] * S  # [R, 1]
+        place = row_start + np.arange(S + 1)  # [R, S + 1]: one more, for the last label
+        real = place < self.num_tokens
+        doc = np.searchsorted(doc_ends, np.minimum(place, self.num_tokens - 1), side="right")
+        original = doc_order[doc]
+        doc_start = doc_ends[doc] - self.lengths[original]
+        source = self.starts[original] + np.minimum(place, self.num_tokens - 1) - doc_start
+        tokens = np.where(real, self.tokens[source].astype(np.int64), self.pad_id)
+
+        same = real[:, 1:] & (doc[:, 1:] == doc[:, :-1])
+        rows.tokens[chosen] = tokens[:, :-1]
+        rows.labels[chosen] = np.where(same, tokens[:, 1:], IGNORE)
+        if self.document_mask:
+            # A document cut by a row's end goes on at position 0: positions stay below S.
+            positions = place - np.maximum(doc_start, row_start)
+            doc_ids = doc - doc[:, :1]
+        else:
+            positions, doc_ids = place - row_start, np.zeros_like(place)
+        rows.positions[chosen] = np.where(real, positions, 0)[:, :-1]
+        rows.doc_ids[chosen] = np.where(real, doc_ids, -1)[:, :-1]

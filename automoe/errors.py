@@ -1,0 +1,38 @@
+"""Errors that a user can cause and mend. Each says what was wrong, where, the rule, and what to do."""
+
+from __future__ import annotations
+
+
+class AutomoeError(Exception):
+    """Base of every error meant for a person; entry points print it without a traceback."""
+
+
+class ConfigError(AutomoeError, ValueError):
+    """A configuration that cannot run, found before any rank starts.
+
+    Args:
+        key: dotted config key at fault, e.g. ``mesh.ep``.
+        value: the value that was given.
+        rule: the rule it breaks, with its numbers.
+        remedy: what to do, with the nearest valid choice where there is one.
+    """
+
+    def __init__(self, key: str, value: object, rule: str, remedy: str) -> None:
+        self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
+        super().__init__(f"{key}={value}: {rule}. {remedy}")
+
+
+class DataError(AutomoeError, ValueError):
+    """Training text that cannot be read: the message names the file and the line."""
+
+
+class LaunchError(AutomoeError, RuntimeError):
+    """Ranks could not be started, or one of them failed; carries the first error only."""
+
+
+class CheckpointError(AutomoeError, RuntimeError):
+    """A checkpoint or export that is missing, incomplete or not what it says."""
+
+
+class BackendError(AutomoeError, RuntimeError):
+    """A backend that this machine does not have; the message names the one that it has."""

@@ -1,0 +1,152 @@
+"""``python -m automoe.export RUN --out DIR``: a run's weights as a HuggingFace checkpoint, compared before it is called saved.
+
+python -m automoe.export runs/default --out my-model
+python -m automoe.export runs/default --out my-model --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automoe.errors import AutomoeError, CheckpointError
+
+if TYPE_CHECKING:
+    from automoe.config.schema import Config
+    from automoe.hf.writer import Written
+    from automoe.model.decoder import Decoder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
+    args = _parser().parse_args(argv)
+    try:
+        written = export_run(
+            args.run, args.out, args.dtype, int(args.max_shard_gb * 1e9), overwrite=args.overwrite
+        )
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"saved {written}")
+    return 0
+
+
+def export_run(
+    run_dir: str | Path,
+    out: str | Path,
+    dtype: str = "keep",
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+) -> Written:
+    """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on the CPU.
+
+    The newest training checkpoint that is whole, or where there is none the checkpoint that the run
+    itself wrote to ``hf/`` at its end.
+
+    Raises:
+        ConfigError: not a run directory.
+        CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
+    """
+    from automoe.config.frozen import load_config
+    from automoe.hf.files import check_target
+
+    run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
+    config = load_config(run_dir)
+    check_target(out, overwrite)  # before the weights are read
+
+    from automoe.hf.writer import export_and_verify
+
+    model = _load_run(run_dir, config)
+    return export_and_verify(
+        model, out, config, dtype=dtype, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+    )
+
+
+def _load_run(run_dir: Path, config: Config) -> Decoder:
+    """The whole model of a run, with its newest weights."""
+    from automoe.hf.reader import load_hf
+    from automoe.parallel.data import PARAM_DTYPES
+    from automoe.parallel.parallelize import build_decoder
+
+    step_dir = _newest_step(run_dir, config)
+    exported = run_dir / "hf"
+    if step_dir is None:
+        if not (exported / "config.json").is_file():
+            raise CheckpointError(
+                f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
+                "Train it with checkpoint.every=N or checkpoint.export_hf=true"
+            )
+        # Token ids and tokenizer files come from there too.
+        config = replace(config, model=replace(config.model, hf_path=str(exported)))
+    model = build_decoder(config.model, config.moe, PARAM_DTYPES[config.train.dtype])
+    model.to_empty(device="cpu")
+    if step_dir is None:
+        load_hf(model, exported)
+    else:
+        _load_step(model, step_dir)
+    return model
+
+
+def _newest_step(run_dir: Path, config: Config) -> Path | None:
+    """The newest training checkpoint, or None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged; which older one to take instead is not decided here.
+    """
+    from automoe.checkpoint.store import CheckpointStore, damage
+
+    store = CheckpointStore(config, run_dir)
+    steps = store.steps()
+    if not steps:
+        return None
+    newest = store.folder / steps[-1]
+    if (problem := damage(newest)) is not None:
+        raise CheckpointError(
+            f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
+        )
+    return newest
+
+
+def _load_step(model: Decoder, step_dir: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+        dcp.load(tensors, checkpoint_id=step_dir, no_dist=True)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m automoe.export",
+        description="Write a run's newest weights as a HuggingFace checkpoint, reload it in transformers, compare, "
+        "and only then call it saved.",
+    )
+    parser.add_argument("run", help="run directory of automoe.train")
+    parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", "bfloat16", "float32"),
+        default="keep",
+        help="of the parameters (default: as trained)",
+    )
+    parser.add_argument(
+        "--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""What a model family declares, and the reading and writing of ``config.json`` by that. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from automoe.config.schema import ModelConfig, RopeConfig
+from automoe.errors import ConfigError
+from automoe.hf.keys import KeyMap
+
+HFConfig = dict[str, Any]
+REQUIRED = object()
+
+# Other spellings of what is written, which would contradict it if they stayed from a source config.
+_ALIASES = (
+    "rope_parameters",
+    "rope_scaling",
+    "num_local_experts",
+    "num_experts",
+    "num_mtp_layers",
+    "torch_dtype",
+    "quantization_config",
+    "transformers_version",
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key of ``config.json``, other names it is known by, and how its value converts."""
+
+    key: str
+    default: Any = REQUIRED
+    aliases: tuple[str, ...] = ()
+    read: Callable[[Any, HFConfig], Any] = lambda value, hf: value
+    write: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family as data.
+
+    Attributes:
+        model_type: as ``config.json`` names it; also ``ModelConfig.family``.
+        architecture: transformers' class.
+        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. Where two of ours share one,
+            the later one is written.
+        fixed: dotted keys that the family does not leave open.
+        only: keys of ``config.json`` with the one value that this decoder computes; an absent key is
+            fine. Also written.
+        written: keys of ``config.json`` that our files always have with this value.
+        keys: tensor names of the published layout.
+        rope_theta: transformers' default.
+        mscale: the attention's scale follows YaRN's mscale_all_dim (DeepSeek).
+    """
+
+    model_type: str
+    architecture: str
+    fields: dict[str, Field]
+    fixed: dict[str, Any]
+    only: dict[str, Any]
+    written: dict[str, Any] = field(default_factory=dict)
+    keys: KeyMap = KeyMap()
+    rope_theta: float = 10000.0
+    mscale: bool = False
+
+    def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
+        """Our configuration for the model that ``config.json`` describes.
+
+        Raises:
+            ConfigError: a key is missing, or asks for something this decoder does not compute.
+        """
+        for key, value in self.only.items():
+            if key in hf and hf[key] != value:
+                raise ConfigError(
+                    "model.hf_path",
+                    path,
+                    f"its config.json has {key}={hf[key]}, and {self.model_type} here computes {key}={value} alone",
+                    "Choose another checkpoint",
+                )
+        config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
+        values = {ours: self._value(f, hf, path) for ours, f in self.fields.items()} | self.fixed
+        for ours, value in values.items():
+            _set(config, ours, value)
+        rope = self._read_rope(hf, path)
+        return replace(config, rope=replace(rope, interleaved=config.rope.interleaved))
+
+    def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
+        """The inverse; keys of ``base`` (a source's config.json) that say nothing about the model stay.
+
+        Raises:
+            ConfigError: the model has something that the family does not.
+        """
+        for ours, value in self.fixed.items():
+            if _get(config, ours) != value:
+                raise ConfigError(
+                    f"model.{ours}",
+                    _get(config, ours),
+                    f"a {self.model_type} checkpoint can only say {value}",
+                    f"Set model.{ours}={value}, or export as another model.family",
+                )
+        hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
+        hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only | self.written
+        hf |= {f.key: f.write(_get(config, ours)) for ours, f in self.fields.items()}
+        return hf | _write_rope(config.rope, hf.get("max_position_embeddings"))
+
+    def _value(self, spec: Field, hf: HFConfig, path: str) -> Any:
+        for key in (spec.key, *spec.aliases):
+            if key in hf:
+                return spec.read(hf[key], hf)
+        if spec.default is REQUIRED:
+            raise ConfigError(
+                "model.hf_path",
+                path,
+                f"its config.json has no {spec.key}, which a {self.model_type} model needs",
+                "Copy the checkpoint's config.json again",
+            )
+        return spec.read(spec.default, hf)
+
+    def _read_rope(self, hf: HFConfig, path: str) -> RopeConfig:
+        """Both spellings: ``rope_theta`` with ``rope_scaling`` as published, ``rope_parameters`` of transformers 5."""
+        params = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        kind = params.get("rope_type", params.get("type", "default"))
+        max_positions = int(hf.get("max_position_embeddings", 4096))
+        theta = float(params.get("rope_theta") or hf.get("rope_theta") or self.rope_theta)
+        refused = {
+            "rope type": kind if kind not in ("default", "yarn") else None,
+            "attention_factor": params.get("attention_factor"),
+            "truncate": "false" if params.get("truncate") is False else None,
+            "partial_rotary_factor": None
+            if hf.get("partial_rotary_factor", params.get("partial_rotary_factor")) in (None, 1, 1.0)
+            else hf.get("partial_rotary_factor", params.get("partial_rotary_factor")),
+            "mscale_all_dim": None if self.mscale else params.get("mscale_all_dim"),
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ConfigError(
+                    "model.hf_path",
+                    path,
+                    f"its config.json has {name} {value} for rotary embeddings, and {self.model_type} here has "
+                    "none or plain yarn",
+                    "Choose another checkpoint",
+                )
+        if kind == "default":
+            return RopeConfig(theta=theta, original_seq_len=max_positions)
+        original = int(params.get("original_max_position_embeddings") or max_positions)
+        return RopeConfig(
+            theta=theta,
+            scaling="yarn",
+            factor=float(params.get("factor") or max_positions / original),
+            original_seq_len=original,
+            beta_fast=float(params.get("beta_fast") or 32),
+            beta_slow=float(params.get("beta_slow") or 1),
+            mscale=float(params.get("mscale") or 0),
+            mscale_all_dim=float(params.get("mscale_all_dim") or 0),
+        )
+
+
+def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
+    """The published spelling: older readers take the default theta where they find ``rope_parameters`` alone."""
+    if rope.scaling == "none":
+        return {
+            "rope_theta": rope.theta,
+            "rope_scaling": None,
+            "max_position_embeddings": max_positions or rope.original_seq_len,
+        }
+    scaling = {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_seq_len,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+    }
+    scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": max_positions or round(rope.factor * rope.original_seq_len),
+    }
+
+
+def _parent(config: ModelConfig, key: str) -> tuple[Any, str]:
+    group, _, name = key.rpartition(".")
+    return (getattr(config, group) if group else config), name
+
+
+def _get(config: ModelConfig, key: str) -> Any:
+    return getattr(*_parent(config, key))
+
+
+def _set(config: ModelConfig, key: str, value: Any) -> None:
+    setattr(*_parent(config, key), value)
+
+
+def head_dim(value: int | None, hf: HFConfig) -> int:
+    """``head_dim`` where it is given, else the hidden size over the heads."""
+    return value or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def common_fields(norm_eps: float) -> dict[str, Field]:
+    """What every family spells alike; ``norm_eps`` is the family's default."""
+    return {
+        "vocab_size": Field("vocab_size"),
+        "hidden_size": Field("hidden_size"),
+        "num_layers": Field("num_hidden_layers"),
+        "intermediate_size": Field("intermediate_size"),
+        "num_experts_per_token": Field("num_experts_per_tok"),
+        "norm_eps": Field("rms_norm_eps", norm_eps),
+        "tie_embeddings": Field("tie_word_embeddings", False),
+        "initializer_range": Field("initializer_range", 0.02),
+        "attention.num_heads": Field("num_attention_heads"),
+        "attention.num_kv_heads": Field(
+            "num_key_value_heads", None, read=lambda n, hf: n or hf["num_attention_heads"]
+        ),
+    }

@@ -1,0 +1,144 @@
+"""Which HuggingFace tensor holds which part of ours. No torch.
+
+Every family's checkpoint differs from our model in the feed-forward's names alone, and in how routed
+experts are cut up: published files have one tensor per expert and projection, transformers 5 keeps a
+layer's experts in two tensors. Letters: E experts, I expert width, H hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from automoe.config.schema import ModelConfig
+from automoe.cost.params import model_params
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """Names below ``model.layers.N.`` that differ from ours; ``{expert}`` where there is one per expert.
+
+    With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first.
+    """
+
+    router: str = "mlp.gate.weight"
+    expert_bias: str = "mlp.gate.e_score_correction_bias"
+    gate: str = "mlp.experts.{expert}.gate_proj.weight"
+    up: str = "mlp.experts.{expert}.up_proj.weight"
+    down: str = "mlp.experts.{expert}.down_proj.weight"
+    fused: bool = False
+
+    def expert_of(self, key: str) -> int | None:
+        """Number of the routed expert that ``key`` belongs to; None for other tensors and fused ones."""
+        if self.fused:
+            return None
+        for name in (self.gate, self.up, self.down):
+            if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
+                return int(match[1])
+        return None
+
+
+# What transformers 5 calls these tensors in memory, for every family; also written with
+# save_pretrained(save_original_format=False).
+FUSED = KeyMap(
+    gate="mlp.experts.gate_up_proj", up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", fused=True
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one of our tensors that one HuggingFace tensor, or a range of its rows, holds.
+
+    Attributes:
+        key: the HuggingFace tensor.
+        shape: its whole shape.
+        select: for each leading dim of ours, the index this piece lies at, or None for a dim that
+            both have; dims not listed are common too.
+        offset: where the common dims start in the HuggingFace tensor, one number a dim.
+        size: extent of the common dims.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    select: tuple[int | None, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def overlap(
+        self, start: tuple[int, ...], extent: tuple[int, ...]
+    ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
+        """Where a shard of our tensor meets this piece.
+
+        Args:
+            start, extent: the shard's first index and size on every dim of ours.
+
+        Returns:
+            (slices of the HuggingFace tensor, index into the shard), or None where they do not meet.
+        """
+        select = self.select + (None,) * (len(start) - len(self.select))
+        source: list[slice] = []
+        target: list[int | slice] = []
+        for at, first, count in zip(select, start, extent, strict=True):
+            if at is None:
+                begin = self.offset[len(source)] + first
+                source.append(slice(begin, begin + count))
+                target.append(slice(0, count))
+            elif first <= at < first + count:
+                target.append(at - first)
+            else:
+                return None
+        return tuple(source), tuple(target)
+
+
+def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
+    """The HuggingFace tensors that together make our tensor ``name`` of ``shape``, in order."""
+
+    def whole(key: str) -> list[Piece]:
+        return [Piece(key, shape, (), (0,) * len(shape), shape)]
+
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return whole(name if name.startswith("lm_head.") else f"model.{name}")
+    prefix, rest = f"model.layers.{match[1]}.", match[2]
+    if rest == "mlp.router.weight":
+        return whole(prefix + keys.router)
+    if rest == "mlp.router.expert_bias":
+        return whole(prefix + keys.expert_bias)
+    if rest == "mlp.experts.w_gate_up":
+        num_experts, _, width, hidden = shape
+        if keys.fused:
+            fused, half = (num_experts, 2 * width, hidden), (num_experts, width, hidden)
+            return [Piece(prefix + keys.gate, fused, (None, i), (0, i * width, 0), half) for i in (0, 1)]
+        return [
+            Piece(prefix + key.format(expert=expert), (width, hidden), (expert, i), (0, 0), (width, hidden))
+            for expert in range(num_experts)
+            for i, key in enumerate((keys.gate, keys.up))
+        ]
+    if rest == "mlp.experts.w_down":
+        if keys.fused:
+            return whole(prefix + keys.down)
+        return [
+            Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert,), (0, 0), shape[1:])
+            for expert in range(shape[0])
+        ]
+    return whole(prefix + rest)
+
+
+def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of the whole model that a checkpoint holds, buffers too."""
+    for param in model_params(config):
+        yield param.name, param.shape
+        if config.router.expert_bias and param.name.endswith("mlp.router.weight"):
+            yield param.name.replace("router.weight", "router.expert_bias"), (config.num_experts,)
+
+
+def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a HuggingFace checkpoint of ``config``, in ``keys``' layout."""
+    return {
+        piece.key: piece.shape
+        for name, shape in our_tensors(config)
+        for piece in hf_pieces(name, shape, keys)
+    }

@@ -1,0 +1,91 @@
+"""This rank's part of a model's tensors, and errors that every rank raises together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from automoe.errors import CheckpointError
+from automoe.model.decoder import Decoder
+from automoe.parallel.data import fsdp_modules
+
+Parts = dict[int, Decoder]
+
+# What parameters may become in an export; None keeps each one's own dtype.
+DTYPES: dict[str, torch.dtype | None] = {
+    "keep": None,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """What this rank holds of one tensor of the model.
+
+    Attributes:
+        name: global name, equal to the one in the whole model.
+        tensor: the parameter or buffer itself, a DTensor where it is sharded.
+        local: this rank's storage of it.
+        start: index of the storage's first element in the whole tensor, on every dim.
+        trained: a parameter, not a buffer.
+        copy: the embedding of a last stage whose head is tied to it; the first stage has it too.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    start: tuple[int, ...]
+    trained: bool = True
+    copy: bool = False
+
+
+def as_parts(parts: Parts | Decoder) -> Parts:
+    """One decoder counts as a pipeline of one stage; whole weights that a forward left behind are let go."""
+    parts = {0: parts} if isinstance(parts, Decoder) else parts
+    for part in parts.values():
+        for module in fsdp_modules(part):
+            module.reshard()
+    return parts
+
+
+def local_shards(parts: Parts) -> Iterator[LocalShard]:
+    """Every tensor of this rank's stages that a HuggingFace checkpoint holds, in the model's order."""
+    for part in parts.values():
+        for name, parameter in part.named_parameters():
+            yield _shard(name, parameter, copy=name == "embed_tokens.weight" and not part.embeds)
+        for name, buffer in part.named_buffers():
+            if name.endswith(".expert_bias"):
+                yield _shard(name, buffer, trained=False)
+
+
+def _shard(name: str, tensor: torch.Tensor, **facts: bool) -> LocalShard:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return LocalShard(name, tensor, tensor, (0,) * tensor.dim(), **facts)
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return LocalShard(name, tensor, tensor.to_local(), tuple(start), **facts)
+
+
+def raise_everywhere(error: CheckpointError | None) -> None:
+    """Raise the first rank's error on all ranks, or return on all. Collective.
+
+    A rank that raised alone would leave the others waiting for it.
+    """
+    errors = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    for first in errors:
+        if first is not None:
+            raise first
+
+
+def is_first_rank() -> bool:
+    """Rank 0, or a process without ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0

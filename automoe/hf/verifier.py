@@ -1,0 +1,222 @@
+"""Proof that an export is the model: every bit against the live shards, and the logits of ``transformers``.
+
+The first half ties the files to the weights that were trained, on any mesh; the second ties the files
+to what others will compute from them. Together no mistake of the writer can hide behind the same
+mistake of the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.errors import CheckpointError
+from automoe.hf.files import listed
+from automoe.hf.keys import FUSED, hf_tensors
+from automoe.hf.reader import Catalog, Read, config_of, load_hf, open_catalog, visit
+from automoe.hf.registry import model_config_from_hf
+from automoe.hf.shards import DTYPES, Parts, as_parts, is_first_rank, raise_everywhere
+from automoe.model.decoder import Decoder
+from automoe.moe.replay import RoutingRecorder
+from automoe.parallel.parallelize import build_decoder
+
+LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen
+# Two programs that round differently may break a near tie differently; more than that is a mistake.
+MIN_SAME_ROUTING = 0.98
+MAX_COMPARED_BYTES = 4 << 30  # of float32 weights; a larger model is not run, and its census is taken instead
+_ROWS, _SEQ = 4, 64
+
+
+def verify_hf(parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep") -> float | None:
+    """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
+
+    Args:
+        parts: the model, or this rank's pipeline stages of it; not changed.
+        dtype: that of the export: ``keep``, ``bfloat16`` or ``float32``.
+
+    Returns:
+        Relative error of the logits; None on ranks other than the first, and for a model too large.
+
+    Raises:
+        CheckpointError: on every rank alike: the first difference, by name.
+    """
+    parts, folder = as_parts(parts), Path(folder)
+    catalog = open_catalog(folder, config_of(parts))
+    failure = None
+    try:
+        _compare_shards(parts, catalog, DTYPES[dtype])
+    except CheckpointError as error:
+        failure = error
+    raise_everywhere(failure)
+    result = None
+    try:
+        if is_first_rank():
+            _compare_config(config_of(parts), folder)
+            _compare_census(config_of(parts), folder)
+            result = _compare_logits(catalog)
+    except CheckpointError as error:
+        failure = error
+    except Exception as error:  # whatever transformers raises, the other ranks wait for an answer
+        failure = CheckpointError(
+            f"{folder} does not reload in transformers: {type(error).__name__}: {error}"
+        )
+    raise_everywhere(failure)
+    return result
+
+
+def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None) -> None:
+    """Every number that this rank holds, bit for bit, against the range of the file it belongs to."""
+
+    def compare(read: Read, source: torch.Tensor, target: torch.Tensor) -> None:
+        wanted = dtype if dtype is not None and read.shard.trained else target.dtype
+        if source.dtype != wanted:
+            raise CheckpointError(f"{catalog.folder}: {read.key} is {source.dtype}, not {wanted}")
+        live = target.to("cpu", wanted)
+        if not torch.equal(source, live):
+            differ = int((source != live).sum())
+            raise CheckpointError(
+                f"{catalog.folder}: {read.key} is not the model's {read.shard.name}: {differ} of "
+                f"{live.numel()} numbers differ, or are not numbers"
+            )
+
+    visit(parts, catalog, compare)
+
+
+def _compare_config(config: ModelConfig, folder: Path) -> None:
+    read = model_config_from_hf(folder)
+    # What no layer of this model uses is not kept in a HuggingFace configuration.
+    read = replace(read, hf_path=config.hf_path)
+    for ours, theirs, prefix in (
+        (config, read, "model"),
+        (config.attention, read.attention, "model.attention"),
+        (config.rope, read.rope, "model.rope"),
+        (config.router, read.router, "model.router"),
+    ):
+        for key in _used(config, prefix):
+            if getattr(ours, key) != getattr(theirs, key):
+                raise CheckpointError(
+                    f"{folder}/config.json says {prefix}.{key}={getattr(theirs, key)}, and the model has "
+                    f"{getattr(ours, key)}: the family {config.family} cannot express it"
+                )
+
+
+def _used(config: ModelConfig, prefix: str) -> list[str]:
+    """Fields that decide what this model computes."""
+    if prefix == "model.attention":
+        split = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        return ["kind", "num_heads"] + (
+            split if config.attention.kind == "mla" else ["num_kv_heads", "head_dim", "qk_norm"]
+        )
+    if prefix == "model.rope":
+        yarn = ["factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        return ["theta", "interleaved", "scaling"] + (yarn if config.rope.scaling == "yarn" else [])
+    if prefix == "model.router":
+        groups = ["topk_groups", "group_score_topk"] if config.router.num_groups > 1 else []
+        return ["score", "norm_topk_prob", "routed_scaling_factor", "num_groups", "expert_bias", *groups]
+    return ["family", "norm_eps", "tie_embeddings", "num_experts_per_token", "first_k_dense", "num_layers"]
+
+
+def _compare_census(config: ModelConfig, folder: Path) -> None:
+    """The model that transformers would build from the exported config has our tensors, and no others."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    if config.tie_embeddings:
+        theirs.pop("lm_head.weight", None)
+    ours = hf_tensors(config, FUSED)
+    if theirs != ours:
+        differ = {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
+        raise CheckpointError(
+            f"{folder}: transformers builds another model from its config.json: {len(differ)} tensors are "
+            f"missing, unknown or of another shape: {listed(differ)}"
+        )
+
+
+def _compare_logits(catalog: Catalog) -> float | None:
+    """The export run twice in float32 on the CPU, by transformers and by this decoder.
+
+    Raises:
+        CheckpointError: transformers leaves tensors over or makes some up, chooses other experts, or
+            computes other logits.
+    """
+    config = model_config_from_hf(catalog.folder)
+    if (
+        4 * sum(torch.Size(shape).numel() for shape in hf_tensors(config, FUSED).values())
+        > MAX_COMPARED_BYTES
+    ):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
+    theirs, choices = _run_transformers(catalog.folder, tokens)
+    model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
+    model.to_empty(device="cpu")
+    load_hf(model, catalog.folder, catalog)
+    model.eval()
+    with torch.no_grad(), RoutingRecorder(model) as free:
+        model(tokens)
+    if config.first_k_dense < config.num_layers:
+        chosen = free.choices()[:, :, :, 0].sort(-1).values
+        same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
+        if same < MIN_SAME_ROUTING:
+            raise CheckpointError(
+                f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts"
+            )
+        forced = torch.stack((choices, choices), dim=3)
+    else:
+        forced = None
+    with torch.no_grad():
+        ours = model(tokens, forced_ids=forced)
+    error = float((ours - theirs).norm() / theirs.norm())
+    if not error <= LOGITS_TOLERANCE:  # so that NaN fails
+        raise CheckpointError(
+            f"{catalog.folder}: transformers computes other logits from it: relative difference {error:.1e}, "
+            f"allowed {LOGITS_TOLERANCE:.0e}"
+        )
+    return error
+
+
+def _run_transformers(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [B, S, V] and the experts chosen, [B, S, moe layers, K]."""
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise CheckpointError(
+                f"{folder}: transformers reports {len(info[kind])} {kind.replace('_', ' ')}: "
+                f"{listed(map(str, info[kind]))}"
+            )
+    chosen: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(
+                lambda _module, _inputs, output: chosen.append(output[2].view(*tokens.shape, -1))
+            )
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits
+    return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers across this run's own line."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

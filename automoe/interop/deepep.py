@@ -1,0 +1,152 @@
+"""DeepEP behind one file: v1 (``Buffer``) and v2 (``ElasticBuffer``) as one ``TokenExchange``.
+
+The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; they have not been run on
+a GPU by this project. DeepEP is built from its sources: the one release on the package index does not compile.
+Every name comes from ``deep_ep`` itself, since its inner modules moved between the two lines. Calls are made
+in the order of the current stream (no ``async_finish``, no ``async_with_compute_stream``), so their
+``EventOverlap`` is never needed.
+
+Shapes: T tokens of this rank, K top-k, E experts, N distinct tokens received, L experts of this rank.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automoe.errors import BackendError
+from automoe.moe.dispatch.deepep import Received, TokenExchange
+
+# The published tables of v1's settings end here; between them only these sizes have an entry.
+V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+NUM_SMS = 20  # of both lines' kernels. v2's own estimate divides by an RDMA bandwidth that may read zero
+
+
+def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
+    """The exchange over ``group`` of whichever line of DeepEP is installed. Buffers are made at its first call.
+
+    Raises:
+        BackendError: no DeepEP here, or a group that it does not serve; names ``alltoall``.
+    """
+    try:
+        deep_ep = import_module("deep_ep")
+    except ImportError as error:
+        raise BackendError(
+            f"moe.dispatcher=deepep: deep_ep does not import ({error}). Build DeepEP from its sources, or set "
+            "moe.dispatcher=alltoall"
+        ) from error
+    return (
+        ElasticExchange(deep_ep, group)
+        if hasattr(deep_ep, "ElasticBuffer")
+        else BufferExchange(deep_ep, group)
+    )
+
+
+class BufferExchange:
+    """DeepEP v1: ``Buffer``, over NVLink in a node and RDMA across."""
+
+    def __init__(self, deep_ep: Any, group: dist.ProcessGroup) -> None:
+        size = group.size()
+        if size not in V1_GROUP_SIZES:
+            raise BackendError(
+                f"mesh.ep={size}: DeepEP v1 has settings for {', '.join(map(str, V1_GROUP_SIZES))} ranks. "
+                "Choose one of them, or set moe.dispatcher=alltoall"
+            )
+        self._deep_ep, self._group, self._size = deep_ep, group, size
+        self._buffer: Any = None
+        self._row_bytes = 0
+
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
+    ) -> Received:
+        buffer = self._buffer_for(x.shape[1] * x.element_size())
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
+        rows, local_ids, local_weights, counts, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+        )
+        return Received(rows, local_ids, local_weights, counts, (buffer, handle))
+
+    def dispatch_again(self, x: torch.Tensor, handle: Any) -> torch.Tensor:
+        buffer, layout = handle
+        return buffer.dispatch(x, handle=layout)[0]
+
+    def combine(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, handle: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        buffer, layout = handle
+        x, summed_weights, _ = buffer.combine(rows, layout, topk_weights=weights)
+        return x, summed_weights
+
+    def _buffer_for(self, row_bytes: int) -> Any:
+        if row_bytes > self._row_bytes:
+            buffer_class = self._deep_ep.Buffer
+            buffer_class.set_num_sms(NUM_SMS)
+            configs = [
+                buffer_class.get_dispatch_config(self._size),
+                buffer_class.get_combine_config(self._size),
+            ]
+            nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
+            # A build for one node only has no RDMA hint to give, and needs no such buffer.
+            rdma = (
+                max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs)
+                if self._size > 8
+                else 0
+            )
+            self._buffer, self._row_bytes = buffer_class(self._group, nvlink, rdma), row_bytes
+        return self._buffer
+
+
+class ElasticExchange:
+    """DeepEP v2: ``ElasticBuffer``, over NCCL's device interface."""
+
+    def __init__(self, deep_ep: Any, group: dist.ProcessGroup) -> None:
+        self._deep_ep, self._group = deep_ep, group
+        self._buffer: Any = None
+        self._sizes = (0, 0, 0)
+
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
+    ) -> Received:
+        buffer = self._buffer_for((x.shape[0], x.shape[1], ids.shape[1]))
+        rows, local_ids, local_weights, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=ids.to(self._deep_ep.topk_idx_t),
+            topk_weights=weights,
+            num_experts=num_experts,
+            num_sms=NUM_SMS,
+            do_cpu_sync=True,
+            do_expand=False,
+        )
+        return Received(
+            rows, local_ids, local_weights, handle.num_recv_tokens_per_expert_list, (buffer, handle)
+        )
+
+    def dispatch_again(self, x: torch.Tensor, handle: Any) -> torch.Tensor:
+        buffer, layout = handle
+        return buffer.dispatch(x, handle=layout, num_sms=NUM_SMS)[0]
+
+    def combine(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, handle: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        buffer, layout = handle
+        x, summed_weights, _ = buffer.combine(rows, layout, topk_weights=weights)
+        return x, summed_weights
+
+    def _buffer_for(self, sizes: tuple[int, int, int]) -> Any:
+        """A buffer with room for (T, H, K). All ranks of a group have the same T, so all of them grow at once."""
+        if any(new > old for new, old in zip(sizes, self._sizes, strict=True)):
+            tokens, hidden, top_k = (max(pair) for pair in zip(sizes, self._sizes, strict=True))
+            self._buffer = self._deep_ep.ElasticBuffer(
+                self._group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k
+            )
+            self._sizes = (tokens, hidden, top_k)
+        return self._buffer

@@ -1,0 +1,112 @@
+"""What this machine can run, found without importing torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from math import gcd
+from pathlib import Path
+
+from automoe.config.frozen import Device
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, MeshConfig
+from automoe.errors import BackendError
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
+MAX_CPU_RANKS_PER_CORE = 8  # beyond it, importing torch alone takes minutes
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch is a CUDA build; read from its version file, torch is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = (Path(spec.origin).parent / "version.py").read_text()
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", version, re.MULTILINE) is not None
+
+
+def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
+    """CUDA devices that this process may use: the driver's, limited by ``CUDA_VISIBLE_DEVICES``."""
+    present = len(list(NVIDIA_DRIVER.iterdir())) if NVIDIA_DRIVER.is_dir() else 0
+    chosen = env.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not present:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    # CUDA ignores everything from the first invalid entry on.
+    valid = next((i for i, name in enumerate(names) if not name or name == "-1"), len(names))
+    return valid if chosen.strip() else 0
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve_device(config: Config) -> Device:
+    """``cpu`` or ``cuda``; ``auto`` is cuda where a GPU is visible and torch can use it."""
+    if config.launch.device != "auto":
+        return config.launch.device
+    return "cuda" if visible_gpus() and torch_has_cuda() else "cpu"
+
+
+def cpu_note(config: Config) -> str | None:
+    """Why ``launch.device=auto`` is the CPU where the installed torch says that a GPU was meant; else None."""
+    if config.launch.device != "auto" or NVIDIA_DRIVER.is_dir() or not torch_has_cuda():
+        return None
+    return (
+        f"note: launch.device=auto trains on the CPU: torch is a CUDA build, and no NVIDIA driver is seen at "
+        f"{NVIDIA_DRIVER}. Make the driver visible, or set launch.device=cpu"
+    )
+
+
+def default_num_ranks(config: Config, device: str) -> int | None:
+    """Ranks that a derived mesh axis fills: ``launch.num_ranks``, or as many whole meshes as this machine holds."""
+    mesh = config.mesh
+    if config.launch.num_ranks is not None or min(_fixed(mesh)) < 1:
+        return config.launch.num_ranks
+    here = visible_gpus() if device == "cuda" else num_cores()
+    if mesh.preset:
+        return here
+    attention, experts = _fixed(mesh)
+    unit = mesh.pp * attention * experts // gcd(attention, experts)
+    return max(here // unit, 1) * unit
+
+
+def missing_hardware(shape: MeshShape, device: str) -> str | None:
+    """Why this machine alone cannot hold the ranks of ``shape``; None where it can."""
+    ranks = shape.world_size
+    if device == "cuda":
+        here = visible_gpus()
+        if here and not torch_has_cuda():
+            return f"{ranks} CUDA ranks need a CUDA build of torch, and the installed one is for CPUs"
+        if ranks <= here:
+            return None
+        return f"{ranks} CUDA ranks need {ranks} GPUs, and this machine has {here}"
+    limit = MAX_CPU_RANKS_PER_CORE * num_cores()
+    if ranks <= limit:
+        return None
+    return f"{ranks} CPU ranks on {num_cores()} cores: at most {limit} are started, {MAX_CPU_RANKS_PER_CORE} a core"
+
+
+def check_backends(config: Config, shape: MeshShape, device: str) -> None:
+    """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
+    if config.moe.dispatcher != "deepep" or shape.ep == 1:
+        return
+    if device != "cuda":
+        raise BackendError(
+            f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
+        )
+    if importlib.util.find_spec("deep_ep") is None:
+        raise BackendError(
+            "moe.dispatcher=deepep: the package deep_ep is not installed here. Build DeepEP from its sources (the "
+            "release on the package index does not compile), or set moe.dispatcher=alltoall"
+        )
+
+
+def _fixed(mesh: MeshConfig) -> tuple[int, int]:
+    """Products of the axes that are given, in the two views without pp."""
+    attention = mesh.dp_replicate * mesh.cp * mesh.tp * (mesh.dp_shard if mesh.dp_shard != -1 else 1)
+    experts = mesh.ep_replicate * mesh.ep * mesh.etp * (mesh.ep_shard if mesh.ep_shard != -1 else 1)
+    return attention, experts

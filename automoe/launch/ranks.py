@@ -1,0 +1,96 @@
+"""What one rank knows about itself and its run, and the process group's beginning and end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automoe.config.schema import LaunchConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+
+@dataclass
+class RunContext:
+    """Handed to a recipe's ``main(config, shape, context)``.
+
+    ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
+    different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step. A recipe
+    that leaves before its end for that reason sets ``preempted``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    run_dir: Path
+    stop: threading.Event = field(default_factory=threading.Event)
+    preempted: bool = False
+
+    def any_rank_stops(self) -> bool:
+        """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU memory."""
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor([int(self.stop.is_set())], dtype=torch.int32)
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def init_ranks(
+    launch: LaunchConfig, rank: int, world_size: int, local_rank: int, store: Store | None
+) -> torch.device:
+    """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
+
+    Args:
+        launch: device (resolved), collective timeout, threads per rank.
+        store: where ranks meet; None takes torch's ``env://``.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if launch.threads_per_rank:
+        torch.set_num_threads(launch.threads_per_rank)
+    if launch.device == "cuda":
+        device = torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        # Metadata, stop flags and pickled objects travel over gloo, without a device copy.
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    timeout = timedelta(seconds=launch.timeout_s)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return device
+
+
+def device_index(local_rank: int, visible: int) -> int:
+    """CUDA device of a rank that sees ``visible`` of them.
+
+    ``srun --gpus-per-task=1`` shows every task its own GPU alone, as device 0 whatever its place on the node.
+    """
+    return 0 if visible == 1 else local_rank
+
+
+def close_ranks() -> None:
+    """Leave the process group after a run that ended well on every rank."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()  # no rank closes its sockets while another still reads from them
+        dist.destroy_process_group()
+
+
+def local_launcher_pid() -> int | None:
+    """Process id of the parent that started this rank's torchrun, where this project did."""
+    pid = os.environ.get("AUTOMOE_LAUNCHER_PID")
+    return int(pid) if pid else None

@@ -1,0 +1,135 @@
+"""The run directory as the one place where ranks, launcher and user agree on what happened.
+
+``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
+(rank, type, message, traceback) and ``pid``. A failed state is final: the first error wins, because
+what follows it on other ranks is a consequence (a peer that vanished from a collective).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from automoe.errors import AutomoeError, ConfigError, LaunchError
+
+State = Literal["starting", "running", "done", "failed", "preempted"]
+
+STATUS_FILE = "status.json"
+ERROR_FILE = "first_error.json"
+STOP_FILE = "stop_requested"
+LOCK_FILE = ".lock"
+LOG_FOLDER = "logs"
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the directory for one run; the kernel lets go when the holder dies, however it dies.
+
+    Raises:
+        ConfigError: the directory cannot be made or written.
+        LaunchError: another run holds it; names that run's process id.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Not inherited by children (PEP 446): a stray rank must not keep the lock.
+        handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            "run_dir",
+            run_dir,
+            f"cannot be written: {error.strerror} ({error.filename})",
+            "Name a directory that can",
+        ) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 100, 0).decode().strip() or "unknown"
+            raise LaunchError(
+                f"run_dir={run_dir} is in use by another run, process {holder}. "
+                "Set another run_dir, or wait for that run to end"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def start_run(run_dir: Path) -> None:
+    """Forget an earlier run's outcome (its checkpoints and metrics stay) and write ``starting``."""
+    (run_dir / LOG_FOLDER).mkdir(exist_ok=True)
+    for name in (ERROR_FILE, STOP_FILE):
+        (run_dir / name).unlink(missing_ok=True)
+    for old in (run_dir / LOG_FOLDER).glob("rank*"):  # of a run with more ranks, perhaps
+        old.unlink(missing_ok=True)
+    write_status(run_dir, "starting", pid=os.getpid())
+
+
+def read_status(run_dir: str | Path) -> dict[str, Any]:
+    """The content of ``status.json``; empty before the first run."""
+    path = Path(run_dir) / STATUS_FILE
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def write_status(run_dir: Path, state: State, **facts: Any) -> None:
+    """Replace ``status.json`` in one step, unless a rank has failed: then that outcome stays."""
+    if state not in ("failed", "starting") and (run_dir / ERROR_FILE).exists():
+        return
+    _replace(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
+
+
+def report_error(run_dir: Path, error: BaseException, rank: int | None) -> bool:
+    """Record ``error`` as this run's outcome if it is the first; say whether it was."""
+    worker = os.path.join("automoe", "worker.py")  # the frames above the recipe say nothing
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(worker)
+    ]
+    report = {
+        "rank": rank,
+        "type": type(error).__name__,
+        "message": str(error),
+        "for_user": isinstance(error, AutomoeError),
+        "traceback": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames],
+    }
+    return record_failure(run_dir, report)
+
+
+def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:
+    """Write a failure's report unless an earlier one is there; ``overrule`` replaces that one."""
+    target = run_dir / ERROR_FILE
+    if overrule:
+        target.unlink(missing_ok=True)
+    try:
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exactly one rank wins
+    except FileExistsError:
+        return False
+    with os.fdopen(handle, "w") as file:
+        json.dump(report, file)
+    write_status(run_dir, "failed", error=report)
+    return True
+
+
+def describe_error(report: dict[str, Any]) -> str:
+    """A failure for a terminal: rank, type, message, and the lines of the project's code it came through."""
+    where = "" if report["rank"] is None else f"rank {report['rank']}: "
+    text = f"{where}{report['type']}: {report['message']}"
+    if not report["for_user"]:
+        frames = report["traceback"]
+        ours = [frame for frame in frames if "site-packages" not in frame]
+        shown = ours[-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
+        text += "".join(f"\n    {frame}" for frame in shown)
+    return text
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(scratch, path)

@@ -1,0 +1,166 @@
+"""Attention: grouped-query (arXiv 2305.13245) and multi-head latent (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Shapes: B rows, S positions of this rank, R positions of the whole row, H hidden, N heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automoe.config.schema import ModelConfig
+from automoe.model.linear import Linear
+from automoe.model.norm import RMSNorm
+from automoe.model.rope import rotary_cos_sin, rotate, softmax_scale
+from automoe.rows import RowExchange, Rows, TokenSplit, WholeTokens
+
+# DeepSeek's latent norms keep this epsilon whatever the model's own is.
+LATENT_NORM_EPS = 1e-6
+
+# q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv], mask [B, 1, S, R] or None (causal), scale -> [B, S, N, Dv]
+AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+
+
+class AttentionContext:
+    """What all layers of one forward share: rotation angles, the mask, how K and V are exchanged and used."""
+
+    def __init__(self, config: ModelConfig, rows: Rows, dtype: torch.dtype, attend: AttentionFn) -> None:
+        attention = config.attention
+        dim = attention.qk_rope_head_dim if attention.kind == "mla" else attention.head_dim
+        self.cos, self.sin = rotary_cos_sin(config.rope, dim, rows.positions, dtype)
+        self.interleaved = config.rope.interleaved
+        self.exchange: RowExchange = rows.exchange
+        self.mask = attention_mask(rows)
+        self._attend = attend
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, self.cos, self.sin, self.interleaved)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._attend(q, k, v, self.mask, scale)
+
+
+def attention_mask(rows: Rows) -> torch.Tensor | None:
+    """[B, 1, S, R] True where a query may look, or None where plain causality says it all."""
+    whole = rows.exchange.whole
+    doc_ids = rows.doc_ids
+    if doc_ids is not None and doc_ids.device.type == "cpu" and bool((doc_ids == doc_ids[:, :1]).all()):
+        # One document a row is the common case and lets SDPA take its causal kernel. Only asked on
+        # the CPU: on a GPU the answer would cost a host sync. With a context axis this rank sees a
+        # part of the row only, so ``whole`` decides below.
+        doc_ids = None if whole else doc_ids
+    if doc_ids is None and whole:
+        return None
+    key_index = rows.exchange.gather(rows.index)
+    allowed = key_index[:, None, :] <= rows.index[:, :, None]
+    if doc_ids is not None:
+        allowed = allowed & (rows.exchange.gather(doc_ids)[:, None, :] == doc_ids[:, :, None])
+    return allowed[:, None]
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    value_dim = v.shape[-1]
+    if value_dim < q.shape[-1] and q.device.type == "cpu":
+        # Torch's fused CPU kernel wants equal head dims; zero columns cost less than its unfused path.
+        v = F.pad(v, (0, q.shape[-1] - value_dim))
+    if mask is not None and k.shape[1] != q.shape[1] and q.device.type == "cuda":
+        # Torch's fused CUDA kernels take a mask or grouped heads, not both; unfused, every score is kept.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return out[..., :value_dim].transpose(1, 2)
+
+
+class GroupedQueryAttention(nn.Module):
+    """num_heads query heads share num_kv_heads key and value heads; optional RMSNorm on q and k."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        attention, hidden = config.attention, config.hidden_size
+        self.head_dim = attention.head_dim
+        self.q_proj = Linear(hidden, attention.num_heads * self.head_dim)
+        self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim)
+        self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim)
+        self.o_proj = Linear(attention.num_heads * self.head_dim, hidden)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
+        self.split: TokenSplit = WholeTokens()
+        self.attend = AttentionContext.attend
+        self.scale = softmax_scale(config.rope, self.head_dim)
+
+    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        x = self.split.gather(x)
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = context.rotate(self.q_norm(self.q_proj(x).view(heads)))
+        k = context.rotate(self.k_norm(self.k_proj(x).view(heads)))
+        v = self.v_proj(x).view(heads)
+        out = self.attend(context, q, context.exchange.gather(k), context.exchange.gather(v), self.scale)
+        return self.split.reduce(self.o_proj(out.flatten(2)))
+
+
+class LatentAttention(nn.Module):
+    """MLA: keys and values are expanded from one latent of kv_lora_rank numbers a token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        attention, hidden = config.attention, config.hidden_size
+        self.num_heads = attention.num_heads
+        self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+        self.v_dim, self.kv_lora_rank = attention.v_head_dim, attention.kv_lora_rank
+        qk_dim = self.nope_dim + self.rope_dim
+        self.q_lora_rank = attention.q_lora_rank
+        if self.q_lora_rank is None:
+            self.q_proj = Linear(hidden, self.num_heads * qk_dim)
+        else:
+            self.q_a_proj = Linear(hidden, self.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(self.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(self.q_lora_rank, self.num_heads * qk_dim)
+        self.kv_a_proj_with_mqa = Linear(hidden, self.kv_lora_rank + self.rope_dim)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
+        self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
+        self.split: TokenSplit = WholeTokens()
+        self.attend = AttentionContext.attend
+        self.scale = softmax_scale(config.rope, qk_dim)
+
+    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]."""
+        # Between blocks a rank of the tp axis holds a part of the tokens. Latents are made of that part
+        # and gathered, being narrower than x; the projections up from them are cut by heads.
+        if self.q_lora_rank is None:
+            q = self.q_proj(self.split.gather(x))
+        else:
+            q = self.q_b_proj(self.split.gather(self.q_a_layernorm(self.q_a_proj(x))))
+        q_nope, q_rope = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).split(
+            (self.nope_dim, self.rope_dim), -1
+        )
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        latent = self.split.gather(self.kv_a_layernorm(latent))
+        k_rope = context.rotate(self.split.gather(k_rope).unsqueeze(2)).squeeze(2)
+        if not context.exchange.whole:
+            # What other ranks need of this row is the latent, not the K and V it expands to: 576 numbers
+            # a token in DeepSeek-V3 instead of 40,960.
+            gathered = context.exchange.gather(torch.cat((latent, k_rope), dim=-1))
+            latent, k_rope = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        k_nope, v = (
+            self.kv_b_proj(latent)
+            .unflatten(-1, (-1, self.nope_dim + self.v_dim))
+            .split((self.nope_dim, self.v_dim), -1)
+        )
+        q = torch.cat((q_nope, context.rotate(q_rope)), dim=-1)
+        k = torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        return self.split.reduce(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
+
+
+def build_attention(config: ModelConfig) -> nn.Module:
+    """The attention that ``config.attention.kind`` names."""
+    return {"gqa": GroupedQueryAttention, "mla": LatentAttention}[config.attention.kind](config)

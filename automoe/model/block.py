@@ -1,0 +1,37 @@
+"""One decoder layer: attention and feed-forward, each behind a norm, each added to the residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.model.attention import AttentionContext, build_attention
+from automoe.model.mlp import MLP
+from automoe.model.norm import RMSNorm
+from automoe.moe.layer import MoE
+from automoe.rows import Rows
+
+
+class Block(nn.Module):
+    """Pre-norm decoder layer ``layer``; dense below ``first_k_dense``, MoE from there on."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, config.norm_eps)
+        self.self_attn = build_attention(config)
+        self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps)
+        self.mlp: nn.Module
+        if layer < config.first_k_dense:
+            self.mlp = MLP(hidden, config.intermediate_size)
+        else:
+            width = config.num_shared_experts * config.moe_intermediate_size
+            shared = MLP(hidden, width) if width else None
+            self.mlp = MoE(config, moe, layer - config.first_k_dense, shared)
+
+    def forward(self, x: torch.Tensor, context: AttentionContext, rows: Rows) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]; ``rows`` are those of x, ``context`` belongs to the whole attention."""
+        x = x + self.self_attn(self.input_layernorm(x), context)
+        h = self.post_attention_layernorm(x)
+        return x + (self.mlp(h, rows) if isinstance(self.mlp, MoE) else self.mlp(h))

@@ -1,0 +1,146 @@
+"""The decoder that every family is a declaration of, whole or as one pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.model.attention import AttentionContext, AttentionFn, attend
+from automoe.model.block import Block
+from automoe.model.linear import Embedding, Linear, local_part
+from automoe.model.loss import cross_entropy_sum
+from automoe.model.norm import RMSNorm
+from automoe.moe.layer import MoE
+from automoe.rows import BatchSum, RowExchange, Rows, TokenSplit, WholeBatch, WholeRows, WholeTokens
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and vocabulary head; a pipeline stage holds a part of these.
+
+    Layers keep their global number in every stage ("layers.7...."), so initialisation, HuggingFace
+    checkpoints and training state need no renaming.
+
+    Args:
+        layers: which of the model's layers this part holds; None means all.
+        embeds: holds the token embedding.
+        predicts: holds the final norm and the vocabulary head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        layers: range | None = None,
+        embeds: bool = True,
+        predicts: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embeds, self.predicts = embeds, predicts
+        layers = range(config.num_layers) if layers is None else layers
+        vocab, hidden = config.vocab_size, config.hidden_size
+        tied = config.tie_embeddings
+        self.embed_tokens = Embedding(vocab, hidden) if embeds or (predicts and tied) else None
+        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer) for layer in layers})
+        self.norm = RMSNorm(hidden, config.norm_eps) if predicts else None
+        self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
+        self.exchange: RowExchange = WholeRows()
+        self.split: TokenSplit = WholeTokens()
+        self.batch_sum: BatchSum = WholeBatch()
+        self.first_id = 0  # token id of the first row of embedding and head that this rank holds
+        self.attend: AttentionFn = attend
+
+    def moe_layers(self) -> Iterator[tuple[int, MoE]]:
+        """(layer number, MoE module) of this part, in order."""
+        for name, block in self.layers.items():
+            if isinstance(block.mlp, MoE):
+                yield int(name), block.mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+        doc_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        token_counts: torch.Tensor | None = None,
+        forced_ids: torch.Tensor | None = None,
+        row_ids: torch.Tensor | None = None,
+        not_padding: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run this part.
+
+        Args:
+            x: [B, S] int64 tokens where this part embeds, else [B, S, H] from the part before.
+            positions: [B, S] index within the document; default: the index within the row.
+            index: [B, S] index within the row; default: 0 ... S-1.
+            doc_ids: [B, S] document within the row, -1 for padding; default: one document.
+            labels: [B, S] next tokens, ``IGNORE`` where none is trained.
+            token_counts: [B, 2] int64, the same in every row: trained and non-padding tokens of the
+                global batch, which the losses are divided by. Default: this micro-batch's own.
+            forced_ids: [B, S, moe layers, 2, K] routing to repeat.
+            row_ids: [B, S] number of the row in the training stream; default: the index within x.
+            not_padding: [B, S] bool; default: where doc_ids are not -1.
+
+        Returns:
+            [B, S, H] hidden states from a part that does not predict; [B, S, V] logits without
+            labels; with labels, [1] this micro-batch's share of the mean cross-entropy in nats.
+        """
+        if index is None:
+            index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        positions = index if positions is None else positions
+        if token_counts is None:
+            token_counts = self._own_counts(index, doc_ids, labels)
+        if row_ids is None:
+            row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
+        rows = Rows(
+            positions,
+            index,
+            doc_ids,
+            token_counts[0, 1],
+            self.exchange,
+            forced_ids,
+            row_ids,
+            self.batch_sum,
+            not_padding,
+        )
+        if self.embeds:
+            assert self.embed_tokens is not None
+            x = self.split.reduce(self.embed_tokens(x))
+        context = AttentionContext(self.config, rows, x.dtype, self.attend)
+        own_rows = rows.part(self.split)
+        for block in self.layers.values():
+            x = block(x, context, own_rows)
+        if not self.predicts:
+            return x
+        assert self.norm is not None
+        x = self.split.gather(self.norm(x))
+        if labels is None:
+            return nn.functional.linear(x, local_part(self.head_weight))
+        loss = cross_entropy_sum(
+            x.flatten(0, 1), local_part(self.head_weight), labels.flatten(), self.first_id, self.split
+        )
+        # A step without one trained label has a loss of zero, not NaN.
+        # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
+        return torch.stack([loss / token_counts[0, 0].clamp_min(1)])
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, H] vocabulary head; the embedding itself where the two are tied."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None
+        return head.weight
+
+    @staticmethod
+    def _own_counts(
+        index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None
+    ) -> torch.Tensor:
+        trained = (
+            torch.zeros((), dtype=torch.int64, device=index.device) if labels is None else (labels >= 0).sum()
+        )
+        valid = torch.tensor(index.numel(), device=index.device) if doc_ids is None else (doc_ids >= 0).sum()
+        return torch.stack((trained, valid)).expand(index.shape[0], 2)

@@ -1,0 +1,69 @@
+"""Initialisation that depends on a parameter's name and an element's index alone.
+
+Never on the mesh, the rank or the order of calls: a rank fills only its own shard, and any two meshes
+start from the same numbers (``automoe.counter_random`` over the element's global index).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from automoe.counter_random import normal_at
+
+_CHUNK = 1 << 22  # elements filled at once, which bounds the scratch memory
+
+
+def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's storage and the global index of its first element on each dim."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local(), tuple(offset)
+
+
+@torch.no_grad()
+def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> None:
+    """Fill this rank's part of ``parameter`` (a tensor or a DTensor) with normal(0, std)."""
+    local, offset = _local_part(parameter)
+    if local.numel() == 0:
+        return
+    assert local.is_contiguous()
+    strides = [1]
+    for size in reversed(parameter.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    inner = local[0].numel()
+    rows_at_once = max(1, _CHUNK // max(inner, 1))
+    within = torch.zeros((), dtype=torch.int64, device=local.device)
+    for dim in range(1, local.dim()):
+        steps = torch.arange(offset[dim], offset[dim] + local.shape[dim], device=local.device) * strides[dim]
+        within = within.unsqueeze(-1) + steps
+    for start in range(0, local.shape[0], rows_at_once):
+        stop = min(start + rows_at_once, local.shape[0])
+        first = torch.arange(offset[0] + start, offset[0] + stop, device=local.device) * strides[0]
+        index = first.view(-1, *[1] * (local.dim() - 1)) + within
+        local[start:stop] = (normal_at(index, name, seed) * std).to(local.dtype)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, std: float, seed: int) -> None:
+    """Fill every parameter: matrices with normal(0, std), norm weights with one.
+
+    ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any mesh.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            _local_part(parameter)[0].fill_(1.0)
+        else:
+            fill_normal_(parameter, name, std, seed)
+
+
+def reset_buffers(model: nn.Module) -> None:
+    """Give buffers their first values: a model built on meta comes to life with none."""
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_buffers", None)):
+            reset()

@@ -1,0 +1,58 @@
+"""Matrix products and lookups that work on whatever part of the weight this rank holds.
+
+Under tensor parallelism a weight is a DTensor, and what a rank multiplies by is its own slice; who gathers
+the tokens before and adds up the results after is the ``TokenSplit`` that a module is handed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a DTensor, differentiable; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Linear(nn.Module):
+    """``x @ weight.T`` without bias, weight [out, in].
+
+    ``rows`` restricts the product to some output rows: where key/value heads are fewer than the ranks
+    that share them, each rank keeps the whole weight and uses one head of it.
+    """
+
+    rows: slice | None = None
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = local_part(self.weight)
+        return F.linear(x, weight if self.rows is None else weight[self.rows])
+
+
+class Embedding(nn.Module):
+    """Token embedding, weight [V, H]; ids outside this rank's rows of the weight give zeros.
+
+    ``first_id`` is the id of the first row that this rank holds.
+    """
+
+    first_id = 0
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.vocab_size = vocab_size
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [B, S] int64 -> [B, S, H]: this rank's share of the sum over ranks."""
+        weight = local_part(self.weight)
+        if weight.shape[0] == self.vocab_size:
+            return F.embedding(ids, weight)
+        ids = ids - self.first_id
+        elsewhere = (ids < 0) | (ids >= weight.shape[0])
+        return F.embedding(ids.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)

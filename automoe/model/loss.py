@@ -1,0 +1,86 @@
+"""Cross-entropy of the vocabulary head without ever holding all logits.
+
+Shapes: T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from automoe.rows import IGNORE, TokenSplit, WholeTokens
+
+CHUNK_TOKENS = 512  # logits alive at once: CHUNK_TOKENS x V numbers
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Both gradients are computed beside the loss, a chunk of logits at a time, and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first_id: int, split: TokenSplit
+    ) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        total = torch.zeros((), dtype=wide, device=x.device)
+        grad_x = torch.empty_like(x) if needs_x else None
+        # Many chunks are added up, so the sum is kept wide whatever the weight's dtype.
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        for start in range(0, x.shape[0], CHUNK_TOKENS):
+            chunk, target = x[start : start + CHUNK_TOKENS], labels[start : start + CHUNK_TOKENS]
+            trained = (target != IGNORE).unsqueeze(1)
+            # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
+            target = (target - first_id).unsqueeze(1)
+            here = trained & (target >= 0) & (target < weight.shape[0])
+            target = target.clamp(0, weight.shape[0] - 1)
+            logits = (chunk @ weight.T).to(wide)
+            largest = split.max(logits.amax(-1, keepdim=True))
+            of_target = split.sum(logits.gather(1, target) * here)
+            grad = logits.sub_(largest).exp_()  # softmax but for its divisor, in the logits' storage
+            divisor = split.sum(grad.sum(-1, keepdim=True))
+            total += ((divisor.log() + largest - of_target) * trained).sum()
+            if not (needs_x or needs_weight):
+                continue
+            grad.mul_(trained / divisor).scatter_add_(1, target, -here.to(wide))
+            grad = grad.to(x.dtype)
+            if grad_x is not None:
+                torch.mm(grad, weight, out=grad_x[start : start + CHUNK_TOKENS])
+            if grad_weight is not None and grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.T, chunk)
+            elif grad_weight is not None:
+                grad_weight += grad.T @ chunk
+        ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype) if grad_weight is not None else None)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total: torch.Tensor):
+        grad_x, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_x is None else grad_x * grad_total.to(grad_x.dtype),
+            None if grad_weight is None else grad_weight * grad_total.to(grad_weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def cross_entropy_sum(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    first_id: int = 0,
+    split: TokenSplit | None = None,
+) -> torch.Tensor:
+    """Sum over trained tokens of -log softmax(x @ weight.T)[label].
+
+    Args:
+        x: [T, H] final hidden states.
+        weight: [V, H] vocabulary head, or this rank's rows of it.
+        labels: [T] int64; ``IGNORE`` marks positions that are not trained.
+        first_id: token id of the weight's first row.
+        split: the ranks that hold the other rows, all with the same x and labels; None: there are none.
+            Every one of them returns the whole loss; their gradients of x are terms of a sum.
+
+    Returns:
+        Scalar in at least float32, in nats; not divided by any count.
+    """
+    return _ChunkedCrossEntropy.apply(x, weight, labels, first_id, split or WholeTokens())

@@ -1,0 +1,101 @@
+"""Rotary position embeddings (arXiv 2104.09864) with YaRN scaling (arXiv 2309.00071, section 3).
+
+D is the rotated width of a head. Angles are computed in float32, as published checkpoints were trained.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from automoe.config.schema import RopeConfig
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Attention temperature 0.1 m ln(s) + 1 (YaRN, eq. 22, with DeepSeek's multiplier m)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
+    """[D/2] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    base = config.theta**exponents
+    if config.scaling == "none":
+        return 1.0 / base, 1.0
+
+    def dim_with_rotations(rotations: float) -> float:
+        return (
+            dim * math.log(config.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        )
+
+    low = max(math.floor(dim_with_rotations(config.beta_fast)), 0)
+    high = min(math.ceil(dim_with_rotations(config.beta_slow)), dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / max(high - low, 0.001)
+    interpolated = ramp.clamp(0, 1)  # 0: fast dims keep their frequency; 1: slow dims are stretched
+    inverse = interpolated / (config.factor * base) + (1 - interpolated) / base
+    if config.mscale and config.mscale_all_dim:
+        scale = yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    else:
+        scale = yarn_mscale(config.factor, 1.0)
+    return inverse, scale
+
+
+def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
+    """1/sqrt(d), times mscale_all_dim's temperature squared where YaRN asks for it (DeepSeek)."""
+    scale = qk_head_dim**-0.5
+    if config.scaling == "yarn" and config.mscale_all_dim:
+        scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+    return scale
+
+
+def rotary_cos_sin(
+    config: RopeConfig, dim: int, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, [B, S, 1, D/2] each, of positions [B, S]."""
+    inverse, scale = inverse_frequencies(config, dim, positions.device)
+    angles = positions[..., None].to(torch.float32) * inverse
+    return (angles.cos() * scale).to(dtype)[:, :, None], (angles.sin() * scale).to(dtype)[:, :, None]
+
+
+class _Rotation(torch.autograd.Function):
+    """The rotation of ``rotate``; its backward is the rotation by minus the angle, laid out as x was."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rotate_pairs(_pairs(x, interleaved), cos, sin, _pairs(out, interleaved=False))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        cos, sin = ctx.saved_tensors
+        grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        _rotate_pairs(_pairs(grad, interleaved=False), cos, -sin, _pairs(grad_x, ctx.interleaved))
+        return grad_x, None, None, None
+
+
+def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+
+
+def _rotate_pairs(
+    x: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, out: tuple[torch.Tensor, ...]
+) -> None:
+    torch.mul(x[0], cos, out=out[0]).addcmul_(x[1], sin, value=-1)
+    torch.mul(x[1], cos, out=out[1]).addcmul_(x[0], sin)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate x [B, S, N, D] by the angles; pairs are (2i, 2i+1) or (i, i + D/2).
+
+    The result is always laid out in halves: queries and keys are permuted alike, so their products
+    do not change, and one layout is enough for the rest of the attention.
+    """
+    return _Rotation.apply(x, cos, sin, interleaved)

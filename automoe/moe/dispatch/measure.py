@@ -1,0 +1,125 @@
+"""Where the time of a dispatch goes, and how often it waits for a number on the host.
+
+Dispatchers name their stages and read sizes through this file. With neither a ``StageTimer`` nor a
+``HostSyncs`` entered, a stage is a shared null context and a read is a read: no clock, no event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+# In the order of a forward pass. Sizes that ranks tell each other count to the collective they belong to.
+STAGES = ("permute", "a2a_dispatch", "all_gather", "experts", "reduce_scatter", "a2a_combine", "unpermute")
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage over everything timed.
+
+    Attributes:
+        wall: on the clock; on CUDA, between two events on the stage's stream.
+        cpu: of all threads of this process, the backend's included; 0.0 on CUDA.
+    """
+
+    wall: float
+    cpu: float
+
+
+class StageTimer:
+    """Times the stages of every dispatch while it is entered. Collectives are waited for within their stage.
+
+    Only the forward pass has stages: backward, the same collectives run in reverse order.
+
+    Args:
+        device: whose clock counts. On CUDA nothing is synchronised until ``times`` is called.
+    """
+
+    _active: StageTimer | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._wall: Counter[str] = Counter()
+        self._cpu: Counter[str] = Counter()
+        self._events: list[tuple[str, Any, Any]] = []
+
+    def __enter__(self) -> StageTimer:
+        assert StageTimer._active is None, "one stage timer at a time"
+        StageTimer._active = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        StageTimer._active = None
+
+    def times(self) -> dict[str, StageTime]:
+        """Seconds so far of each stage that occurred, in the order of ``STAGES``."""
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            for name, start, end in self._events:
+                self._wall[name] += start.elapsed_time(end) / 1e3
+            self._events.clear()
+        return {name: StageTime(self._wall[name], self._cpu[name]) for name in STAGES if name in self._wall}
+
+    @contextmanager
+    def _time(self, name: str) -> Iterator[None]:
+        if self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+            return
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self._wall[name] += time.perf_counter() - wall
+        self._cpu[name] += time.process_time() - cpu
+
+
+_UNTIMED = nullcontext()
+
+
+def stage(name: str) -> AbstractContextManager[None]:
+    """Times what it encloses as stage ``name`` where a ``StageTimer`` is entered."""
+    return _UNTIMED if StageTimer._active is None else StageTimer._active._time(name)
+
+
+def arrived(received: torch.Tensor) -> torch.Tensor:
+    """``received`` itself; where stages are timed, waited for, so that no later stage pays for the wait."""
+    if StageTimer._active is not None and isinstance(received, AsyncCollectiveTensor):
+        received.trigger_wait()
+    return received
+
+
+class HostSyncs:
+    """Counts, in ``count``, the times that dispatchers wait for a tensor's values on the host while it is entered."""
+
+    _active: HostSyncs | None = None
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> HostSyncs:
+        self._outer, HostSyncs._active = HostSyncs._active, self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        HostSyncs._active = self._outer
+
+
+def count_host_sync() -> None:
+    """Say that the host waits for the device here (a library that does it on its own)."""
+    if HostSyncs._active is not None:
+        HostSyncs._active.count += 1
+
+
+def on_host(tensor: torch.Tensor) -> Any:
+    """``tensor.tolist()``, counted: every size that a dispatcher needs on the host comes through here."""
+    count_host_sync()
+    return tensor.tolist()

@@ -1,0 +1,217 @@
+"""How tokens choose experts: jitter, score, select, weight, drop.
+
+Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
+from automoe.counter_random import bits_at, stream_key, uniform_from
+from automoe.moe.balance import (
+    LoadCounter,
+    attach_loss,
+    count_choices,
+    lagged_balance_loss,
+    micro_batch_balance_loss,
+    sequence_balance_loss,
+    z_loss,
+)
+from automoe.moe.capacity import choose_kept
+from automoe.moe.decisions import decided
+from automoe.moe.gates import gate_choices
+from automoe.rows import Rows
+
+ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Routing(NamedTuple):
+    """Which experts serve which token, and with what weight.
+
+    Attributes:
+        ids: [B, S, K] int64, the experts that compute.
+        weights: [B, S, K] in at least float32, what their outputs are multiplied by.
+        plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), which balance losses use.
+        kept: [B, S, K] bool, choices that found room in their expert; None: no expert has a limit.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    plain_ids: torch.Tensor
+    kept: torch.Tensor | None = None
+
+
+class Scores(NamedTuple):
+    """What a router thinks of every expert, all [B, S, E] in at least float32.
+
+    Attributes:
+        logits: of the router's product.
+        scores: the logits through the score function, none negative.
+        choice: what experts are chosen by, and weights made from: the scores, or the logits themselves.
+        sum_to_one: whether a token's scores do.
+    """
+
+    logits: torch.Tensor
+    scores: torch.Tensor
+    choice: torch.Tensor
+    sum_to_one: bool
+
+    def shares(self) -> torch.Tensor:
+        """Scores that sum to one: the P of balance losses."""
+        return self.scores if self.sum_to_one else self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def score_experts(logits: torch.Tensor, config: RouterConfig) -> Scores:
+    """Logits [..., E] scored as the family does it."""
+    if config.score == "softmax":
+        probs = logits.softmax(-1)
+        return Scores(logits, probs, logits if config.softmax_after_topk else probs, sum_to_one=True)
+    if config.score == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        # Below -80 the root of a softplus that rounds to zero would have no finite gradient. The threshold
+        # is where float64 cannot tell a softplus from its argument.
+        scores = F.softplus(logits.clamp_min(-80), threshold=40).sqrt()
+    return Scores(logits, scores, scores, sum_to_one=False)
+
+
+def best(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
+    """Indices of the ``k`` largest of the last dim, in descending order.
+
+    ``topk`` breaks ties as it likes; with ``exact_ties`` they go to the lowest index, on every device.
+    """
+    if exact_ties:
+        return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return x.topk(k, dim=-1).indices
+
+
+def select_experts(
+    scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig, top_k: int
+) -> torch.Tensor:
+    """Top-k of score + bias inside the best groups (DeepSeek-V3, section 2.1.2).
+
+    Args:
+        scores: [..., E].
+        bias: [E] or None; it takes part in the selection of groups and experts, never in the weight.
+
+    Returns:
+        [..., K] int64.
+    """
+    choice = scores if bias is None else scores + bias
+    if config.num_groups > 1:
+        grouped = choice.unflatten(-1, (config.num_groups, -1))
+        group_scores = grouped.topk(min(config.group_score_topk, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        kept.scatter_(-1, best(group_scores, config.topk_groups, config.exact_ties), True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    return best(choice, top_k, config.exact_ties)
+
+
+def expert_weights(scores: torch.Tensor, ids: torch.Tensor, config: RouterConfig) -> torch.Tensor:
+    """Scores that were chosen by, [..., E], at ids [..., K], normalised over the K and scaled as the family asks."""
+    weights = scores.gather(-1, ids)
+    if config.softmax_after_topk:
+        weights = weights.softmax(-1)
+    elif config.norm_topk_prob:
+        # The epsilon is DeepSeek's, for scores that may all vanish; a softmax cannot.
+        tiny = 0.0 if config.score == "softmax" else 1e-20
+        weights = weights / (weights.sum(-1, keepdim=True) + tiny)
+    return weights * config.routed_scaling_factor
+
+
+class Router(nn.Module):
+    """Scores tokens against experts and picks K of them; holds the balance losses and counters.
+
+    Buffers: ``expert_bias`` [E] float32 (saved), ``load_fractions`` [E] float64 (saved: fractions of the
+    step before, for the lagged balance loss), and the step's counters (not saved).
+    """
+
+    expert_bias: torch.Tensor | None
+    load_fractions: torch.Tensor
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, moe_index: int) -> None:
+        super().__init__()
+        num_experts = config.num_experts
+        self.config, self.moe = config.router, moe
+        self.num_experts, self.top_k, self.moe_index = num_experts, config.num_experts_per_token, moe_index
+        self.seed = 0  # of the jitter; a run sets its own
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
+        bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.register_buffer("load_fractions", torch.empty(num_experts, dtype=torch.float64))
+        self.load = LoadCounter(num_experts)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Give buffers their first values; called again after a model built on meta gets its storage."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+        self.load_fractions.fill_(1.0 / self.num_experts)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> Routing:
+        """x [B, S, H] -> routing.
+
+        In training mode the weights carry the auxiliary losses into the backward (every expert output
+        is multiplied by one, so they always have a gradient), and one micro-batch is counted.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
+        x = x.to(dtype)
+        if self.training and self.moe.router_jitter:
+            x = x * self._jitter(x, rows).to(dtype)
+        scores = score_experts(F.linear(x, self.weight.to(dtype)).to(wide), self.config)
+        with torch.no_grad():
+            ids, plain_ids = decided(self._choose, scores.choice, rows)
+        routing = Routing(ids, expert_weights(scores.choice, ids, self.config), plain_ids)
+        if self.moe.capacity_factor:
+            kept = decided(choose_kept, ids, routing.weights, rows, self.moe, self.num_experts)
+            routing = routing._replace(kept=kept)
+        if self.training and torch.is_grad_enabled():
+            routing = self._balance(scores, routing, rows)
+        return routing
+
+    def _jitter(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index, dimension)."""
+        assert rows.row_ids is not None
+        key = stream_key(f"jitter.{self.moe_index}", self.seed)
+        token = bits_at(rows.index, bits_at(rows.row_ids, key)).unsqueeze(-1)
+        bits = bits_at(torch.arange(x.shape[-1], device=x.device), token)
+        uniform = uniform_from(bits, torch.promote_types(x.dtype, torch.float32))
+        return 1 + self.moe.router_jitter * (2 * uniform - 1)
+
+    def _choose(self, choice: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.forced_ids is not None:
+            forced = rows.forced_ids[:, :, self.moe_index]
+            return forced[:, :, 0], forced[:, :, 1]
+        if self.moe.gate != "learned":
+            ids = gate_choices(self.moe.gate, rows.index, self.num_experts, self.top_k, self.moe_index)
+            return ids, ids
+        plain_ids = best(choice, self.top_k, self.config.exact_ties)
+        if self.expert_bias is None and self.config.num_groups == 1:
+            return plain_ids, plain_ids
+        return select_experts(choice, self.expert_bias, self.config, self.top_k), plain_ids
+
+    def _balance(self, scores: Scores, routing: Routing, rows: Rows) -> Routing:
+        chosen = count_choices(routing.ids, rows.valid, self.num_experts)
+        same = routing.ids is routing.plain_ids
+        plain = chosen if same else count_choices(routing.plain_ids, rows.valid, self.num_experts)
+        moe, shares, k = self.moe, scores.shares(), self.top_k
+        off = shares.new_zeros(())
+        terms = (  # in the order of balance.LOSSES
+            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares, plain, rows, k)),
+            (moe.global_balance_coef, lambda: lagged_balance_loss(shares, self.load_fractions, rows)),
+            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares, plain, rows, k)),
+            (moe.z_loss_coef, lambda: z_loss(scores.logits, rows)),
+        )
+        losses = [coef * term() if coef else off for coef, term in terms]
+        if any(coef for coef, _ in terms):
+            routing = routing._replace(weights=attach_loss(routing.weights, torch.stack(losses).sum()))
+        self.load.add(chosen, plain, losses)
+        if routing.kept is not None:
+            self.load.add_dropped(routing.kept, rows.valid)
+        return routing

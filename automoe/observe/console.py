@@ -1,0 +1,183 @@
+"""What rank 0 prints: a banner, one aligned line per logged step with the time left, a closing summary."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.observe.mesh_view import MAX_GRID_RANKS, render_mesh_text
+from automoe.observe.metrics import read_metrics
+from automoe.observe.summary import bytes_text, describe_run, duration, final_numbers, number, short_number
+
+HEADER_EVERY = 20  # lines between two headers, so that one is always in sight
+COLUMNS = (  # heading, width; the step column grows with the number of steps
+    ("loss", 9),
+    ("grad norm", 10),
+    ("lr", 10),
+    ("tokens/s", 10),
+    ("MFU", 7),
+    ("memory", 10),
+    ("max load", 9),
+    ("step time", 10),
+    ("left", 9),
+)
+
+
+class Console:
+    """The terminal of a run; every method does nothing when ``enabled`` is false (all ranks but 0).
+
+    Lines are at most 100 columns, without cursor movement, so a log file reads like the terminal;
+    colour appears in a terminal only.
+
+    Args:
+        config, mesh: what runs.
+        enabled: whether this process prints.
+        file: where to; standard output by default.
+    """
+
+    def __init__(
+        self, config: Config, mesh: MeshShape, *, enabled: bool = True, file: IO[str] | None = None
+    ) -> None:
+        self.config, self.mesh, self.enabled = config, mesh, enabled
+        self._lines = 0
+        self._last: tuple[int, float] | None = None  # step and clock of the previous record
+        self._pace: float | None = None  # seconds from step to step, smoothed
+        self._step_width = max(11, 2 * len(str(config.train.steps)) + 3)
+        if enabled:
+            from rich.console import Console as RichConsole
+
+            self._rich = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
+
+    def start(self, *, resume_step: int = 0, notes: Mapping[str, str] | None = None) -> None:
+        """The banner: what trains, on which meshes, with which batch. ``notes`` adds lines, e.g. the device."""
+        if not self.enabled:
+            return
+        facts = [*describe_run(self.config, self.mesh), *(notes or {}).items()]
+        if resume_step:
+            facts.append(("resumed", f"after step {resume_step}"))
+        facts.append(("run directory", self.config.run_dir))
+        self._print("automoe", "bold")
+        width = max(len(name) for name, _ in facts) + 2
+        for name, text in facts:
+            self._print_pair(name, text, width)
+        if 1 < self.mesh.world_size <= MAX_GRID_RANKS:
+            self._print()
+            self._print(render_mesh_text(self.mesh, groups=False).rstrip(), "dim")
+        self._print()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """One line for a step's record (the keys of ``metrics.jsonl``), and one more if it validated.
+
+        Steps between two multiples of ``observe.log_every`` print nothing; the first, the last, a
+        validating and a non-finite one always do.
+        """
+        if not self.enabled:
+            return
+        step, steps = record["step"], self.config.train.steps
+        left = self._time_left(record)
+        finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
+        validates = record.get("val_loss") is not None
+        first = self._lines == 0
+        if not (
+            first
+            or step == steps
+            or validates
+            or not finite
+            or step % max(1, self.config.observe.log_every) == 0
+        ):
+            return
+        mfu = record["mfu"]
+        cells = [
+            loss_text(record["loss"]),
+            f"{float(record['grad_norm']):.3g}",
+            f"{record['lr']:.2e}",
+            short_number(record["tokens_per_second"]),
+            "-" if mfu is None else f"{100 * mfu:.1f}%",
+            bytes_text(record["peak_memory_bytes"]),
+            f"{number(record['expert_max_load'], 2)}x",
+            "-" if record.get("step_seconds") is None else seconds_text(record["step_seconds"]),
+            duration(left) if step < steps else "-",
+        ]
+        self._line(f"{step}/{steps}", cells, None if finite else "bold red")
+        if validates:
+            loss = f"{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
+            bits = record.get("val_bits_per_byte")
+            text = f"{'validation':>{self._step_width}}{loss}" + (
+                "" if bits is None else f"   {float(bits):.3f} bits per byte"
+            )
+            self._print(text, "bold green")
+
+    def note(self, text: str) -> None:
+        """A line between the steps: a checkpoint saved, a spike skipped."""
+        if self.enabled:
+            self._print(f"{'':>{self._step_width}}  {text}", "cyan")
+
+    def warn(self, text: str) -> None:
+        if self.enabled:
+            self._print(f"warning: {text}", "yellow")
+
+    def finish(self, paths: Mapping[str, str | Path] | None = None) -> None:
+        """The closing summary, from what the run recorded, and where its results are."""
+        if not self.enabled:
+            return
+        facts = [
+            *final_numbers(read_metrics(self.config.run_dir)),
+            *((n, str(p)) for n, p in (paths or {}).items()),
+        ]
+        self._print()
+        width = max((len(name) for name, _ in facts), default=0) + 2
+        for name, text in facts:
+            self._print_pair(name, text, width)
+
+    def _line(self, step: str, cells: list[str], style: str | None) -> None:
+        if self._lines % HEADER_EVERY == 0:
+            names = "".join(f"{name:>{width}}" for name, width in COLUMNS)
+            self._print(f"{'step':>{self._step_width}}{names}", "dim")
+        self._lines += 1
+        body = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+        self._print(f"{step:>{self._step_width}}{body}", style)
+
+    def _time_left(self, record: Mapping[str, Any]) -> float:
+        """Seconds to the last step at the recent pace of the wall clock, which counts validation too."""
+        step, now = record["step"], time.monotonic()
+        if self._last is None:  # warm-up makes the first step slow: a guess for one line, then forgotten
+            pace = float(record.get("step_seconds") or math.nan)
+        else:
+            pace = (now - self._last[1]) / max(1, step - self._last[0])
+            self._pace = pace if self._pace is None else 0.95 * self._pace + 0.05 * pace
+            pace = self._pace
+        self._last = (step, now)
+        return pace * (self.config.train.steps - step)
+
+    def _print_pair(self, name: str, text: str, width: int) -> None:
+        from rich.text import Text
+
+        self._rich.print(Text.assemble((f"  {name:<{width}}", "dim"), text), crop=False)
+
+    def _print(self, text: str = "", style: str | None = None) -> None:
+        from rich.text import Text
+
+        self._rich.print(Text(text, style=style or ""), crop=False)
+        self._rich.file.flush()  # a log file is read while the run goes on
+
+
+def loss_text(loss: Any) -> str:
+    loss = float(loss)
+    return f"{loss:.3g}" if abs(loss) >= 999.99995 else f"{loss:.4f}"
+
+
+def seconds_text(seconds: Any) -> str:
+    seconds = float(seconds)
+    return (
+        f"{seconds * 1000:.0f} ms"
+        if seconds < 0.9995
+        else f"{seconds:.2f} s"
+        if seconds < 99.995
+        else duration(seconds)
+    )

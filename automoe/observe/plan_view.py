@@ -1,0 +1,185 @@
+"""A plan as a person reads it: mesh views, parameters, bytes per rank, the step's tokens, warnings."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.cost.params import PARTS
+from automoe.cost.plan import Plan, gib, make_plan
+from automoe.observe.mesh_view import render_mesh_text
+
+WIDTH = 100
+MAX_ROWS = 20  # pipeline ranks shown one by one
+
+
+def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) -> Plan:
+    """Print the plan of a validated configuration and return it.
+
+    Raises:
+        ConfigError: layers that do not split over the pipeline stages.
+    """
+    plan = make_plan(config, mesh)
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=WIDTH, highlight=False)
+    # Mesh grids are laid out by columns; wrapping would tear them.
+    console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
+    tables = [_summary(config, plan), _params_table(plan), _rank_table(config, plan)]
+    for table in [*tables, _stages_table(plan)] if mesh.pp > 1 else tables:
+        console.print(table, "")
+    for warning in plan.warnings:
+        console.print(f"[bold yellow]warning[/] {warning}", highlight=False)
+    return plan
+
+
+def _summary(config: Config, plan: Plan) -> Table:
+    train, batch, model, cluster = config.train, plan.batch, config.model, config.cluster
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    ranks = f"{plan.mesh.world_size:,} rank{'s' * (plan.mesh.world_size > 1)}"
+    if cluster.memory_bytes:
+        ranks += (
+            f" = {plan.num_nodes:,} node{'s' * (plan.num_nodes > 1)} of {cluster.gpus_per_node} {cluster.gpu}"
+        )
+    table.add_row("ranks", ranks)
+    table.add_row(
+        "step",
+        f"{batch.rows_per_step:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
+        f"{batch.num_micro_batches} micro-batches of {train.micro_batch_size} x {train.seq_len:,} on each of "
+        f"{plan.mesh.dp} data-parallel ranks",
+    )
+    if model.first_k_dense < model.num_layers:
+        table.add_row(
+            "experts",
+            f"{model.num_experts // plan.mesh.ep} of {model.num_experts} a rank, {batch.rows_per_expert:,.0f} rows each "
+            "per micro-batch at even load",
+        )
+    flops = plan.flops
+    table.add_row(
+        "FLOPs",
+        f"{_flops(flops.causal)} a token ({_flops(flops.full_attention)} if the masked half of attention counts), "
+        f"{_flops(flops.causal * batch.tokens_per_step)} a step",
+    )
+    if plan.mesh.pp > 1:
+        stages = plan.mesh.pp * config.parallel.stages_per_rank
+        table.add_row(
+            "pipeline", f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle"
+        )
+    if config.parallel.recompute:
+        table.add_row("recompute", _recomputed(config))
+    return table
+
+
+def _recomputed(config: Config) -> str:
+    names, layers = config.parallel.recompute, config.parallel.recompute_layers
+    text = names if isinstance(names, str) else ", ".join(names)
+    if isinstance(layers, list):
+        return f"{text}; layers {_spans(sorted(layers))}"
+    return f"{text}; {layers or 'every'} layer{'s' if layers else ''}"
+
+
+def _params_table(plan: Plan) -> Table:
+    params = plan.params
+    table = Table(title="parameters", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("count", justify="right")
+    table.add_column("share", justify="right")
+    for part in PARTS:
+        if params.by_part[part]:
+            count = params.by_part[part]
+            table.add_row(part.replace("_", " "), _count(count), f"{count / params.total:.1%}")
+    table.add_row("total", _count(params.total), "", style="bold")
+    table.add_row(
+        "active per token", _count(params.active), f"{params.active / params.total:.1%}", style="bold"
+    )
+    return table
+
+
+def _rank_table(config: Config, plan: Plan) -> Table:
+    rank, mesh = plan.heaviest, plan.mesh
+    where = f"heaviest, pp rank {rank.pp_rank}" if mesh.pp > 1 else "each"
+    table = Table(
+        title=f"memory per rank ({where})", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    table.add_column("component")
+    table.add_column("bytes", justify="right")
+    table.add_column("what it is", style="dim")
+    dense, expert = mesh.fsdp, mesh.ep_shard * mesh.ep
+    for name, num_bytes, text in [
+        ("weights", rank.weights, f"sharded: experts over {expert} ranks, the rest over {dense}"),
+        ("moments", rank.moments, "AdamW, sharded likewise"),
+        ("gradients", rank.gradients, "sharded, after their reduction"),
+        ("gathered weights", rank.gathered_weights, f"parallel.reshard={config.parallel.reshard}"),
+        ("unsharded gradients", rank.unsharded_gradients, f"parallel.grad_sync={config.parallel.grad_sync}"),
+        (
+            "activations",
+            rank.activations,
+            f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}",
+        ),
+        ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
+        ("recomputation", rank.recompute, "one region at a time, when the cross-entropy is done"),
+    ]:
+        if num_bytes:
+            table.add_row(name, gib(num_bytes), text)
+    limit = config.cluster.memory_bytes
+    of_limit = f", {rank.peak / limit:.0%} of {gib(limit)}" if limit else ""
+    moment = "in the backward pass" if rank.backward_peak >= rank.optimizer_peak else "in the optimizer step"
+    note = "; the two kinds of gradient are never both whole" if rank.deferred_gradients else ""
+    table.add_row("peak", gib(rank.peak), f"{moment}{of_limit}{note}", style="bold")
+    return table
+
+
+def _stages_table(plan: Plan) -> Table:
+    table = Table(title="pipeline ranks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("pp", "layers", "parameters", "in flight", "state", "gathered", "activations", "peak"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    ranks = plan.ranks
+    if len(ranks) > MAX_ROWS:
+        ranks = [*ranks[: MAX_ROWS - 1], ranks[-1]]
+    for rank in ranks:
+        table.add_row(
+            str(rank.pp_rank),
+            _spans(rank.layers),
+            _count(rank.params),
+            _join(rank.micro_batches_in_flight),
+            gib(rank.weights + rank.moments),
+            gib(rank.gathered_weights + max(rank.unsharded_gradients, rank.gradients)),
+            gib(rank.activations + max(rank.head, rank.recompute)),
+            gib(rank.peak),
+            style="bold" if rank is plan.heaviest else "",
+        )
+    if len(ranks) < len(plan.ranks):
+        table.caption = f"{len(plan.ranks) - len(ranks)} ranks in the middle are not shown"
+    return table
+
+
+def _count(number: int) -> str:
+    return _scaled(number, {"B": 1e9, "M": 1e6, "k": 1e3}, ".2f")
+
+
+def _flops(number: float) -> str:
+    return _scaled(
+        number, {"EFLOP": 1e18, "PFLOP": 1e15, "TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3}, ".1f"
+    )
+
+
+def _scaled(number: float, units: dict[str, float], form: str) -> str:
+    for unit, size in units.items():
+        if number >= size:
+            return f"{number / size:,{form}} {unit}"
+    return f"{number:.0f}"
+
+
+def _join(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _spans(layers: list[int]) -> str:
+    """``0-3 16-19``: runs of consecutive layers."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return " ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))

@@ -1,0 +1,78 @@
+"""One look for every picture: palette, figure factory, PNG writer. matplotlib is imported where used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#1f2933"  # text
+MUTED = "#66727f"  # axis labels and notes
+GRID = "#e4e8ec"
+BLUE = "#2563a8"
+ORANGE = "#d9722e"
+GREEN = "#2f8f6b"
+RED = "#c23b3b"
+PALE_BLUE = "#a9c6e5"
+# light enough for dark text inside a cell, far enough apart to tell neighbours
+CELLS = ("#bcd5ef", "#f8d3b0", "#c3e3cf", "#e3c9e6", "#f7e6a6", "#f4c2c6", "#c9dbdb", "#d8d0c4")
+SEQUENTIAL = "cividis"  # readable in grey and for colour-blind eyes
+DPI = 150
+
+RC: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so every machine draws the same picture
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": "#b8c0c8",
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "figure.facecolor": "white",
+    "svg.fonttype": "none",
+}
+
+
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure of ``width`` x ``height`` inches with its axes in reading order, outside pyplot's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12))
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
+
+
+def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
+    """Write a PNG; ``crop`` cuts it to what is drawn, for pictures whose shape follows their content."""
+    options: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.14} if crop else {}
+    figure.savefig(path, dpi=DPI, **options)
+    return path
+
+
+def say_empty(axis: Axes, text: str) -> None:
+    """Say in the middle of an empty plot why there is nothing to see."""
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11)
+    axis.set(xticks=[], yticks=[])
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.grid(False)

@@ -1,0 +1,131 @@
+"""Experiment trackers: Weights & Biases when ``observe.wandb`` asks for it, nothing otherwise.
+
+A tracker is a convenience: without a login, a network or a working service the run goes on, after
+one warning. What it would have shown is in ``metrics.jsonl`` in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from automoe.config.convert import config_to_dict
+from automoe.config.schema import Config
+
+INIT_TIMEOUT_S = 30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default would hold up a run for 90
+FINISH_TIMEOUT_S = 60  # upload of what is left at the end
+
+
+class Tracker(Protocol):
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send one step's record (the keys of ``metrics.jsonl``)."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Flush and close; ``exit_code`` other than 0 marks the run as failed."""
+
+
+class NoTracker:
+    def log(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def finish(self, exit_code: int = 0) -> None:
+        pass
+
+
+def make_tracker(
+    config: Config, run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None
+) -> Tracker:
+    """The tracker of a run, in the one process that records it (rank 0).
+
+    Args:
+        config: ``observe.wandb`` is off, offline or online.
+        run_dir: W&B keeps its files in ``run_dir/wandb``, unless WANDB_DIR is set.
+        warn: told, in one line, what does not work; prints to standard error by default.
+
+    Online without a login or a network falls back to offline, whose files can be sent later with
+    ``wandb sync``; if that fails too, to nothing. Never raises on account of W&B, never asks.
+    """
+    if config.observe.wandb == "off":
+        return NoTracker()
+    warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
+    try:
+        import wandb
+    except ImportError as error:
+        warn(
+            f"observe.wandb={config.observe.wandb}, but wandb cannot be imported ({error}); training goes on without it"
+        )
+        return NoTracker()
+
+    for mode in dict.fromkeys((config.observe.wandb, "offline")):
+        try:
+            return WandbTracker(_start(wandb, config, Path(run_dir), mode), warn)
+        # Whatever its service process, the network or a full disk makes it raise (its own errors, and
+        # OSErrors, timeouts and assertions from its client) must not cost the run.
+        except Exception as error:
+            then = (
+                "recording offline, send it later with `wandb sync`"
+                if mode == "online"
+                else "training goes on without it"
+            )
+            warn(f"W&B does not work {mode} ({_one_line(error)}); {then}")
+    return NoTracker()
+
+
+class WandbTracker:
+    """A started W&B run. The first error ends its use, with a warning; training goes on."""
+
+    def __init__(self, run: Any, warn: Callable[[str], None]) -> None:
+        self._run: Any | None = run
+        self._warn = warn
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self._run is None:
+            return
+        known = {
+            key: value
+            for key, value in record.items()
+            if value is not None and not isinstance(value, (list, dict))
+        }
+        try:
+            self._run.log(known, step=record["step"])
+        except Exception as error:  # its service process died: nothing of training depends on it
+            self._give_up(error)
+
+    def finish(self, exit_code: int = 0) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=exit_code)
+        except Exception as error:  # as above; the run's own outcome is what matters now
+            self._give_up(error)
+        self._run = None
+
+    def _give_up(self, error: Exception) -> None:
+        self._warn(f"W&B stopped working ({_one_line(error)}); training goes on without it")
+        self._run = None
+
+
+def _start(wandb: Any, config: Config, run_dir: Path, mode: str) -> Any:
+    settings: dict[str, Any] = {"silent": True, "console": "off"}  # its lines would break the aligned ones
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings["init_timeout"] = INIT_TIMEOUT_S
+    settings |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}
+    wandb.setup(wandb.Settings(silent=True))
+    # Asked before init, which would stop and prompt in a terminal.
+    if mode == "online" and not wandb.login(prompt=False):
+        raise LookupError("no login: set WANDB_API_KEY or run `wandb login`")
+    return wandb.init(
+        project=config.observe.wandb_project,
+        name=run_dir.resolve().name,
+        dir=os.environ.get("WANDB_DIR") or str(run_dir),
+        mode=mode,
+        config=config_to_dict(config),
+        settings=wandb.Settings(**settings),
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

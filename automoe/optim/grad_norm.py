@@ -1,0 +1,120 @@
+"""The one gradient norm: over DTensors of every mesh and all pipeline stages.
+
+A norm that sums local shards over a group of ranks counts replicated tensors once per replica; one that
+leaves the sum to each mesh alone differs between the ranks of another mesh. Here squares are summed over
+exactly those axes that a tensor is sharded on, so every rank gets the norm of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+_Sharding = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh and the axes of it that hold different parts
+
+
+@torch.no_grad()
+def global_grad_norm(
+    parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """L2 norm of all gradients of the model as one vector, the same on every rank.
+
+    Squares are accumulated in float64 and all-reduced over the sharded axes: one scalar for each
+    combination of mesh and sharded axes, then one over the stages. Replicated DTensors and plain tensors
+    count once; a parameter without a gradient counts as zeros, so ranks agree on the collectives even if
+    an expert on one of them saw no token. A gradient that is not finite gives a norm that is not.
+
+    Args:
+        parameters: this rank's parameters; the other ranks of its stage pass the same ones. A tensor
+            given twice counts once. Copies of a tied tensor on two stages are two tensors: pass one.
+        pp_group: the stages of the model; each adds its own parameters.
+
+    Returns:
+        A float64 scalar on the gradients' device (float32 where the device has no float64).
+
+    Raises:
+        ValueError: a gradient whose layout differs from its parameter's, such as a Partial one, whose
+            sum over ranks is still to be made: a norm of the terms is not the norm of the sum.
+    """
+    by_sharding: dict[_Sharding, list[torch.Tensor]] = {}
+    device = torch.device("cpu")
+    for parameter in _distinct(parameters):
+        device = parameter.device
+        gradients = by_sharding.setdefault(_sharding(parameter), [])
+        if parameter.grad is not None:
+            gradients.append(_local_gradient(parameter))
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    total = torch.zeros((), dtype=wide, device=device)
+    for (mesh, axes), gradients in by_sharding.items():
+        squares = torch.zeros((), dtype=wide, device=device)
+        if gradients:
+            squares += torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square_().sum()
+        for axis in axes:
+            assert mesh is not None
+            dist.all_reduce(squares, group=mesh.get_group(axis))
+        total += squares
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
+    return total.sqrt_()
+
+
+@torch.no_grad()
+def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale every gradient by ``min(1, max_norm / norm)``, in place and without waiting for the device.
+
+    ``norm`` is what ``global_grad_norm`` returned. ``max_norm=0`` switches clipping off. A norm that is
+    not finite leaves the gradients as they are: skipping such a step is the caller's decision.
+    """
+    if max_norm == 0:
+        return
+    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.ones_like(norm))
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in _distinct(parameters):
+        if parameter.grad is not None:
+            gradient = _local_gradient(parameter)
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, gradients in by_dtype.items():  # one kernel for all, if the scale has their dtype
+        torch._foreach_mul_(gradients, scale.to(torch.promote_types(dtype, torch.float32)))
+
+
+def _distinct(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for parameter in parameters:
+        if parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield parameter
+
+
+def _sharding(parameter: torch.Tensor) -> _Sharding:
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    mesh = parameter.device_mesh
+    axes = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
+        return gradient
+    want, have = _layout(parameter), _layout(gradient)
+    if want != have or "Partial" in have:
+        raise ValueError(
+            f"gradient of a parameter of shape {tuple(parameter.shape)} is {have} and the parameter {want}: "
+            "the gradient's sum over ranks must be finished, and its layout the parameter's, before its norm "
+            "is taken"
+        )
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local()
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "a local tensor"
+    names = tensor.device_mesh.mesh_dim_names or ("?",) * tensor.device_mesh.ndim
+    return " ".join(f"{name}:{placement!r}" for name, placement in zip(names, tensor.placements, strict=True))

@@ -1,0 +1,76 @@
+"""Expert parallelism: the experts' weights cut over the ep axis, and a dispatcher that spans it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from automoe.config.schema import MoEConfig
+from automoe.errors import BackendError
+from automoe.interop.deepep import open_deepep
+from automoe.mesh import Meshes
+from automoe.model.decoder import Decoder
+from automoe.moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    DeepEPDispatcher,
+    Dispatcher,
+    ExpertTensorDispatcher,
+)
+
+
+class ExpertParallel(ParallelStyle):
+    """Makes the weights of a ``GroupedExperts`` DTensors: experts over ep, the width I over etp.
+
+    I is dim 2 of both w_gate_up [E, 2, I, H] and w_down [E, H, I]. The mesh has one of the two axes or both.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        dims = {"ep": 0, "etp": 2}
+        placements = [Shard(dims[axis]) for axis in device_mesh.mesh_dim_names or ()]
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded))
+        return module
+
+
+def _deepep(group: dist.ProcessGroup) -> Callable[[int], Dispatcher]:
+    exchange = open_deepep(group)  # one for all layers
+    return lambda num_experts: DeepEPDispatcher(num_experts, group.size(), exchange)
+
+
+# For a group, what makes the dispatcher of one layer from its number of experts.
+DISPATCHERS: dict[str, Callable[[dist.ProcessGroup], Callable[[int], Dispatcher]]] = {
+    "alltoall": lambda group: partial(AllToAllDispatcher, group=group),
+    "allgather": lambda group: partial(AllGatherDispatcher, group=group),
+    "deepep": _deepep,
+}
+
+
+def apply_expert_parallel(model: Decoder, meshes: Meshes, moe: MoEConfig) -> None:
+    """Cut every MoE layer's experts over ep and etp and hand it the dispatcher that the config names.
+
+    Raises:
+        BackendError: no such dispatcher, or none on this machine; names those that there are.
+    """
+    if moe.dispatcher not in DISPATCHERS:
+        raise BackendError(
+            f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(DISPATCHERS)}"
+        )
+    axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
+    if not axes:
+        return
+    ep, etp = meshes.group("ep"), meshes.group("etp")
+    make = DISPATCHERS[moe.dispatcher](ep) if ep is not None else None
+    for _, layer in model.moe_layers():
+        parallelize_module(layer.experts, meshes.moe[axes], ExpertParallel())
+        if make is not None:
+            layer.dispatcher = make(layer.router.num_experts)
+        if etp is not None:
+            layer.dispatcher = ExpertTensorDispatcher(layer.dispatcher, etp)

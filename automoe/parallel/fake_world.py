@@ -1,0 +1,56 @@
+"""One rank of a large world, built in this process without the others: real meshes, real shards, no storage.
+
+torch's fake process group answers every collective at once without moving data, and parameters stay
+on the meta device, so a rank of 1,024 costs seconds and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group in which this process is ``rank`` and nobody else exists.
+
+    Raises:
+        RuntimeError: this process already has a default process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a fake world needs a process without a default process group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def local_shards(config: Config, shape: MeshShape, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """What ``rank`` of a run would store: {parameter: (shape of its shard, bytes)}.
+
+    A tied embedding held by two of the rank's stages is counted in both, as ``stage.name`` from the
+    second stage on.
+    """
+    shards: dict[str, tuple[tuple[int, ...], int]] = {}
+    with fake_world(rank, shape.world_size):
+        meshes = build_meshes(shape, torch.device("cpu"))
+        for stage, part in build_parts(config, meshes).items():
+            for name, parameter in part.named_parameters():
+                assert isinstance(parameter, DTensor), f"{name} is not sharded"
+                local = tuple(parameter.to_local().shape)
+                key = name if name not in shards else f"{stage}.{name}"
+                shards[key] = (local, prod(local) * parameter.dtype.itemsize)
+    return shards

@@ -1,0 +1,83 @@
+"""How a model meets the meshes: one function that orders the stages, and the builder that calls it."""
+
+from __future__ import annotations
+
+import torch
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, ModelConfig, MoEConfig
+from automoe.config.stages import split_layers, stage_of_rank
+from automoe.mesh import Meshes
+from automoe.model.decoder import Decoder
+from automoe.model.init import initialize, reset_buffers
+from automoe.parallel.context import apply_context_parallel
+from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
+from automoe.parallel.expert import apply_expert_parallel
+from automoe.parallel.recompute import apply_recompute
+from automoe.parallel.tensor import apply_tensor_parallel
+
+
+def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
+    """Apply every axis but pp, and recomputation, to one part of the model, in the only order that composes."""
+    apply_tensor_parallel(part, meshes)
+    apply_expert_parallel(part, meshes, config.moe)
+    apply_context_parallel(part, meshes, config.parallel)
+    apply_recompute(part, config.parallel)
+    apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
+
+
+def build_decoder(
+    model: ModelConfig, moe: MoEConfig, dtype: torch.dtype, layers: range | None = None, **ends: bool
+) -> Decoder:
+    """A decoder, or the part of one that holds ``layers``, on the meta device.
+
+    Parameters have ``dtype``; buffers have their own (counts must not be rounded).
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return Decoder(model, moe, layers, **ends)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
+    """This rank's pipeline stages, parallelized, still on the meta device: {stage number: part}."""
+    shape: MeshShape = meshes.shape
+    stages = split_layers(
+        config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
+    )
+    mine = stage_of_rank(config.parallel.schedule, shape.pp, config.parallel.stages_per_rank)[
+        meshes.coordinate("pp")
+    ]
+    parts = {}
+    for stage in mine:
+        part = build_decoder(
+            config.model,
+            config.moe,
+            PARAM_DTYPES[config.train.dtype],
+            stages[stage],
+            embeds=stage == 0,
+            predicts=stage == len(stages) - 1,
+        )
+        for _, layer in part.moe_layers():
+            layer.router.seed = config.train.seed
+        parallelize(part, meshes, config)
+        parts[stage] = part
+    return parts
+
+
+def allocate(parts: dict[int, Decoder], device: torch.device) -> None:
+    """Give this rank's shards storage, parameters not yet filled, buffers at their first values."""
+    for part in parts.values():
+        part.to_empty(device=device)
+        reset_buffers(part)
+        part.train()
+
+
+def materialize(parts: dict[int, Decoder], config: Config, device: torch.device) -> None:
+    """Give this rank's shards storage, and their first values by name and index."""
+    allocate(parts, device)
+    for part in parts.values():
+        initialize(part, config.model.initializer_range, config.train.seed)

@@ -1,0 +1,99 @@
+"""What a step reports about itself, in one all-reduce: loss, balance losses, tokens per expert.
+
+Shapes: L MoE layers of the whole model, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from automoe.config.schema import Config
+from automoe.model.decoder import Decoder
+from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
+
+
+@dataclass
+class StepStats:
+    """Equal on every rank.
+
+    Attributes:
+        loss: mean cross-entropy over the global batch's trained tokens, nats.
+        sequence_balance, lagged_balance, micro_batch_balance, z_loss: auxiliary losses summed over layers,
+            coefficients included.
+        expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert, before
+            any is dropped.
+        plain_counts: [L, E] tokens that plain top-k of the scores would give each expert.
+        dropped_share: [L] share of the choices that found no room.
+    """
+
+    loss: float
+    sequence_balance: float
+    lagged_balance: float
+    micro_batch_balance: float
+    z_loss: float
+    expert_counts: torch.Tensor
+    plain_counts: torch.Tensor
+    dropped_share: list[float]
+
+
+def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Config) -> StepStats:
+    """Sum loss shares and every layer's counters over all ranks, and zero the counters.
+
+    Each rank fills in its own stages' layers, so one sum serves dp, cp and pp at once.
+    """
+    model = config.model
+    num_layers, num_experts = model.num_layers - model.first_k_dense, model.num_experts
+    device = loss_share.device
+    sums = torch.zeros(num_layers * LoadCounter.size(num_experts) + 1, dtype=torch.float64, device=device)
+    sums[-1] = loss_share
+    table = sums[:-1].view(num_layers, -1)
+    for part in parts:
+        for _, layer in part.moe_layers():
+            table[layer.router.moe_index] += layer.router.load.totals
+            layer.router.load.totals.zero_()
+    dist.all_reduce(sums)
+    sums = sums.cpu()
+    table = sums[:-1].view(num_layers, -1)
+    losses = table[:, 2 * num_experts : -1].sum(0).tolist() if num_layers else [0.0] * len(LOSSES)
+    chosen = table[:, :num_experts]
+    return StepStats(
+        loss=float(sums[-1]),
+        sequence_balance=losses[0],
+        lagged_balance=losses[1],
+        micro_batch_balance=losses[2],
+        z_loss=losses[3],
+        expert_counts=chosen,
+        plain_counts=table[:, num_experts : 2 * num_experts],
+        dropped_share=(table[:, -1] / chosen.sum(1).clamp_min(1)).tolist(),
+    )
+
+
+def update_balance_state(stats: StepStats, parts: Iterable[Decoder], config: Config) -> None:
+    """After an optimizer step that was not skipped: move expert biases, remember the load fractions."""
+    for part in parts:
+        for _, layer in part.moe_layers():
+            router = layer.router
+            counts, plain = stats.expert_counts[router.moe_index], stats.plain_counts[router.moe_index]
+            if router.expert_bias is not None:
+                update_expert_bias(
+                    router.expert_bias, counts.to(router.expert_bias.device), config.moe.bias_update_rate
+                )
+            router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
+
+
+def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[float]:
+    """Each value summed over all ranks, in float64."""
+    sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def max_over_ranks(*values: float) -> list[float]:
+    """Each value's maximum over all ranks, in float64; travels over the CPU backend."""
+    maxima = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return maxima.tolist()

@@ -1,0 +1,115 @@
+"""Tensor parallelism with sequence parallelism: weights cut over the tp axis, tokens cut between blocks.
+
+Each product of a block is cut by columns first and by rows last (Megatron-LM, arXiv 1909.08053, with the
+norms' tokens cut as in arXiv 2205.05198): tokens are gathered before, sums reduced and cut after. MLA
+gathers its latents, which are narrower than the hidden state. The router therefore sees distinct tokens
+on every tp rank, and experts folded over tp need no communication of their own for it.
+Shapes: B rows, S positions that enter attention together, s = S / tp.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from automoe.collectives import all_gather, reduce_scatter
+from automoe.mesh import Meshes
+from automoe.model.attention import GroupedQueryAttention, LatentAttention
+from automoe.model.decoder import Decoder
+from automoe.model.mlp import MLP
+
+
+class SequenceSplit:
+    """The ``TokenSplit`` over the tp group: rank r holds the r-th of equal parts of the positions."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return all_gather(x, 1, self.group)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(x, 1, self.group)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(self.num_ranks, dim=1)[self.rank]
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, op, group=self.group)
+        return x
+
+
+class SplitWeight(ParallelStyle):
+    """Makes the weight of a linear layer or embedding a DTensor, cut over one mesh axis.
+
+    Dim 0 cuts output features (or vocabulary rows), dim 1 input features.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = distribute_tensor(module.weight.data, device_mesh, [Shard(self.dim)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(cut))
+        return module
+
+
+BY_OUTPUT, BY_INPUT = SplitWeight(0), SplitWeight(1)
+
+_PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
+    MLP: {"gate_proj": BY_OUTPUT, "up_proj": BY_OUTPUT, "down_proj": BY_INPUT},
+    GroupedQueryAttention: {
+        "q_proj": BY_OUTPUT,
+        "k_proj": BY_OUTPUT,
+        "v_proj": BY_OUTPUT,
+        "o_proj": BY_INPUT,
+    },
+    LatentAttention: {"q_proj": BY_OUTPUT, "q_b_proj": BY_OUTPUT, "kv_b_proj": BY_OUTPUT, "o_proj": BY_INPUT},
+    Decoder: {"embed_tokens": BY_OUTPUT, "lm_head": BY_OUTPUT},
+}
+
+
+def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
+    """Cut attention, dense and shared FFNs, embedding and head over tp, and hand them the token split."""
+    mesh = meshes.axis("tp")
+    if mesh is None:
+        return
+    split = SequenceSplit(mesh.get_group())
+    for module in model.modules():
+        plan = _PLANS.get(type(module))
+        if plan is None:
+            continue
+        module.split = split
+        plan = {name: style for name, style in plan.items() if getattr(module, name, None) is not None}
+        if isinstance(module, GroupedQueryAttention):
+            plan = _share_kv_heads(module, plan, split)
+        parallelize_module(module, mesh, plan)
+    model.first_id = split.rank * model.config.vocab_size // split.num_ranks
+    if model.embed_tokens is not None:
+        model.embed_tokens.first_id = model.first_id
+
+
+def _share_kv_heads(
+    module: GroupedQueryAttention, plan: dict[str, ParallelStyle], split: SequenceSplit
+) -> dict[str, ParallelStyle]:
+    """Where key/value heads are fewer than tp ranks, every rank keeps them all and uses one."""
+    kv_heads = module.k_proj.weight.shape[0] // module.head_dim
+    if kv_heads >= split.num_ranks:
+        return plan
+    head = split.rank * kv_heads // split.num_ranks
+    for projection in (module.k_proj, module.v_proj):
+        projection.rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
+    return {name: style for name, style in plan.items() if name not in ("k_proj", "v_proj")}

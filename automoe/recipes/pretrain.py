@@ -1,0 +1,215 @@
+"""Pretraining: the loop, top to bottom. Copy it and make it yours.
+
+    config + mesh -> meshes -> model parts -> optimizer -> loader -> steps -> checkpoint
+
+Every rank runs this file. Rank 0 alone prints and records.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from automoe.checkpoint.state import TrainState
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.cost.flops import train_flops_per_token
+from automoe.data.loader import Loader
+from automoe.errors import AutomoeError
+from automoe.launch.ranks import RunContext
+from automoe.mesh import Meshes, build_meshes
+from automoe.observe.console import Console
+from automoe.observe.metrics import MetricsLog, last_objective, load_summary
+from automoe.observe.profiler import StepProfiler
+from automoe.observe.trackers import make_tracker
+from automoe.optim.adamw import build_optimizer, set_learning_rate
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.optim.schedule import learning_rate
+from automoe.parallel.agree import same_on_all_ranks
+from automoe.parallel.parallelize import allocate, build_parts, materialize
+from automoe.parallel.routing import record_routing, replayed_routing
+from automoe.parallel.shared_gradients import counted_parameters
+from automoe.parallel.stats import gather_stats, max_over_ranks, sum_over_ranks, update_balance_state
+from automoe.parallel.step import StepRunner, build_runner, prepare_inputs
+
+MAX_SKIPPED = 10  # steps in a row without a finite gradient before the run gives up
+
+
+def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
+    """Train ``config`` on this rank; returns the last validation loss, else the last training loss."""
+    with ExitStack() as open_files:  # closed on every way out: a run that dies keeps its record and its trace
+        return pretrain(config, shape, context, open_files)
+
+
+def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: ExitStack) -> float | None:
+    """``main``, with a place for what must be closed."""
+    device, train = context.device, config.train
+    lead = context.rank == 0
+
+    # ---------------------------------------------------------------- model on both meshes
+    meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
+    parts = build_parts(config, meshes)
+    if config.model.hf_path:
+        from automoe.hf.reader import load_hf
+
+        allocate(parts, device)
+        load_hf(parts, config.model.hf_path)
+    else:
+        materialize(parts, config, device)
+    runner = build_runner(parts, meshes, config, device)
+
+    # ---------------------------------------------------------------- optimizer, data, state
+    optimizer = build_optimizer(list(parts.values()), config.optim)
+    loader = Loader(config, meshes.dp_rank, shape.dp)
+    same_on_all_ranks(loader.fingerprint(), "the training data")
+    state = TrainState(parts, optimizer, loader)
+    store = CheckpointStore(config, context.run_dir)
+    resumed = store.load_latest(state)
+
+    # ---------------------------------------------------------------- what the user sees
+    console = Console(config, shape, enabled=lead)
+    console.start(resume_step=state.step)
+    log = None
+    if lead:
+        log = open_files.enter_context(MetricsLog(context.run_dir, state.step if resumed else None))
+    tracker = make_tracker(config, context.run_dir, console.warn) if lead else None
+    flops = train_flops_per_token(config.model, train.seq_len)
+    peak = _peak_flops(config, device)
+    profiler = open_files.enter_context(StepProfiler(config, context.run_dir, context.rank))
+
+    # ---------------------------------------------------------------- the loop
+    objective = None
+    if state.step >= train.steps:
+        objective = last_objective(context.run_dir)
+        console.note(f"already at step {state.step} of {train.steps}")
+    stopping = False
+    while state.step < train.steps and not stopping:
+        started = time.perf_counter()
+        profiler.begin(state.step + 1)
+
+        # forward and backward over the step's micro-batches
+        batch = loader.next_step()
+        forced_ids = replayed_routing(config, batch, state.step)
+        inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+        with record_routing(config, parts.values(), state.step):
+            loss_share = runner.train(inputs)
+        stats = gather_stats(loss_share, parts.values(), config)
+
+        # one gradient norm over both meshes and all stages; every rank sees the same number
+        lr = learning_rate(config.optim, state.step, train.steps)
+        norm = global_grad_norm(counted_parameters(parts.values()), meshes.group("pp"))
+        if math.isfinite(float(norm)) and math.isfinite(stats.loss):
+            clip_(state.parameters(), norm, train.grad_clip)
+            set_learning_rate(optimizer, lr)
+            optimizer.step()
+            update_balance_state(stats, parts.values(), config)
+            state.skipped = 0
+        else:
+            state.skipped += 1
+            console.warn(f"step {state.step + 1} skipped: loss {stats.loss}, gradient norm {float(norm)}")
+        optimizer.zero_grad()
+        state.step += 1
+        state.tokens += trained
+        objective = stats.loss
+        profiler.end(state.step)
+
+        # record
+        stopping = context.any_rank_stops()
+        (memory,) = max_over_ranks(_peak_memory_bytes(device))
+        seconds = time.perf_counter() - started
+        record: dict[str, Any] = {
+            "step": state.step,
+            "loss": stats.loss,
+            "grad_norm": float(norm),
+            "lr": lr,
+            "tokens": state.tokens,
+            "tokens_per_second": train.global_batch_size * train.seq_len / seconds,
+            "mfu": None,
+            "peak_memory_bytes": int(memory),
+            "step_seconds": seconds,
+            "seq_balance_loss": stats.sequence_balance,
+            "global_balance_loss": stats.lagged_balance,
+            "micro_batch_balance_loss": stats.micro_batch_balance,
+            "z_loss": stats.z_loss,
+            "skipped": state.skipped,
+        }
+        if peak:
+            record["mfu"], record["mfu_full_attention"] = flops.mfu(
+                record["tokens_per_second"] / shape.world_size, peak
+            )
+        record |= asdict(load_summary(stats.expert_counts))
+        if config.moe.capacity_factor:
+            record["dropped_share"] = stats.dropped_share
+        if train.val_every and (state.step % train.val_every == 0 or state.step == train.steps or stopping):
+            record |= validate(config, runner, loader, meshes, device)
+            objective = record.get("val_loss", objective)
+        console.step(record)
+        if log is not None and tracker is not None:
+            log.write(record, stats.expert_counts)
+            tracker.log(record)
+        if state.skipped >= MAX_SKIPPED:
+            raise AutomoeError(
+                f"{MAX_SKIPPED} steps in a row had no finite loss or gradient, the last step {state.step}. Lower "
+                f"optim.lr ({config.optim.lr}) or raise optim.warmup_steps ({config.optim.warmup_steps})"
+            )
+
+        # save
+        every = config.checkpoint.every
+        if every and (state.step % every == 0 or state.step == train.steps or stopping):
+            console.note(f"checkpoint {store.save(state)}")
+
+    # ---------------------------------------------------------------- leave
+    context.preempted = state.step < train.steps
+    paths: dict[str, Any] = {}
+    if config.checkpoint.export_hf and not stopping:
+        from automoe.hf.writer import export_and_verify
+
+        paths["HF checkpoint"] = export_and_verify(parts, context.run_dir / "hf", config)
+    if log is not None and tracker is not None:
+        log.close()
+        tracker.finish()
+    console.finish(paths)
+    return objective
+
+
+def validate(
+    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, device: torch.device
+) -> Mapping[str, float]:
+    """Mean loss in nats a token, and bits a byte of text, over the validation batches."""
+    nats = tokens = text_bytes = 0.0
+    reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
+    for batch in loader.validation_batches(config.train.val_batches):
+        inputs, trained = prepare_inputs(batch, meshes, config, device)
+        share = runner.evaluate(inputs)
+        loss, num_bytes = sum_over_ranks(share, float(batch.num_bytes * reads_text), device=device)
+        nats, tokens, text_bytes = nats + loss * trained, tokens + trained, text_bytes + num_bytes
+    if not tokens:
+        return {}
+    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / max(text_bytes, 1.0)}
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of one rank's device: as configured, else from torchtitan's table; None if unknown."""
+    if config.cluster.peak_flops:
+        return config.cluster.peak_flops
+    if device.type != "cuda":
+        return None
+    from automoe.interop.torchtitan import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name(device))
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """High-water mark of this rank: device allocations on CUDA, resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

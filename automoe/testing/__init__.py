@@ -1,0 +1,1 @@
+"""What tests of distributed code need; nothing here is imported by training."""

@@ -1,0 +1,110 @@
+"""Every legal mapping of a world of ranks: what a random draw of the mesh suite draws from.
+
+The rules are written down here a second time, as arithmetic alone and independent of
+``automoe.config.validate``: a rule that is missing there, or one too many, shows as a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, ModelConfig
+
+
+def foldings(world_size: int) -> Iterator[MeshShape]:
+    """Every way to write ``world_size`` ranks as both views, whatever the model."""
+    for pp in _divisors(world_size):
+        attention = list(_products(world_size // pp, 4))
+        experts = list(_products(world_size // pp, 4))
+        for dp_replicate, dp_shard, cp, tp in attention:
+            for ep_replicate, ep_shard, ep, etp in experts:
+                yield MeshShape(pp, dp_replicate, dp_shard, cp, tp, ep_replicate, ep_shard, ep, etp)
+
+
+def legal_meshes(world_size: int, config: Config) -> Iterator[MeshShape]:
+    """Those foldings that ``config``'s model, batch and pipeline fit; ``config.mesh`` is not looked at."""
+    return (shape for shape in foldings(world_size) if is_legal(shape, config))
+
+
+def is_legal(shape: MeshShape, config: Config) -> bool:
+    """Whether every part that is cut is cut evenly, and the pipeline has layers and micro-batches enough."""
+    return (
+        _fits_experts(shape, config.model)
+        and _fits_heads(shape, config.model)
+        and _fits_batch(shape, config)
+        and _fits_pipeline(shape, config)
+    )
+
+
+def with_mesh(config: Config, shape: MeshShape) -> Config:
+    """``config`` on the mesh ``shape``, every axis written out."""
+    axes = dict.fromkeys(shape.axes("default") + shape.axes("moe"))
+    mesh = replace(config.mesh, preset="", **{axis: getattr(shape, axis) for axis in axes})
+    return replace(config, mesh=mesh)
+
+
+def _fits_experts(shape: MeshShape, model: ModelConfig) -> bool:
+    width_ranks = shape.etp * shape.ep_shard  # both cut I
+    return (
+        model.num_experts % shape.ep == 0
+        and model.moe_intermediate_size % width_ranks == 0
+        and model.hidden_size % shape.ep_shard == 0
+    )
+
+
+def _fits_heads(shape: MeshShape, model: ModelConfig) -> bool:
+    tp, attention = shape.tp, model.attention
+    kv_heads = attention.num_kv_heads if attention.kind == "gqa" else tp
+    dense = model.intermediate_size if model.first_k_dense else 0
+    shared = model.num_shared_experts * model.moe_intermediate_size
+    cut = (attention.num_heads, model.vocab_size, dense, shared)
+    return all(size % tp == 0 for size in cut) and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _fits_batch(shape: MeshShape, config: Config) -> bool:
+    train = config.train
+    pieces = 2 * shape.cp if shape.cp > 1 else 1  # a head piece and a tail piece a rank
+    tokens = shape.cp * shape.tp if shape.tp > 1 else 1
+    return (
+        train.global_batch_size % (shape.dp * train.micro_batch_size) == 0
+        and train.seq_len % pieces == 0
+        and train.seq_len % tokens == 0
+    )
+
+
+def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
+    parallel, train = config.parallel, config.train
+    interleaved = parallel.schedule == "Interleaved1F1B"
+    if shape.pp == 1:
+        return parallel.stages_per_rank == 1
+    if (parallel.stages_per_rank > 1) != interleaved:
+        return False
+    stages = shape.pp * parallel.stages_per_rank
+    sizes = parallel.layers_per_stage
+    layers = config.model.num_layers
+    if (sizes is None and layers < stages) or (
+        sizes is not None and (len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers)
+    ):
+        return False
+    micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
+    if parallel.schedule != "GPipe" and micro_batches < shape.pp:
+        return False
+    if interleaved and micro_batches % shape.pp:
+        return False
+    return "micro_batch" not in (parallel.reshard, parallel.grad_sync)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _products(number: int, length: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of ``length`` positive integers whose product is ``number``."""
+    if length == 1:
+        yield (number,)
+        return
+    for first in _divisors(number):
+        for rest in _products(number // first, length - 1):
+            yield (first, *rest)

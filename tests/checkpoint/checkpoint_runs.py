@@ -1,0 +1,184 @@
+"""Training runs that save and resume, small enough for a pool of ranks; ranks import this."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automoe.checkpoint.state import TrainState
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    RouterConfig,
+    TrainConfig,
+)
+from automoe.data.loader import Loader
+from automoe.errors import CheckpointError
+from automoe.mesh import build_meshes
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.stats import gather_stats, update_balance_state
+from automoe.parallel.step import build_runner, prepare_inputs
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import whole
+
+Tensors = dict[str, torch.Tensor]
+
+MODEL = ModelConfig(
+    vocab_size=264,
+    hidden_size=16,
+    num_layers=4,
+    first_k_dense=1,
+    intermediate_size=24,
+    num_experts=8,
+    num_experts_per_token=2,
+    moe_intermediate_size=8,
+    num_shared_experts=1,
+    initializer_range=0.2,
+    attention=AttentionConfig(
+        kind="mla",
+        num_heads=2,
+        num_kv_heads=2,
+        kv_lora_rank=8,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    ),
+    router=RouterConfig(score="sigmoid", num_groups=2, expert_bias=True),
+)
+
+
+def config(text: Path, dtype: str = "float64", keep: int = 2, **mesh: int) -> Config:
+    """A run on ``mesh`` over the text file ``text``; all state that a step leaves behind is in play."""
+    return Config(
+        mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
+        model=MODEL,
+        moe=MoEConfig(
+            experts="loop" if dtype == "float64" else "grouped_mm",
+            seq_balance_coef=0.02,
+            global_balance_coef=0.03,
+            bias_update_rate=0.02,
+        ),
+        train=TrainConfig(seq_len=16, global_batch_size=8, micro_batch_size=1, dtype=dtype, val_every=0),
+        optim=OptimConfig(lr=1e-2),
+        data=DataConfig(kind="text", path=str(text), val_fraction=0.0),
+        checkpoint=CheckpointConfig(keep=keep),
+    )
+
+
+@dataclass
+class Run:
+    """What one rank, or after ``merged`` a world, saw of a run.
+
+    Attributes:
+        resumed_at: step that the run went on from; None where it found no checkpoint.
+        losses: one number a step that this run did.
+        states: step -> every tensor of the training state, whole; the first and the last step of the
+            run and those that it saved.
+        counters: step -> what the state holds besides tensors.
+        said: standard output of rank 0.
+    """
+
+    resumed_at: int | None = None
+    losses: list[float] = field(default_factory=list)
+    states: dict[int, Tensors] = field(default_factory=dict)
+    counters: dict[int, dict[str, Any]] = field(default_factory=dict)
+    said: str = ""
+
+
+def run(pool: RankPool, config: Config, run_dir: Path, until: int, save_at: Collection[int] = ()) -> Run:
+    """Resume what ``run_dir`` holds, or start, and train until step ``until``."""
+    world_size = resolve_mesh(config.mesh, None).world_size
+    runs = pool.run(run_rank, world_size, config, run_dir, until, tuple(save_at))
+    merged = runs[0]
+    for other in runs[1:]:
+        for step, tensors in other.states.items():
+            merged.states[step] |= tensors
+    return merged
+
+
+def run_rank(config: Config, run_dir: Path, until: int, save_at: Collection[int]) -> Run:
+    """One rank of ``run``."""
+    state, meshes, runner = build_state(config, run_dir)
+    store, seen, said = CheckpointStore(config, run_dir), Run(), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        seen.resumed_at = state.step if store.load_latest(state) else None
+    first = state.step
+
+    while True:
+        if state.step in (first, until, *save_at):
+            seen.states[state.step] = {name: whole(tensor) for name, tensor in state.tensors().items()}
+            seen.counters[state.step] = state.counters()
+        if state.step in save_at and state.step > first:
+            store.save(state)
+        if state.step == until:
+            seen.said = said.getvalue()
+            return seen
+        inputs, _ = prepare_inputs(state.loader.next_step(), meshes, config, torch.device("cpu"))
+        stats = gather_stats(runner.train(inputs), state.parts.values(), config)
+        norm = global_grad_norm(state.parameters(), meshes.group("pp"))
+        clip_(state.parameters(), norm, config.train.grad_clip)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        update_balance_state(stats, state.parts.values(), config)
+        state.step += 1
+        state.tokens += config.train.global_batch_size * config.train.seq_len
+        seen.losses.append(stats.loss)
+
+
+def build_state(config: Config, run_dir: Path) -> tuple[TrainState, Any, Any]:
+    """A run at step 0: (state, meshes, step runner). The token cache lies beside the run directory."""
+    meshes = build_meshes(resolve_mesh(config.mesh, None), torch.device("cpu"))
+    parts = build_parts(config, meshes)
+    materialize(parts, config, torch.device("cpu"))
+    optimizer = build_optimizer(list(parts.values()), config.optim)
+    loader = Loader(config, meshes.dp_rank, meshes.shape.dp, cache_dir=run_dir.parent / "cache")
+    return (
+        TrainState(parts, optimizer, loader),
+        meshes,
+        build_runner(parts, meshes, config, torch.device("cpu")),
+    )
+
+
+def refusal(config: Config, run_dir: Path) -> str:
+    """What ``load_latest`` of this rank raises; empty if it does not."""
+    state, _, _ = build_state(config, run_dir)
+    try:
+        CheckpointStore(config, run_dir).load_latest(state)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_twice(config: Config, run_dir: Path) -> list[dict[str, bytes]]:
+    """Save step 0, change every parameter, save step 0 again: the step's files after each."""
+    state, _, _ = build_state(config, run_dir)
+    store = CheckpointStore(config, run_dir)
+    files = []
+    for _ in range(2):
+        step = store.save(state)
+        files.append({path.name: path.read_bytes() for path in step.iterdir()})
+        with torch.no_grad():
+            for parameter in state.parameters():
+                parameter.add_(1)
+    return files
+
+
+def on_mesh(config: Config, **mesh: int) -> Config:
+    """The same run on another mesh."""
+    return replace(config, mesh=MeshConfig(**({"dp_shard": 1} | mesh)))

@@ -1,0 +1,167 @@
+"""What a checkpoint folder can look like after an accident, and what a run makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoint_runs import config, refusal, run, save_twice
+
+from automoe.testing.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def three_steps(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with checkpoints of steps 1, 2 and 3."""
+    run_dir = tmp_path_factory.mktemp("three") / "run"
+    run(ranks, config(text, keep=3), run_dir, until=3, save_at=[1, 2, 3])
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(three_steps: Path, tmp_path: Path) -> Path:
+    """A copy of that directory for one test to damage."""
+    return shutil.copytree(three_steps, tmp_path / "run")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped byte in a shard": lambda step: flip_a_byte(one(step, "*.distcp")),
+    "flipped byte in the index": lambda step: flip_a_byte(step / ".metadata"),
+    "flipped byte in the manifest": lambda step: flip_a_byte(step / "manifest.json"),
+    "truncated shard": lambda step: one(step, "*.distcp").open("r+b").truncate(1000),
+    "missing shard": lambda step: one(step, "*.distcp").unlink(),
+    "missing manifest": lambda step: (step / "manifest.json").unlink(),
+    "empty manifest": lambda step: (step / "manifest.json").write_text(""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_the_newest_valid_step_is_taken_loudly(
+    ranks: RankPool, text: Path, run_dir: Path, damage: Callable[[Path], object]
+) -> None:
+    folder = run_dir / "checkpoints"
+    damage(folder / "step-3")
+    resumed = run(ranks, config(text, keep=3), run_dir, until=2)
+    assert resumed.resumed_at == 2
+    assert f"{folder}/step-3 is damaged" in resumed.said and "step-3 is set aside" in resumed.said
+    assert names(folder) == ["LATEST", "damaged-step-3.1", "step-1", "step-2"]
+    assert (folder / "LATEST").read_text() == "step-2\n"
+
+
+def test_two_damaged_steps(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    folder = run_dir / "checkpoints"
+    flip_a_byte(one(folder / "step-3", "*.distcp"))
+    one(folder / "step-2", "*.distcp").unlink()
+    assert run(ranks, config(text, keep=3), run_dir, until=1).resumed_at == 1
+    assert names(folder) == ["LATEST", "damaged-step-2.1", "damaged-step-3.1", "step-1"]
+
+
+def test_the_step_is_written_anew_where_a_damaged_one_was(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    folder = run_dir / "checkpoints"
+    flip_a_byte(one(folder / "step-3", "*.distcp"))
+    run(ranks, config(text), run_dir, until=3, save_at=[3])
+    assert names(folder) == ["LATEST", "damaged-step-3.1", "step-2", "step-3"]
+    again = run(ranks, config(text), run_dir, until=3)
+    assert again.resumed_at == 3 and again.said == ""
+
+
+def test_latest_points_nowhere(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    folder = run_dir / "checkpoints"
+    (folder / "LATEST").write_text("step-9\n")
+    resumed = run(ranks, config(text), run_dir, until=3)
+    assert resumed.resumed_at == 3
+    assert "LATEST names 'step-9', which is not there" in resumed.said
+    assert (folder / "LATEST").read_text() == "step-3\n"
+
+
+def test_a_lost_newest_step_is_noticed(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    """Without LATEST, the step before would be taken as if nothing were amiss."""
+    shutil.rmtree(run_dir / "checkpoints" / "step-3")
+    resumed = run(ranks, config(text), run_dir, until=2)
+    assert resumed.resumed_at == 2
+    assert "LATEST names 'step-3', which is not there" in resumed.said
+
+
+@pytest.mark.parametrize("latest", ["step-2\n", None], ids=["behind", "absent"])
+def test_a_step_committed_just_before_latest_counts(
+    ranks: RankPool, text: Path, run_dir: Path, latest: str | None
+) -> None:
+    file = run_dir / "checkpoints" / "LATEST"
+    file.unlink() if latest is None else file.write_text(latest)
+    resumed = run(ranks, config(text), run_dir, until=3)
+    assert resumed.resumed_at == 3 and resumed.said == ""
+    assert file.read_text() == "step-3\n"
+
+
+def test_an_unfinished_step_is_not_a_checkpoint(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    folder = run_dir / "checkpoints"
+    shutil.copytree(folder / "step-3", folder / ".tmp-step-4")
+    resumed = run(ranks, config(text), run_dir, until=4, save_at=[4])
+    assert resumed.resumed_at == 3 and resumed.said == ""
+    assert names(folder) == ["LATEST", "step-3", "step-4"]
+
+
+def test_no_valid_step_left_is_an_error_on_every_rank(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    """Training from the start again by itself would throw the run away."""
+    folder = run_dir / "checkpoints"
+    for step in folder.glob("step-*"):
+        flip_a_byte(one(step, "*.distcp"))
+    before = names(folder)
+    messages = ranks.run(refusal, 2, config(text, dp_shard=2), run_dir)
+    assert len(set(messages)) == 1
+    assert "holds no checkpoint that can be trusted" in messages[0] and "step-1 (" in messages[0]
+    assert "checkpoint.resume=never" in messages[0]
+    assert names(folder) == before
+    for step in folder.glob("step-*"):
+        shutil.rmtree(step)
+    assert "LATEST names 'step-3', and there is none" in ranks.run(refusal, 1, config(text), run_dir)[0]
+
+
+def test_no_checkpoint_at_all_starts_the_run(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    assert run(ranks, config(text), tmp_path / "run", until=0).resumed_at is None
+
+
+def test_another_model_is_refused_with_what_differs(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    settings = config(text, dp_shard=2)
+    attention = replace(settings.model.attention, v_head_dim=8)
+    other = replace(settings, model=replace(settings.model, num_experts=4, attention=attention))
+    messages = ranks.run(refusal, 2, other, run_dir)
+    assert len(set(messages)) == 1
+    assert (
+        "step-3 holds another model: model.attention.v_head_dim was 6, is 8; model.num_experts was 8, is 4."
+        in (messages[0])
+    )
+    elsewhere = replace(settings, model=replace(settings.model, hf_path="elsewhere"))
+    assert ranks.run(refusal, 2, elsewhere, run_dir) == ["", ""]
+
+
+def test_an_existing_step_is_never_written_into(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    for first, second in ranks.run(save_twice, 2, config(text, dp_shard=2), tmp_path / "run"):
+        assert first == second
+    assert names(tmp_path / "run" / "checkpoints") == ["LATEST", "step-0"]
+
+
+def test_retention_keeps_the_newest(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    run(ranks, config(text, keep=2), tmp_path / "run", until=11, save_at=[2, 9, 10, 11])
+    assert names(folder) == ["LATEST", "step-10", "step-11"]
+    run(ranks, config(text, keep=0), tmp_path / "run", until=12, save_at=[12])
+    assert names(folder) == ["LATEST", "step-12"]

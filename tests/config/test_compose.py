@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from automoe.config.compose import Arguments, compose_config, list_groups, list_options, parse_arguments
+from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
+from automoe.config.frozen import dump_config, load_config, parse_config, resolved, save_config
+from automoe.config.schema import Config
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+from automoe.hf.registry import family_of
+
+
+def error_of(*overrides: str, config_name: str = "config", config_dir: str | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(config_name, list(overrides), config_dir)
+    return caught.value
+
+
+def test_the_default_is_the_small_deepseek_on_both_meshes() -> None:
+    config = compose_config()
+    shape = validate(config, config.launch.num_ranks)
+    assert (shape.describe("default"), shape.describe("moe")) == ("pp2 x dp_shard2", "pp2 x ep2")
+    assert config.model.family == "deepseek_v3" and config.model.attention.kind == "mla"
+    assert config.model.router.expert_bias and config.model.first_k_dense == 1
+    assert config.data.kind == "stdlib" and config.data.tokenizer == "byte"
+
+
+@pytest.mark.parametrize("name", list_options())
+def test_every_primary_composes_and_validates(name: str) -> None:
+    config = compose_config(name)
+    assert validate(config, config.launch.num_ranks, "cpu").world_size >= 1
+
+
+def test_the_flagship_is_1024_ranks() -> None:
+    config = compose_config("dsv3_671b")
+    shape = validate(config, None)
+    assert shape.world_size == 1024 and shape.ep == 64 and shape.pp == 16
+
+
+@pytest.mark.parametrize("model", [name for name in list_options("model") if name.startswith("small")])
+@pytest.mark.parametrize("mesh", [name for name in list_options("mesh") if not name.startswith("paper_")])
+def test_every_small_model_fits_every_mesh_group(model: str, mesh: str) -> None:
+    config = compose_config(overrides=[f"model={model}", f"mesh={mesh}"])
+    assert validate(config, 4).world_size == 4
+
+
+@pytest.mark.parametrize("group", [group for group in list_groups() if group not in ("model", "mesh")])
+def test_every_option_of_every_group_composes(group: str) -> None:
+    for option in list_options(group):
+        compose_config(overrides=[f"{group}={option}"])
+
+
+def test_overrides_win_over_groups_and_experiments_over_primaries() -> None:
+    config = compose_config(overrides=["experiment=smoke", "optim=large", "optim.lr=1e-4", "train.steps=7"])
+    assert (config.train.steps, config.train.seq_len, config.launch.num_ranks) == (7, 64, 1)
+    assert (config.optim.lr, config.optim.warmup_steps) == (1e-4, 2000)
+
+
+def test_a_directory_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [base, {model: wide}, _self_]\ntrain: {steps: 9}\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "wide.yaml").write_text("hidden_size: 512\n")
+    config = compose_config("mine", ["optim.eps=1e-9"], str(tmp_path))
+    assert (config.train.steps, config.model.hidden_size, config.optim.eps) == (9, 512, 1e-9)
+    (tmp_path / "bad.yaml").write_text("defaults: [base, _self_]\ntrain: {stepz: 9}\n")
+    error = error_of(config_name="bad", config_dir=str(tmp_path))
+    assert (error.key, error.value) == ("train.stepz", 9) and "train.steps" in error.remedy
+    (tmp_path / "broken.yaml").write_text("train: {steps: [}\n")
+    assert "broken" in str(error_of(config_name="broken", config_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        ("train.stepz=3", "train.stepz", "Did you mean train.steps?"),
+        ("+train.stepz=3", "train.stepz", "Did you mean train.steps?"),
+        ("trian.steps=3", "trian", "Did you mean train?"),
+        ("train.lr=3", "train.lr", "Did you mean optim.lr?"),
+        ("train.steps.x=3", "train.steps.x", "train.steps is a single value"),
+        ("train.steps=many", "train.steps", "expected a whole number, got str 'many'"),
+        ("train.steps=2.5", "train.steps", "expected a whole number, got float 2.5"),
+        ("train.steps=true", "train.steps", "expected a whole number, got bool True"),
+        ("train.steps=null", "train.steps", "expected a whole number, got null"),
+        ("optim.lr=fast", "optim.lr", "expected a number, got str 'fast'"),
+        ("optim.betas=[0.9]", "optim.betas", "expected a list of 2 values"),
+        ("parallel.layers_per_stage=[1,x]", "parallel.layers_per_stage[1]", "expected a whole number"),
+        ("observe.report=maybe", "observe.report", "expected true or false"),
+        ("train=3", "train", "expected a mapping with keys steps"),
+        ("train.dtype=fp16", "train.dtype", "must be one of float64, float32, bfloat16"),
+        ("moe.experts=GROUPED_MM", "moe.experts", "Nearest valid choice: moe.experts=grouped_mm"),
+        ("parallel.schedule=1f1b", "parallel.schedule", "Nearest valid choice: parallel.schedule=1F1B"),
+        ("model=small_mixtrl", "model", "Did you mean model=small_mixtral?"),
+        ("mesh.ep=1,2", "mesh.ep", "Add -m"),
+        ("~train.steps", "train.steps", "cannot be deleted"),
+        ("+experiment=smoke", "+experiment", "Write experiment=smoke"),
+        ("+train.steps=3", "+train.steps", "Write train.steps=3"),
+        ("hydra.run.dir=out", "hydra.run.dir", "set run_dir="),
+        ("hydra/launcher=basic", "hydra/launcher", "set run_dir="),
+        ("train.steps", "override", "key=value"),
+    ],
+)
+def test_a_wrong_override_names_key_value_and_the_nearest_choice(override: str, key: str, says: str) -> None:
+    error = error_of(override)
+    assert error.key == key
+    assert says in str(error)
+
+
+def test_a_wrong_primary_lists_those_there_are() -> None:
+    error = error_of(config_name="dsv3_617b")
+    assert "Did you mean dsv3_671b?" in str(error) and "mixtral_8x22b" in str(error)
+    assert "no such directory" in str(error_of(config_dir="/nowhere/at/all"))
+
+
+def test_numeric_text_and_whole_numbers_are_floats() -> None:
+    config = config_from_dict({"optim": {"lr": "1e-3", "eps": 1}})
+    assert config.optim.lr == 1e-3 and config.optim.eps == 1.0
+    assert isinstance(config.optim.eps, float)
+
+
+def test_a_bare_off_in_yaml_means_off() -> None:
+    raw = yaml.safe_load("observe: {wandb: off}")
+    assert raw["observe"]["wandb"] is False
+    assert config_from_dict(raw).observe.wandb == "off"
+
+
+@pytest.mark.parametrize("name", list_options())
+def test_the_frozen_file_reads_back_equal(name: str, tmp_path: Path) -> None:
+    config = compose_config(name)
+    frozen = resolved(config, validate(config, config.launch.num_ranks), "cpu")
+    save_config(frozen, tmp_path)
+    assert load_config(tmp_path) == frozen
+    assert frozen.mesh.dp_shard > 0 and frozen.mesh.ep_shard > 0 and frozen.launch.device == "cpu"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "no scratch file stays"
+
+
+def test_freezing_keeps_what_yaml_would_bend() -> None:
+    config = Config()
+    config.observe.wandb = "off"
+    config.run_dir = "1e3"
+    config.optim.eps = 1e-8
+    config.parallel.layers_per_stage = [1, 3]
+    assert parse_config(dump_config(config)) == config
+    assert config_from_dict(config_to_dict(config)) == config
+
+
+def test_a_directory_without_a_frozen_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config.yaml in it"):
+        load_config(tmp_path)
+
+
+def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
+    model = replace(compose_config(overrides=["model=small_mixtral"]).model, hidden_size=128)
+    (tmp_path / "config.json").write_text(json.dumps(family_of(model).write_config(model)))
+    config = compose_config(overrides=[f"model.hf_path={tmp_path}"])
+    assert config.model == replace(model, hf_path=str(tmp_path)), "not the default's DeepSeek"
+    compose_config(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=128"])
+    error = error_of(f"model.hf_path={tmp_path}", "model.hidden_size=192")
+    assert error.key == "model.hidden_size" and f"model.hf_path={tmp_path} has 128" in error.rule
+    assert "no config.json" in str(error_of("model.hf_path=/nowhere"))
+
+
+def test_arguments() -> None:
+    args = parse_arguments(
+        ["--config-name=dsv3_671b", "mesh.pp=2", "-m", "--config-dir", "d", "data.path='a=b'"]
+    )
+    assert args == Arguments("dsv3_671b", "d", multirun=True, overrides=["mesh.pp=2", "data.path='a=b'"])
+    assert replace(args, help=True) == parse_arguments(
+        ["-cn", "dsv3_671b.yaml", "-cd", "d", *args.overrides, "-m", "-h"]
+    )
+    with pytest.raises(ConfigError, match="Did you mean --config-name"):
+        parse_arguments(["--config_name", "x"])
+    with pytest.raises(ConfigError, match="needs a value"):
+        parse_arguments(["--config-name"])
+
+
+def test_leaf_keys_are_the_documented_names() -> None:
+    keys = set(leaf_keys())
+    named = {"run_dir", "train.steps", "mesh.ep_shard", "moe.dispatcher", "model.hf_path", "checkpoint.every"}
+    assert named <= keys and "mesh" not in keys
+
+
+def imported_by(*argv: str) -> tuple[int, str, set[str]]:
+    """Exit status, output, and which heavy packages ``automoe.train`` imported on the way."""
+    code = (
+        "import sys; from automoe.train import main; status = main(sys.argv[1:]);"
+        "print('IMPORTED', *[m for m in ('torch', 'hydra', 'transformers', 'matplotlib', 'wandb') if m in sys.modules]);"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
+    out, _, modules = done.stdout.rpartition("IMPORTED")
+    return done.returncode, out + done.stderr, set(modules.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    status, text, modules = imported_by("--help")
+    assert status == 0 and modules == set()
+    for shown in ("dsv3_671b", "small_mixtral", "pp2_ep2", "--config-name", "-m, --multirun"):
+        assert shown in text
+
+
+@pytest.mark.parametrize("wrong", ["train.stepz=3", "mesh.ep=3", "train.global_batch_size=7"])
+def test_a_config_error_comes_before_torch(wrong: str) -> None:
+    status, text, modules = imported_by(wrong)
+    assert status == 2 and f"error: {wrong}" in text
+    assert "torch" not in modules
+
+
+def test_a_valid_config_for_absent_hardware_prints_the_plan_and_says_what_is_missing() -> None:
+    status, text, modules = imported_by("--config-name", "dsv3_671b")
+    assert status == 3
+    assert "pp16" in text and "ep64" in text
+    assert "1024 CUDA ranks need 1024 GPUs, and this machine has" in text
+    assert "torch" not in modules

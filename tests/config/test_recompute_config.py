@@ -1,0 +1,87 @@
+"""``parallel.recompute`` and its layers: what may be written, and what each error says."""
+
+from __future__ import annotations
+
+import pytest
+
+from automoe.config.compose import compose_config
+from automoe.config.frozen import dump_config, parse_config
+from automoe.config.proxy import make_proxy
+from automoe.config.recompute import MODULES, recomputed_modules
+from automoe.config.schema import Config, ParallelConfig
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+
+
+def composed(*overrides: str) -> Config:
+    config = compose_config(overrides=list(overrides))
+    validate(config, 4)
+    return config
+
+
+@pytest.mark.parametrize(
+    "overrides, chosen",
+    [
+        ([], [(), (), (), ()]),
+        (["parallel.recompute=full"], [("full",)] * 4),
+        (["parallel.recompute=moe"], [("moe",)] * 4),
+        (["parallel.recompute=[core_attn,moe]"], [("core_attn", "moe")] * 4),
+        (["parallel.recompute=[full]", "parallel.recompute_layers=every 2"], [("full",), ()] * 2),
+        (["parallel.recompute=full", "parallel.recompute_layers=every 3"], [("full",), (), (), ("full",)]),
+        (["parallel.recompute=full", "parallel.recompute_layers=[1,2]"], [(), ("full",), ("full",), ()]),
+        (["parallel.recompute=full", "parallel.recompute_layers=[]"], [()] * 4),
+    ],
+)
+def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str, ...]]) -> None:
+    config = composed(*overrides)
+    assert [recomputed_modules(config.parallel, layer) for layer in range(4)] == [
+        frozenset(n) for n in chosen
+    ]
+    assert parse_config(dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["parallel.recompute=[moe,attention]"], ["'attention'", *MODULES, "full"]),
+        (["parallel.recompute=[moe,core_attn,moe]"], ["twice", "parallel.recompute=[moe,core_attn]"]),
+        (["parallel.recompute=[full,moe]"], ["stands alone", "parallel.recompute=full"]),
+        (["parallel.recompute=2"], ["a list of text or text", "int 2"]),
+        (["parallel.recompute=null"], ["a list of text or text", "null"]),
+        (["parallel.recompute=[mlp]", "model.first_k_dense=0"], ["mlp", "model.first_k_dense=0"]),
+        (["parallel.recompute=[moe]", "model.first_k_dense=4"], ["moe", "4 of 4 layers"]),
+        (
+            ["parallel.recompute=[moe,shared_experts]", "model.num_shared_experts=0"],
+            ["shared_experts", "model.num_shared_experts=0", "Set parallel.recompute=[moe]"],
+        ),
+        (["parallel.recompute_layers=[0]"], ["parallel.recompute_layers", "names nothing to recompute"]),
+        (
+            ["parallel.recompute=full", "parallel.recompute_layers=[0,4]"],
+            ["layer 4 is outside 0..3", "Nearest valid choice: parallel.recompute_layers=[0]"],
+        ),
+        (
+            ["parallel.recompute=full", "parallel.recompute_layers=[1,1]"],
+            ["twice", "parallel.recompute_layers=[1]"],
+        ),
+        (["parallel.recompute=full", "parallel.recompute_layers=2"], ["a list of whole numbers or text"]),
+        (["parallel.recompute=full", "parallel.recompute_layers=every"], ["'every N'", "every 2"]),
+        (["parallel.recompute=full", "parallel.recompute_layers=every 0"], ["'every N'", "every 2"]),
+        (["parallel.recompute=full", "parallel.recompute_layers=each 2"], ["'every N'", "every 2"]),
+    ],
+)
+def test_errors_name_the_rule_and_what_to_write(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        composed(*overrides)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_the_proxy_of_a_deep_model_recomputes_some_of_its_layers() -> None:
+    for layers, expected in (([0, 2, 30], [0, 2]), ([40, 50], [3]), ("every 2", "every 2"), (None, None)):
+        config = composed("model.num_layers=61", "parallel.recompute=full", "mesh=fsdp")
+        config.parallel.recompute_layers = layers
+        shape = validate(config, 4)
+        proxy, small = make_proxy(config, shape, 258)
+        assert proxy.model.num_layers == 4
+        assert proxy.parallel == ParallelConfig(recompute="full", recompute_layers=expected)
+        assert validate(proxy, None) == small

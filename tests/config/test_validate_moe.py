@@ -1,0 +1,76 @@
+"""Rules of routing and dropping: what is refused, and that the remedy is a way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automoe.config.schema import Config, ModelConfig, MoEConfig, RouterConfig
+from automoe.config.validate_moe import check_moe
+from automoe.errors import ConfigError
+
+
+def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 2, **moe: Any) -> Config:
+    model = ModelConfig(
+        num_experts=experts, num_experts_per_token=top_k, router=RouterConfig(**(router or {}))
+    )
+    return Config(model=model, moe=MoEConfig(**moe))
+
+
+@pytest.mark.parametrize(
+    ("broken", "key", "said"),
+    [
+        (config(capacity_factor=-1.0), "moe.capacity_factor", "at least 0"),
+        (config(z_loss_coef=float("nan")), "moe.z_loss_coef", "at least 0"),
+        (config(micro_batch_balance_coef=float("inf")), "moe.micro_batch_balance_coef", "at least 0"),
+        (config(router_jitter=1.0), "moe.router_jitter", "above 0"),
+        (
+            config(router=dict(score="sigmoid", softmax_after_topk=True)),
+            "model.router.softmax_after_topk",
+            "score=sigmoid",
+        ),
+        (
+            config(router=dict(norm_topk_prob=False, softmax_after_topk=True)),
+            "model.router.softmax_after_topk",
+            "norm_topk_prob=false",
+        ),
+        (config(top_k=8, gate="empty"), "moe.gate", "8 of 7"),
+        (config(pad_to_capacity=True), "moe.pad_to_capacity", "dropless"),
+        (config(replay_routing="/nonexistent"), "moe.replay_routing", "no recorded steps"),
+        (config(replay_routing="a", gate="zipf"), "moe.replay_routing", "gate=zipf"),
+        (config(replay_routing="a", record_routing="./a"), "moe.record_routing", "same directory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "moe" in value else "",
+)
+def test_a_broken_rule_is_named(broken: Config, key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        check_moe(broken)
+    assert error.value.key == key
+    assert error.value.remedy.startswith(("Set ", "Name "))
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        config(),
+        config(router=dict(softmax_after_topk=True)),
+        config(router=dict(score="sqrt_softplus", norm_topk_prob=False)),
+        config(capacity_factor=1.0, pad_to_capacity=True, drop_scope="sequence"),
+        config(top_k=7, gate="empty"),
+        config(router_jitter=0.01, z_loss_coef=1e-3, micro_batch_balance_coef=1e-2),
+    ],
+)
+def test_what_is_legal_passes(fine: Config) -> None:
+    check_moe(fine)
+
+
+def test_a_recording_is_found(tmp_path: Path) -> None:
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "rank-0.npz").touch()
+    check_moe(config(replay_routing=str(tmp_path)))
+    check_moe(
+        replace(config(), moe=MoEConfig(replay_routing=str(tmp_path), record_routing=str(tmp_path / "b")))
+    )

@@ -1,0 +1,34 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from automoe.testing.pool import RankPool
+
+# An example may take as long as a loaded machine makes it take.
+settings.register_profile("automoe", deadline=None)
+settings.load_profile("automoe")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Up to 16 gloo ranks: ``ranks.run(fn, world_size, *args)`` returns one result a rank."""
+    pool = RankPool(max_ranks=16)
+    yield pool
+    pool.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """GPU tests are deselected by default; asked for on a machine without a GPU, they say so once."""
+    if (
+        any(item.get_closest_marker("gpu") for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("tests marked gpu were selected, and torch sees no CUDA device here")

@@ -1,0 +1,147 @@
+"""Predicted activation bytes against what autograd really saves, layer by layer on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import automoe.parallel.recompute
+from automoe.config.compose import compose_config
+from automoe.config.recompute import MODULES
+from automoe.config.schema import Config
+from automoe.cost.activations import (
+    CPU,
+    LOGITS_CHUNK_TOKENS,
+    TokenLoad,
+    head_workspace_bytes,
+    layer_activation_bytes,
+    recompute_workspace_bytes,
+)
+from automoe.model.decoder import Decoder
+from automoe.model.loss import CHUNK_TOKENS
+from automoe.moe.decisions import Decisions
+from automoe.parallel.recompute import apply_recompute
+
+NUM_ROWS, SEQ_LEN = 2, 256
+TOKENS = NUM_ROWS * SEQ_LEN
+
+
+def saved_bytes(
+    config: Config, layers: range, dtype: torch.dtype, documents: bool, recompute: list[str]
+) -> int:
+    """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
+    part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False).to(dtype)
+    apply_recompute(part, replace(config.parallel, recompute=recompute))
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    x = torch.randn(NUM_ROWS, SEQ_LEN, config.model.hidden_size, dtype=dtype, requires_grad=True)
+    index = torch.arange(SEQ_LEN).expand(NUM_ROWS, SEQ_LEN)
+    ignored = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    decisions: list[Decisions] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), decisions_of(decisions):
+        output = part(x, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
+    assert output.requires_grad
+    # What a region decided, it keeps without asking autograd.
+    for made in (made for of in decisions for made in of.first_pass.made):
+        kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in made})
+    return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in ignored)
+
+
+@contextmanager
+def decisions_of(seen: list[Decisions]) -> Iterator[None]:
+    """Adds the decisions of every region that is entered meanwhile to ``seen``."""
+
+    class Seen(Decisions):
+        def __init__(self) -> None:
+            super().__init__()
+            seen.append(self)
+
+    with patch.object(automoe.parallel.recompute, "Decisions", Seen):
+        yield
+
+
+def layer_bytes(config: Config, layer: int, dtype: torch.dtype, documents: bool, recompute: list[str]) -> int:
+    """Bytes that one layer keeps: two layers less one of them, so what all share (angles, input) cancels."""
+    start = min(layer, config.model.num_layers - 2)
+    other = start + 1 if layer == start else start
+    both = saved_bytes(config, range(start, start + 2), dtype, documents, recompute)
+    return both - saved_bytes(config, range(other, other + 1), dtype, documents, recompute)
+
+
+def token_load(config: Config, documents: bool) -> TokenLoad:
+    return TokenLoad(
+        tokens=TOKENS,
+        kv_tokens=TOKENS,
+        expert_rows=TOKENS * config.model.num_experts_per_token,
+        mask_numbers=TOKENS * SEQ_LEN if documents else 0,
+        dispatched=False,
+    )
+
+
+LAYERS = [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1), ("small_mixtral", 1)]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one_document", "documents"])
+@DTYPES
+@pytest.mark.parametrize(("model", "layer"), LAYERS)
+def test_a_layer_keeps_what_the_plan_says(
+    model: str, layer: int, dtype: torch.dtype, documents: bool
+) -> None:
+    config = compose_config(overrides=[f"model={model}"])
+    planned = layer_activation_bytes(config.model, layer, token_load(config, documents), dtype.itemsize, CPU)
+    # What is left out: a number per token here and there, and rounded copies of small weights.
+    measured = layer_bytes(config, layer, dtype, documents, [])
+    assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+
+
+@pytest.mark.parametrize("recompute", ["core_attn", "mlp", "moe", "shared_experts", "full", "all four"])
+@DTYPES
+@pytest.mark.parametrize(("model", "layer"), LAYERS)
+def test_a_recomputed_layer_keeps_what_the_plan_says(
+    model: str, layer: int, dtype: torch.dtype, recompute: str
+) -> None:
+    config = compose_config(overrides=[f"model={model}"])
+    names = list(MODULES) if recompute == "all four" else [recompute]
+    load = token_load(config, True)
+
+    def planned(names: list[str]) -> float:
+        parts = layer_activation_bytes(config.model, layer, load, dtype.itemsize, CPU, frozenset(names))
+        return sum(parts.values())
+
+    before = layer_bytes(config, layer, dtype, True, [])
+    measured = layer_bytes(config, layer, dtype, True, names)
+    assert measured == pytest.approx(planned(names), abs=0.005 * before)
+    assert before - measured == pytest.approx(planned([]) - planned(names), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["moe", "full"])
+def test_the_workspace_is_what_the_largest_region_dropped(name: str) -> None:
+    model = compose_config(overrides=["model=small_qwen3_moe"]).model
+    load = token_load(Config(model=model), True)
+    sizes = [
+        recompute_workspace_bytes(model, 1, load, 4, CPU, frozenset(names))
+        for names in ((name,), (name, "core_attn"), ())
+    ]
+    assert sizes[0] == sizes[1] > 0 and sizes[2] == 0
+    whole = sum(layer_activation_bytes(model, 1, load, 4, CPU).values())
+    kept = sum(layer_activation_bytes(model, 1, load, 4, CPU, frozenset((name,))).values())
+    assert sizes[0] == whole - kept
+
+
+def test_the_loss_makes_its_logits_in_the_chunks_that_the_plan_counts() -> None:
+    assert LOGITS_CHUNK_TOKENS == CHUNK_TOKENS
+    model = compose_config().model
+    short, long = (head_workspace_bytes(model, tokens, 4) for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS))
+    assert long - short == 3 * 4 * CHUNK_TOKENS * model.hidden_size

@@ -1,0 +1,218 @@
+"""Bytes per rank against published figures for DeepSeek-V3, and against arithmetic done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from automoe.config.stages import split_layers
+from automoe.cost.activations import FUSED, Kernels, TokenLoad, layer_activation_bytes
+from automoe.cost.batch import plan_batch
+from automoe.cost.inflight import peak_in_flight, rank_actions
+from automoe.cost.memory import RankMemory, local_numel, plan_memory, stage_params
+from automoe.cost.params import Param, count_params
+
+GIB = 2**30
+
+
+def model_of(name: str) -> ModelConfig:
+    return compose_config(name).model
+
+
+def planned(config: Config) -> tuple[MeshShape, list[RankMemory]]:
+    mesh = resolve_mesh(config.mesh, config.launch.num_ranks)
+    return mesh, plan_memory(config, mesh, plan_batch(config, mesh))
+
+
+def dsv3_pp4_vpp4_ep64() -> Config:
+    """256 GPUs. 64 MoE layers instead of 61, so that every rank holds the 16 layers of the published stage."""
+    return Config(
+        model=replace(model_of("dsv3_671b"), num_layers=64, first_k_dense=0),
+        mesh=MeshConfig(pp=4, dp_shard=64, ep=64),
+        parallel=ParallelConfig(schedule="Interleaved1F1B", stages_per_rank=4),
+        train=TrainConfig(seq_len=4096, global_batch_size=1024, micro_batch_size=1, dtype="bfloat16"),
+    )
+
+
+def test_dsv3_state_matches_the_published_estimate() -> None:
+    """36.42 + 32.15 GiB: 6 bytes a parameter unsharded (bf16 weight, fp32 gradient), 12 sharded (fp32
+    weight and moments), for the 16 layers of pp rank 2, without embedding and head. The published
+    estimate leaves the router's weight out of the first figure; here it is counted."""
+    config = dsv3_pp4_vpp4_ep64()
+    # Interleaved, torch would gather three of a rank's four stages; the estimate counts them all.
+    config.parallel = ParallelConfig(schedule="1F1B")
+    mesh, ranks = planned(config)
+    rank = ranks[2]
+    assert len(rank.layers) == 16
+    routers = 16 * config.model.num_experts * config.model.hidden_size
+    unsharded = rank.gathered_weights + rank.unsharded_gradients - (4 + 4) * routers
+    assert unsharded / GIB == pytest.approx(36.42, abs=0.005)
+    assert (rank.weights + rank.moments) / GIB == pytest.approx(32.15, abs=0.005)
+
+
+def test_dsv3_activations_match_the_published_estimate() -> None:
+    """131.0 GiB for pp rank 2, 60 layer-micro-batches in flight, with fused kernels and the experts'
+    outputs kept; 26.3 GiB less without those. The router's share (10 bytes per expert and token there,
+    about half of that here) is the difference."""
+    config = dsv3_pp4_vpp4_ep64()
+    mesh, ranks = planned(config)
+    assert sum(ranks[2].micro_batches_in_flight) * 4 == 60
+    load = replace(TokenLoad.of(config, mesh, plan_batch(config, mesh)), mask_numbers=0)
+
+    def gib_in_flight(kernels: Kernels) -> float:
+        return 60 * sum(layer_activation_bytes(config.model, 5, load, 2, kernels).values()) / GIB
+
+    outputs_kept = gib_in_flight(replace(FUSED, expert_outputs=True))
+    assert outputs_kept == pytest.approx(131.0, abs=0.3)
+    assert outputs_kept - gib_in_flight(FUSED) == pytest.approx(26.3, abs=0.1)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_schedules_run_every_forward_and_backward_once(schedule: str, pp: int) -> None:
+    stages_per_rank = 2 if schedule == "Interleaved1F1B" else 1
+    for pp_rank in range(pp):
+        actions = list(rank_actions(schedule, pp, stages_per_rank, 8, pp_rank))
+        for stage in range(stages_per_rank):
+            assert actions.count((True, stage)) == actions.count((False, stage)) == 8
+
+
+def test_micro_batches_in_flight() -> None:
+    assert [peak_in_flight([1.0], "1F1B", 4, 16, rank)[0] for rank in range(4)] == [4, 3, 2, 1]
+    assert [peak_in_flight([1.0], "1F1B", 4, 2, rank)[0] for rank in range(4)] == [2, 2, 2, 1]
+    assert peak_in_flight([1.0], "GPipe", 4, 16, 3) == (16, [16])
+    pp, stages = 4, 4
+    rank0, _ = peak_in_flight([1.0] * stages, "Interleaved1F1B", pp, 16, 0)
+    assert rank0 / stages == pp * (1 + (pp - 1) / (pp * stages))  # arXiv 2205.05198, section 4.2
+
+
+def test_first_shard_is_the_largest_and_the_shards_add_up() -> None:
+    mesh = resolve_mesh(MeshConfig(dp_shard=4, cp=2, ep=4), None)
+    for rows in (1, 7, 8, 9, 576):
+        param = Param("w", (rows, 3), "attention")
+        local = [local_numel(param, mesh, rank) for rank in range(mesh.fsdp)]
+        assert sum(local) == param.numel
+        assert max(local) == local[0]
+    experts = Param("experts.w_gate_up", (8, 2, 6, 5), "routed_experts")
+    assert local_numel(experts, mesh) * mesh.ep * mesh.ep_shard == experts.numel
+
+
+def test_stages_hold_the_whole_model_once() -> None:
+    model = model_of("moonlight_16b_a3b")
+    layers = split_layers(model.num_layers, 4)
+    stages = [stage_params(model, layers, stage) for stage in range(4)]
+    assert sum(param.numel for stage in stages for param in stage) == count_params(model).total
+    tied = [stage_params(replace(model, tie_embeddings=True), layers, stage) for stage in range(4)]
+    assert [param.numel for param in tied[3] if param.part == "head"] == [
+        model.vocab_size * model.hidden_size
+    ]
+
+
+def one_rank_bytes(dtype: str, **parallel: str) -> tuple[int, RankMemory]:
+    config = Config(
+        model=ModelConfig(),
+        mesh=MeshConfig(dp_shard=1),
+        train=TrainConfig(global_batch_size=4, micro_batch_size=2, dtype=dtype),
+        parallel=ParallelConfig(**parallel),
+    )
+    return count_params(config.model).total, planned(config)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "gathered", "gradient"),
+    [("float64", 8, 8, 8), ("float32", 4, 4, 4), ("bfloat16", 4, 2, 4)],
+)
+def test_bytes_of_each_dtype(dtype: str, weight: int, gathered: int, gradient: int) -> None:
+    total, rank = one_rank_bytes(dtype)
+    assert rank.weights == weight * total
+    assert rank.moments == 2 * weight * total
+    assert rank.gradients == weight * total
+    routers = 4 * 8 * 256  # gathered as stored: the router multiplies in at least float32
+    assert rank.gathered_weights == gathered * total + (weight - gathered) * routers
+    assert rank.unsharded_gradients == gradient * total
+
+
+def test_policies_trade_memory_for_traffic() -> None:
+    total, step = one_rank_bytes("float32")
+    _, freed = one_rank_bytes("float32", reshard="micro_batch", grad_sync="micro_batch")
+    assert freed.gathered_weights < step.gathered_weights == 4 * total
+    assert freed.unsharded_gradients < step.unsharded_gradients == 4 * total
+    # Reduced gradients live beside the unsharded ones only when they are reduced along the way.
+    assert step.backward_peak - step.activations - step.head == 4 * total * 5
+    assert freed.backward_peak > freed.activations + freed.head + 4 * total * 4
+
+
+def test_a_pipeline_keeps_weights_and_gradients_whatever_the_policy() -> None:
+    step = Config(mesh=MeshConfig(pp=2, dp_shard=2), train=TrainConfig(dtype="bfloat16"))
+    freed = replace(step, parallel=ParallelConfig(reshard="micro_batch", grad_sync="micro_batch"))
+    assert planned(step)[1] == planned(freed)[1]
+
+
+def test_interleaved_stages_are_gathered_three_at_a_time() -> None:
+    def gathered(stages_per_rank: int) -> int:
+        config = Config(
+            model=ModelConfig(num_layers=24),
+            mesh=MeshConfig(pp=2, dp_shard=2),
+            parallel=ParallelConfig(schedule="Interleaved1F1B", stages_per_rank=stages_per_rank),
+        )
+        return planned(config)[1][1].gathered_weights
+
+    assert gathered(2) == gathered(3)
+    assert gathered(4) < 0.85 * gathered(3)
+
+
+def test_a_single_micro_batch_defers_nothing() -> None:
+    config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(global_batch_size=2, micro_batch_size=2))
+    assert not planned(config)[1][0].deferred_gradients
+    assert planned(replace(config, train=TrainConfig(global_batch_size=4)))[1][0].deferred_gradients
+
+
+def test_batch_arithmetic() -> None:
+    config = Config(
+        model=ModelConfig(num_experts=8, num_experts_per_token=2),
+        mesh=MeshConfig(pp=2, dp_replicate=2, dp_shard=2, cp=2, ep=4),
+        train=TrainConfig(seq_len=256, global_batch_size=32, micro_batch_size=2),
+    )
+    batch = plan_batch(config, resolve_mesh(config.mesh, None))
+    assert batch.tokens_per_step == 32 * 256
+    assert batch.rows_per_rank == 8
+    assert batch.num_micro_batches == 4
+    assert batch.tokens_per_micro_batch == 2 * 256 // 2
+    assert batch.expert_rows_per_rank == 256 * 2
+    assert batch.rows_per_expert == 256 * 4 * 2 / 8
+
+
+def test_gathered_context_keeps_whole_rows_of_keys_and_values() -> None:
+    config = Config(mesh=MeshConfig(dp_shard=1, cp=2), train=TrainConfig(seq_len=256, global_batch_size=2))
+    mesh = resolve_mesh(config.mesh, None)
+    load = TokenLoad.of(config, mesh, plan_batch(config, mesh))
+    assert load.kv_tokens == 2 * load.tokens
+    halves = replace(load, kv_tokens=load.tokens)
+    extra = layer_activation_bytes(config.model, 0, load, 4, FUSED)["attention"]
+    extra -= layer_activation_bytes(config.model, 0, halves, 4, FUSED)["attention"]
+    attention = config.model.attention
+    assert extra == 4 * load.tokens * 2 * attention.num_kv_heads * attention.head_dim
+
+
+def test_recompute_trades_activations_for_one_workspace() -> None:
+    config = Config(
+        mesh=MeshConfig(pp=2, dp_shard=2, ep=2),
+        train=TrainConfig(global_batch_size=16, micro_batch_size=2),
+    )
+
+    def first_rank(**parallel: object) -> RankMemory:
+        return planned(replace(config, parallel=ParallelConfig(**parallel)))[1][0]
+
+    kept, moe, full = first_rank(), first_rank(recompute=["moe"]), first_rank(recompute="full")
+    one = first_rank(recompute="full", recompute_layers=[0])
+    assert kept.recompute == 0 < moe.recompute < full.recompute == one.recompute
+    assert kept.activations > one.activations > full.activations and moe.activations > full.activations
+    # Two layers and two micro-batches in flight: each dropped what the workspace holds once.
+    assert kept.micro_batches_in_flight == [2]
+    assert kept.activations - full.activations == pytest.approx(4 * full.recompute)
+    assert kept.activations - one.activations == pytest.approx(2 * full.recompute)
+    assert full.backward_peak - full.activations - full.recompute == kept.backward_peak - kept.activations

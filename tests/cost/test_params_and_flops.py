@@ -1,0 +1,124 @@
+"""Parameter counts against the published names, FLOPs against published figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from automoe.config.compose import compose_config
+from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
+from automoe.cost.flops import train_flops_per_token
+from automoe.cost.params import PARTS, count_params, layer_params, model_params
+from automoe.model.decoder import Decoder
+
+
+def preset(name: str) -> ModelConfig:
+    return compose_config(overrides=[f"model={name}"]).model
+
+
+def gqa_model(
+    hidden: int, layers: int, heads: int, kv_heads: int, experts: int, top_k: int, width: int, **rest
+) -> ModelConfig:
+    attention = AttentionConfig(kind="gqa", num_heads=heads, num_kv_heads=kv_heads, head_dim=128)
+    return ModelConfig(
+        hidden_size=hidden,
+        num_layers=layers,
+        attention=attention,
+        num_experts=experts,
+        num_experts_per_token=top_k,
+        moe_intermediate_size=width,
+        **rest,
+    )
+
+
+PRESETS = ("dsv3_671b", "moonlight_16b_a3b", "qwen3_30b_a3b", "mixtral_8x22b")
+MIXTRAL_8X22B = gqa_model(6144, 56, 48, 8, 8, 2, 16384, vocab_size=32768)
+MIXTRAL_G8T8 = gqa_model(6144, 56, 48, 8, 64, 8, 2048, vocab_size=32768)
+QWEN2_57B = gqa_model(3584, 28, 28, 4, 64, 8, 2560, vocab_size=151936, num_shared_experts=8)
+QWEN3_235B = gqa_model(4096, 94, 64, 4, 128, 8, 1536, vocab_size=151936)
+LLAMA3_8X70B = gqa_model(8192, 80, 64, 8, 8, 2, 28672, vocab_size=128256)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("dsv3_671b", 671.0, 37.5),
+        ("moonlight_16b_a3b", 15.96, 2.91),
+        ("qwen3_30b_a3b", 30.5, 3.35),
+        ("mixtral_8x22b", 140.6, 39.1),
+    ],
+)
+def test_presets_have_the_published_sizes(name: str, total: float, active: float) -> None:
+    count = count_params(preset(name))
+    assert count.total / 1e9 == pytest.approx(total, abs=0.06)
+    assert count.active / 1e9 == pytest.approx(active, abs=0.06)
+    assert set(count.by_part) == set(PARTS)
+    assert (
+        sum(count.by_part.values()) == count.total == sum(param.numel for param in model_params(preset(name)))
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", [*PRESETS, "small_dsv3", "small_mixtral", "small_qwen3_moe"])
+def test_names_and_shapes_are_those_of_the_model(name: str, tied: bool) -> None:
+    config = replace(preset(name), tie_embeddings=tied)
+    with torch.device("meta"):
+        model = Decoder(config, MoEConfig())
+    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {param.name: param.shape for param in model_params(config)} == built
+
+
+def test_names_are_unique_and_layers_differ_where_the_ffn_does() -> None:
+    model = preset("dsv3_671b")
+    names = [param.name for param in model_params(model)]
+    assert len(set(names)) == len(names)
+    assert {param.part for param in layer_params(model, 2)} == {"norms", "attention", "dense_ffn"}
+    moe_parts = {"norms", "attention", "router", "routed_experts", "shared_experts"}
+    assert {param.part for param in layer_params(model, 3)} == moe_parts
+
+
+def test_a_tied_head_is_counted_once() -> None:
+    model = preset("qwen3_30b_a3b")
+    tied = count_params(replace(model, tie_embeddings=True))
+    assert count_params(model).total - tied.total == model.vocab_size * model.hidden_size
+    assert tied.by_part["head"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "num_mtp", "causal", "full"),
+    [
+        pytest.param("dsv3_671b", 1, 260.0, None, id="DeepSeek-V3 with MTP"),
+        pytest.param("dsv3_671b", 0, None, 280.5, id="DeepSeek-V3, full attention"),
+        pytest.param("qwen3_30b_a3b", 0, 23.0, None, id="Qwen3-30B"),
+        pytest.param(QWEN3_235B, 0, 148.0, None, id="Qwen3-235B"),
+        pytest.param(MIXTRAL_8X22B, 0, 242.2, 250.7, id="Mixtral-8x22B"),
+        pytest.param(MIXTRAL_G8T8, 0, 140.7, 149.2, id="Mixtral-8x22B-G8T8"),
+        pytest.param(QWEN2_57B, 0, 84.7, 87.1, id="Qwen2-57B"),
+        pytest.param(LLAMA3_8X70B, 0, 771.4, 787.5, id="Llama3-8x70B"),
+    ],
+)
+def test_flops_per_token_match_published_figures(
+    model: ModelConfig | str, num_mtp: int, causal: float | None, full: float | None
+) -> None:
+    model = preset(model) if isinstance(model, str) else model
+    flops = train_flops_per_token(model, seq_len=4096, num_mtp=num_mtp)
+    if causal is not None:
+        assert flops.causal / 1e9 == pytest.approx(causal, abs=0.06)
+    if full is not None:
+        assert flops.full_attention / 1e9 == pytest.approx(full, abs=0.06)
+
+
+def test_mfu_is_the_share_of_the_peak_in_both_conventions() -> None:
+    flops = train_flops_per_token(preset("qwen3_30b_a3b"), seq_len=4096)
+    mfu, mfu_full = flops.mfu(tokens_per_second=1e6, peak_flops=64 * 989.5e12)
+    assert mfu == pytest.approx(1e6 * flops.causal / (64 * 989.5e12))
+    assert mfu_full / mfu == pytest.approx(flops.full_attention / flops.causal)
+
+
+def test_dense_layers_cost_their_own_width() -> None:
+    model = preset("moonlight_16b_a3b")
+    wider = replace(model, intermediate_size=model.intermediate_size + 1)
+    extra = train_flops_per_token(wider, 1024).causal - train_flops_per_token(model, 1024).causal
+    assert extra == 6 * 3 * model.hidden_size * model.first_k_dense

@@ -1,0 +1,93 @@
+"""The plan as a whole: what it says of fitting, and that every way of asking says the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from automoe.config.compose import compose_config, list_options
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.validate import validate
+from automoe.cost.plan import Plan, make_plan
+from automoe.observe.plan_view import print_plan
+from automoe.plan import main
+
+
+def plan_of(name: str, *overrides: str) -> Plan:
+    config = compose_config(name, list(overrides))
+    return make_plan(config, validate(config, config.launch.num_ranks))
+
+
+@pytest.mark.parametrize("name", list_options())
+def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
+    plan = plan_of(name)
+    assert sum(rank.params for rank in plan.ranks) == plan.params.total
+    assert sorted(layer for rank in plan.ranks for layer in rank.layers) == list(
+        range(compose_config(name).model.num_layers)
+    )
+    assert plan.heaviest.peak == max(rank.peak for rank in plan.ranks)
+    assert plan.warnings == []  # fits the cluster that it names, and keeps it busy
+
+
+def test_a_rank_that_does_not_fit_is_named_with_what_would_help() -> None:
+    plan = plan_of("moonlight_16b_a3b", "train.micro_batch_size=8")
+    (warning,) = plan.warnings
+    assert "does not fit" in warning
+    assert "every rank needs" in warning
+    assert "79.2 GiB that h100_sxm has" in warning
+    smaller = plan_of("moonlight_16b_a3b", "train.micro_batch_size=4")
+    assert f"train.micro_batch_size=4 ({smaller.heaviest.peak / 2**30:.1f} GiB)" in warning
+
+
+def test_no_limit_no_verdict() -> None:
+    assert plan_of("moonlight_16b_a3b", "train.micro_batch_size=8", "cluster=laptop").warnings == []
+
+
+def test_an_idle_pipeline_is_named() -> None:
+    mesh = ["mesh.pp=8", "mesh.dp_shard=16", "mesh.cp=1", "mesh.ep=8"]
+    plan = plan_of("mixtral_8x22b", *mesh, "train.global_batch_size=128", "cluster=laptop")
+    assert plan.bubble == pytest.approx(7 / (8 + 7))
+    assert "idles 47% of a step: 8 micro-batches over mesh.pp=8" in plan.warnings[0]
+
+
+def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:
+    mesh = ["mesh.pp=16", "mesh.dp_shard=64", "mesh.cp=1", "mesh.ep=64"]
+    config = compose_config("dsv3_671b", mesh)
+    file = io.StringIO()
+    plan = print_plan(config, resolve_mesh(config.mesh, None), Console(file=file))
+    text = file.getvalue()
+    for needle in (
+        "default mesh: pp16 x dp_shard64 = 1024 ranks",
+        "moe mesh: pp16 x ep64 = 1024 ranks",
+        "671.03 B",
+        "37.55 B",
+        f"heaviest, pp rank {plan.heaviest.pp_rank}",
+        f"{plan.heaviest.peak / 2**30:.1f} GiB",
+    ):
+        assert needle in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_json_says_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name", "qwen3_30b_a3b", "--json", "mesh.ep=8"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    plan = plan_of("qwen3_30b_a3b", "mesh.ep=8")
+    assert said["mesh"]["ep_shard"] == 2
+    assert said["params"]["total"] == plan.params.total
+    assert said["bytes_per_rank"][0]["peak"] == plan.heaviest.peak
+    assert said == json.loads(json.dumps(plan.to_dict()))
+
+
+def test_a_wrong_mesh_is_an_error_with_its_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh.ep=3"]) == 2
+    assert "error: mesh.ep=3: both meshes hold the same ranks" in capsys.readouterr().err
+
+
+def test_a_plan_imports_no_torch() -> None:
+    code = "import sys; from automoe.plan import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

@@ -1,0 +1,150 @@
+"""Reading text, JSON lines and parquet: what is read, and how bad input is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from automoe.config.schema import DataConfig
+from automoe.data.corpora import Document, find_files, read_documents
+from automoe.errors import ConfigError, DataError
+
+
+def read(kind: str, path: Path | str | None, **options) -> list[Document]:
+    data = DataConfig(kind=kind, path=None if path is None else str(path), **options)
+    return list(read_documents(data, find_files(data)))
+
+
+def write_jsonl(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_parquet(path: Path, **columns) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_stdlib_is_megabytes_of_library_and_no_tests():
+    data = DataConfig()
+    files = find_files(data)
+    assert files.names == sorted(files.names) and "argparse.py" in files.names
+    assert not [name for name in files.names if {"test", "site-packages"} & set(name.split("/"))]
+    documents = list(read_documents(data, files))
+    assert sum(len(document.text) for document in documents) > 5e6
+    assert all(document.text for document in documents)
+
+
+def test_text_file_directory_and_glob(tmp_path):
+    for name, text in {"b.txt": "bee", "a/c.txt": "sea", "a/d.md": "dee", ".hidden/x.txt": "no"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [d.text for d in read("text", tmp_path / "b.txt")] == ["bee"]
+    assert [d.text for d in read("text", tmp_path)] == ["sea", "dee", "bee"]
+    assert [d.text for d in read("text", tmp_path / "**" / "*.txt")] == ["sea", "bee"]
+
+
+def test_jsonl_reads_the_key_and_the_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "one"}\n\n{"body": "", "x": 1}\n{"body": "zwei ü"}')
+    assert read("jsonl", path, text_key="body") == [Document("one", 0, 1), Document("zwei ü", 0, 4)]
+
+
+def test_parquet_reads_the_column_and_the_row(tmp_path):
+    write_parquet(tmp_path / "a.parquet", body=["one", "", "three"], other=[1, 2, 3])
+    write_parquet(tmp_path / "b.parquet", body=["four"])
+    (tmp_path / "notes.txt").write_text("not parquet, not read")
+    expected = [Document("one", 0, 1), Document("three", 0, 3), Document("four", 1, 1)]
+    assert read("parquet", tmp_path, text_key="body") == expected
+
+
+def test_max_bytes_cuts_at_a_character(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "dü"}, {"text": "never"}])
+    assert [d.text for d in read("jsonl", tmp_path, max_bytes=6)] == ["abc", "dü"]
+    assert [d.text for d in read("jsonl", tmp_path, max_bytes=5)] == ["abc", "d"]
+    assert [d.text for d in read("jsonl", tmp_path, max_bytes=3)] == ["abc"]
+
+
+def test_path_is_needed_and_must_exist(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path=None: data\.kind=jsonl reads.*Set data\.path"):
+        read("jsonl", None)
+    with pytest.raises(DataError, match=r"gone\.txt: no file, directory or glob match.*Correct data\.path"):
+        read("text", tmp_path / "gone.txt")
+    with pytest.raises(DataError, match=r"no \*\.parquet file in this directory"):
+        read("parquet", tmp_path)
+
+
+BAD_LINES = {
+    b'{"text": "ok"\n': r"a\.jsonl:2: not valid JSON \(.*delimiter.* at column 14\).*correct this line or remove",
+    b'["text"]\n': r"a\.jsonl:2: a list where each line must be one JSON object",
+    b'{"body": "x", "id": 3}\n': r"a\.jsonl:2: no key 'text'; this line has body, id\. Set data\.text_key",
+    b'{"text": null}\n': r"a\.jsonl:2: 'text' is NoneType where text is needed",
+    b'{"text": ["x"]}\n': r"a\.jsonl:2: 'text' is list where text is needed",
+    b'{"text": "caf\xe9"}\n': r"a\.jsonl:2: byte 0xe9 is not UTF-8 .*iconv",
+    b'{"text": "\\ud83d"}\n': r"a\.jsonl:2: 'text' has half of a surrogate pair \(\\ud83d\) at character 0",
+    b"[" * 100_000 + b"\n": r"a\.jsonl:2: not valid JSON \(.*recursion",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_bad_jsonl_line_is_named(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b'{"text": "also fine"}\n')
+    with pytest.raises(DataError, match=BAD_LINES[line]):
+        read("jsonl", path)
+
+
+def test_bad_utf8_in_text_names_the_line(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("erste\nzweite\ndrítte\n".encode("latin1"))
+    with pytest.raises(DataError, match=r"latin\.txt:3: byte 0xed is not UTF-8 .*Convert the file"):
+        read("text", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_empty_file_is_named(kind, tmp_path):
+    path = tmp_path / f"void.{kind}"
+    path.touch()
+    with pytest.raises(DataError, match=rf"void\.{kind}: the file is empty\. Remove it"):
+        read(kind, path)
+
+
+def test_file_of_blank_lines_or_no_rows_is_empty(tmp_path):
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    with pytest.raises(DataError, match=r"blank\.jsonl: the file is empty"):
+        read("jsonl", tmp_path)
+    write_parquet(tmp_path / "none.parquet", text=pyarrow.array([], pyarrow.string()))
+    with pytest.raises(DataError, match=r"none\.parquet: the file is empty"):
+        read("parquet", tmp_path)
+
+
+def test_bad_parquet(tmp_path):
+    good = write_parquet(tmp_path / "good.parquet", body=["a"], id=[1])
+    with pytest.raises(
+        DataError, match=r"good\.parquet: no column 'text'; this file has body, id\. Set data\.text_key"
+    ):
+        read("parquet", good)
+    (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"cut\.parquet: not a readable parquet file, after row 0 .*again"):
+        read("parquet", tmp_path / "cut.parquet")
+    with pytest.raises(DataError, match=r"null\.parquet: row 2: 'text' is NoneType where text is needed"):
+        read("parquet", write_parquet(tmp_path / "null.parquet", text=["a", None]))
+    with pytest.raises(DataError, match=r"number\.parquet: row 1: 'text' is int where text is needed"):
+        read("parquet", write_parquet(tmp_path / "number.parquet", text=[1]))
+    broken = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
+    with pytest.raises(DataError, match=r"latin\.parquet: row 2: text is not UTF-8"):
+        read("parquet", write_parquet(tmp_path / "latin.parquet", text=broken))
+
+
+def test_unreadable_file_is_named(tmp_path):
+    """A dangling read fails the same way for root, whom permissions do not stop."""
+    (tmp_path / "a.txt").write_text("a")
+    data = DataConfig(kind="text", path=str(tmp_path))
+    files = find_files(data)
+    os.remove(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read \(No such file or directory\)"):
+        list(read_documents(data, files))

@@ -1,0 +1,381 @@
+"""The loader: one order of data on every mesh, exact resume, and refusal of data that changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from automoe.config.schema import Config
+from automoe.data.batch import IGNORE, StepBatch
+from automoe.data.loader import Loader
+from automoe.data.token_cache import default_cache_dir, open_corpus
+from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
+from automoe.errors import ConfigError, DataError
+
+FIELDS = ("tokens", "labels", "positions", "doc_ids")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return default_cache_dir()
+
+
+@pytest.fixture
+def config(tmp_path, library_texts) -> Config:
+    """Thirty library modules cut short: about 60 rows of 256 tokens an epoch."""
+    (tmp_path / "corpus").mkdir()
+    for index, text in enumerate(library_texts[:30]):
+        (tmp_path / "corpus" / f"{index:02}.py").write_text(text[: 200 + 20 * index], encoding="utf-8")
+    config = Config()
+    config.data.kind, config.data.path, config.data.val_fraction = "text", str(tmp_path / "corpus"), 0.2
+    return config
+
+
+def joined(batches: list[StepBatch]) -> list[torch.Tensor]:
+    return [torch.cat([getattr(batch, name) for batch in batches]) for name in FIELDS]
+
+
+def equal(left: list[StepBatch], right: list[StepBatch]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(joined(left), joined(right), strict=True))
+
+
+def steps(
+    config: Config, n: int, dp_size: int = 1, state: dict | None = None
+) -> tuple[list[StepBatch], dict]:
+    """The rows of ``n`` steps, ranks joined in order, and the state after them."""
+    loaders = [Loader(config, rank, dp_size) for rank in range(dp_size)]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    batches = [loader.next_step() for _ in range(n) for loader in loaders]
+    states = [loader.state_dict() for loader in loaders]
+    assert all(other == states[0] for other in states)
+    return batches, states[0]
+
+
+def test_batch_is_what_the_contract_says(config):
+    loader = Loader(config, 1, 2)
+    loader.next_step()
+    batch = loader.next_step()
+    for name in FIELDS:
+        assert getattr(batch, name).shape == (8, 256) and getattr(batch, name).dtype == torch.int64
+    assert batch.first_row == 16 + 8
+    trained = batch.labels[batch.labels != IGNORE]
+    assert batch.num_bytes == int((trained < 256).sum()) > 0
+    inside = batch.labels[:, :-1] != IGNORE
+    assert torch.equal(batch.labels[:, :-1][inside], batch.tokens[:, 1:][inside])
+    assert int(batch.positions.max()) < 256
+
+
+@pytest.mark.parametrize("dp_size", [2, 4, 8])
+def test_global_batches_do_not_depend_on_the_mesh(config, dp_size):
+    alone, state = steps(config, 7)
+    together, state_together = steps(config, 7, dp_size)
+    assert equal(alone, together) and state == state_together
+    assert sum(batch.num_bytes for batch in alone) == sum(batch.num_bytes for batch in together)
+
+
+def test_an_epoch_trains_every_document_once(config):
+    loader = Loader(config, 0, 1)
+    config.train.global_batch_size = loader.rows_per_epoch
+    batches, _ = steps(config, 2)
+    assert not torch.equal(batches[0].tokens, batches[1].tokens), "shuffled again"
+    for batch in batches:
+        counts = torch.bincount(batch.tokens.flatten(), minlength=258)
+        texts = [Path(config.data.path, f"{i:02}.py").read_bytes() for i in range(30)]
+        validation = list(Loader(config, 0, 1).validation_batches(100))
+        counts += torch.bincount(torch.cat([b.tokens for b in validation]).flatten(), minlength=258)
+        assert counts[:256].tolist() == [b"".join(texts).count(bytes([byte])) for byte in range(256)]
+        assert counts[256] == 30
+
+
+@pytest.mark.parametrize("dp_before, dp_after", [(1, 1), (1, 4), (4, 2), (2, 1)])
+def test_resume_goes_on_exactly_under_any_dp_size(config, dp_before, dp_after):
+    whole, end = steps(config, 9)
+    _, state = steps(config, 4, dp_before)
+    rest, state = steps(config, 5, dp_after, state)
+    assert equal(whole[4:], rest) and state == end
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_resume_at_the_end_of_an_epoch(config, offset):
+    """Batches that end one row before, at, and one row after the epoch's last row."""
+    rows = Loader(config, 0, 1).rows_per_epoch
+    config.train.global_batch_size = rows + offset
+    whole, end = steps(config, 3)
+    first, state = steps(config, 1)
+    rest, resumed_end = steps(config, 2, 1, state)
+    assert equal(whole, first + rest) and resumed_end == end == {**end, "consumed_rows": 3 * (rows + offset)}
+
+
+def test_resume_with_another_batch_size_keeps_the_order(config):
+    whole, _ = steps(config, 6)
+    _, state = steps(config, 2)
+    config.train.global_batch_size = 8
+    rest, _ = steps(config, 8, 2, state)
+    assert equal(whole[2:], rest)
+
+
+def test_changed_data_is_refused(config):
+    _, state = steps(config, 2)
+    victim = Path(config.data.path) / "07.py"
+    text = victim.read_bytes()
+    stamp = victim.stat()
+    victim.write_bytes(text[:50] + bytes([text[50] ^ 1]) + text[51:])
+    os.utime(victim, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: one bit differs
+    with pytest.raises(
+        DataError, match=r"data changed since the checkpoint.*content was \w+, is \w+.*new run_dir"
+    ):
+        steps(config, 1, state=state)
+    victim.write_bytes(text)
+    steps(config, 1, state=state)
+    (Path(config.data.path) / "new.py").write_text("print('new')\n")
+    with pytest.raises(DataError, match=r"documents was 30, is 31; files was 30, is 31; text_bytes was"):
+        steps(config, 1, state=state)
+
+
+def test_moved_data_is_not_changed_data(config, tmp_path):
+    whole, _ = steps(config, 3)
+    _, state = steps(config, 2)
+    Path(config.data.path).rename(tmp_path / "elsewhere")
+    config.data.path = str(tmp_path / "elsewhere")
+    rest, _ = steps(config, 1, state=state)
+    assert equal(whole[2:], rest)
+
+
+def test_other_settings_are_refused_by_name(config, byte_level_dir):
+    _, state = steps(config, 1)
+    for change, message in [
+        (("train", "seed", 1), r"train\.seed was 0, is 1\. Restore"),
+        (("train", "seq_len", 128), r"train\.seq_len was 256, is 128\. Restore"),
+        (("data", "document_mask", False), r"data\.document_mask was True, is False\. Restore"),
+        (("data", "val_fraction", 0.1), r"data\.val_fraction was 0\.2, is 0\.1\. Restore"),
+        (
+            ("data", "tokenizer", str(byte_level_dir)),
+            r"content was .*tokenizer was byte, is \w+-eos0\. Restore",
+        ),
+    ]:
+        group, key, value = change
+        other = copy.deepcopy(config)
+        other.model.vocab_size = 400
+        setattr(getattr(other, group), key, value)
+        with pytest.raises(DataError, match=message):
+            steps(other, 1, state=state)
+
+
+def test_validation_is_fixed_disjoint_and_never_repeats(config):
+    ranks = [Loader(config, rank, 2) for rank in range(2)]
+    batches = [
+        batch for pair in zip(*(r.validation_batches(100) for r in ranks), strict=True) for batch in pair
+    ]
+    tokens = joined(batches)[0]
+    text = bytes(tokens[tokens < 256].tolist())
+    files = [path.read_bytes() for path in sorted(Path(config.data.path).iterdir())]
+    inside = [raw for raw in files if raw in text or raw[:100] in text]
+    assert 0 < len(inside) < len(files)
+    assert len(text) == sum(map(len, inside)), "each validation byte once"
+    ranks[0].next_step()
+    config.train.seed = 3
+    other_seed = list(Loader(config, 0, 1).validation_batches(100))
+    assert equal(other_seed, batches)
+    assert equal(list(ranks[0].validation_batches(1)), batches[:1])
+    train_text = bytes(steps(config, 4)[0][0].tokens.flatten().clamp(max=255).tolist())
+    assert not any(raw[:100] in train_text for raw in inside)
+
+
+def test_validation_split_walks_its_own_rows(config):
+    loader = Loader(config, 0, 1, split="validation")
+    first = next(loader.validation_batches(1))
+    config.train.global_batch_size = loader.rows_per_epoch
+    step = Loader(config, 0, 1, split="validation").next_step()
+    assert torch.equal(step.tokens, first.tokens[: loader.rows_per_epoch])
+
+
+def test_last_validation_batch_fills_up_with_rows_that_train_nothing(config):
+    loader = Loader(config, 0, 1, split="validation")
+    config.train.global_batch_size = 4 * loader.rows_per_epoch
+    filled = [next(Loader(config, rank, 4).validation_batches(2)) for rank in range(4)]
+    assert filled[0].num_bytes > 0
+    for batch in filled[1:]:
+        assert (batch.labels == IGNORE).all() and (batch.doc_ids == -1).all() and batch.num_bytes == 0
+        assert int(batch.tokens.max()) < config.model.vocab_size
+
+
+def test_rows_without_a_trained_label(tmp_path, byte_level_dir):
+    """Documents of one token: empty after a tokenizer's normalizer, say. Nothing to train, nothing breaks."""
+    (tmp_path / "a.txt").write_text("ab")
+    config = Config()
+    config.data.kind, config.data.path, config.data.val_fraction = "text", str(tmp_path / "a.txt"), 0.0
+    config.train.seq_len, config.train.val_every = 1, 0
+    batch = Loader(config, 0, 1).next_step()
+    end = batch.tokens[:, 0] == 256
+    assert end.any() and (batch.labels[end] == IGNORE).all()
+    assert batch.num_bytes == int((batch.labels[:, 0] == ord("b")).sum())
+
+
+def test_single_document_gives_up_its_tail(tmp_path, library_texts):
+    (tmp_path / "book.txt").write_text(library_texts[0])
+    config = Config()
+    config.data.kind, config.data.path, config.data.val_fraction = "text", str(tmp_path / "book.txt"), 0.1
+    config.data.document_mask = False
+    loader = Loader(config, 0, 1)
+    tokens = torch.cat([batch.tokens for batch in loader.validation_batches(100)]).flatten()
+    tail = bytes(sorted(tokens[tokens < 256].tolist()))
+    raw = library_texts[0].encode()
+    assert tail == bytes(sorted(raw[len(raw) + 1 - round(0.1 * (len(raw) + 1)) :]))
+    assert loader._split_rows("train").num_tokens + len(tail) + 1 == len(raw) + 1
+
+
+def test_empty_split_is_refused(config):
+    config.data.val_fraction = 0.0
+    message = r"No document for the validation split: 30 documents.*val_every=0"
+    with pytest.raises(DataError, match=message):
+        Loader(config, 0, 1)
+    config.train.val_every = 0
+    loader = Loader(config, 0, 1)
+    with pytest.raises(DataError, match=message):
+        next(loader.validation_batches(1))
+
+
+def test_few_documents_still_give_one_to_validation(config):
+    config.data.val_fraction = 1e-9
+    assert len(list(Loader(config, 0, 1).validation_batches(100))) == 1
+
+
+def test_long_document_is_refused_with_file_line_and_lengths(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (3, 256, 255, 400)))
+    config = Config()
+    config.data.kind, config.data.path, config.data.on_long = "jsonl", str(path), "error"
+    message = r"a\.jsonl:2: a document of 257 tokens.*train\.seq_len=256.*\(2 of 4 documents do not; the longest has 401\)"
+    for _ in range(2):  # tokenised now, then from the cache
+        with pytest.raises(DataError, match=message):
+            Loader(config, 0, 1)
+    config.data.on_long = "split"
+    Loader(config, 0, 1).next_step()
+    config.data.on_long, config.train.seq_len = "error", 401
+    Loader(config, 0, 1).next_step()
+
+
+def test_indivisible_rows_and_small_embedding_are_refused(config):
+    with pytest.raises(ConfigError, match=r"global_batch_size=16: 16 rows do not divide over 3 .*=18"):
+        Loader(config, 0, 3)
+    config.model.vocab_size = 256
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size=256: .*has 258 ids.*256 rows.*model\.vocab_size=264"
+    ):
+        Loader(config, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_every_kind_with_an_hf_tokenizer(kind, tmp_path, library_texts, byte_level_dir):
+    path = tmp_path / f"corpus.{kind}"
+    if kind == "text":
+        path.mkdir()
+        for index, text in enumerate(library_texts):
+            (path / f"{index:02}.txt").write_text(text, newline="")
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps({"body": text}) + "\n" for text in library_texts))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"body": library_texts}), path)
+    config = Config()
+    config.data.kind, config.data.path, config.data.text_key = kind, str(path), "body"
+    config.data.tokenizer, config.model.vocab_size = str(byte_level_dir), 400
+    config.data.val_fraction, config.train.val_every, config.train.seq_len = 0.0, 0, 2048
+    config.train.global_batch_size = Loader(config, 0, 1).rows_per_epoch
+    loader = Loader(config, 0, 1)
+    batch = loader.next_step()
+    assert loader.corpus.text_bytes == sum(len(text.encode()) for text in library_texts)
+    # Every byte is trained except those of each document's first token.
+    tokenizer = load_tokenizer(str(byte_level_dir))
+    first = sum(tokenizer.num_bytes(tokenizer.encode(text)[:1]) for text in library_texts)
+    assert batch.num_bytes == loader.corpus.text_bytes - first
+
+
+class Refusing(ByteTokenizer):
+    """Fails when asked to encode: proves that tokens came from the cache."""
+
+    def encode_batch(self, texts):
+        raise AssertionError("tokenised again")
+
+
+def test_corpus_is_tokenised_once(config, cache):
+    first = open_corpus(config.data, ByteTokenizer())
+    again = open_corpus(config.data, Refusing())
+    assert (first.tokens == again.tokens).all() and first.content == again.content
+    entry = next(path for path in cache.iterdir() if path.is_dir())
+    (entry / "tokens.bin").write_bytes(b"short")
+    with pytest.raises(
+        DataError, match=r"damaged cache.*tokens\.bin has 5 bytes, not \d+.*Delete this directory"
+    ):
+        open_corpus(config.data, ByteTokenizer())
+
+
+def test_bad_text_leaves_nothing_in_the_cache(config, cache):
+    (Path(config.data.path) / "zz.py").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"zz\.py:1: byte 0xff is not UTF-8"):
+        Loader(config, 0, 1)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
+    code = (
+        "import os, signal, sys; from automoe.config.schema import DataConfig\n"
+        "from automoe.data.token_cache import open_corpus; from automoe.data.tokenizer import ByteTokenizer\n"
+        "class Dying(ByteTokenizer):\n"
+        "    def encode_batch(self, texts): os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"open_corpus(DataConfig(kind='text', path={config.data.path!r}), Dying())"
+    )
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert died.returncode == -9, died.stderr
+    assert [path for path in cache.iterdir() if path.is_dir()], "half an entry is left under another name"
+    assert len(open_corpus(config.data, ByteTokenizer()).lengths) == 30
+
+
+def test_ranks_that_race_share_one_entry(config, cache):
+    code = (
+        "import sys; from automoe.config.schema import DataConfig; from automoe.data.token_cache import open_corpus\n"
+        "from automoe.data.tokenizer import ByteTokenizer\n"
+        "print(open_corpus(DataConfig(max_bytes=2_000_000), ByteTokenizer()).content)"
+    )
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    contents = {racer.communicate(timeout=120)[0] for racer in racers}
+    assert [racer.returncode for racer in racers] == [0] * 4 and len(contents) == 1
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def test_cache_directory_that_cannot_be_made(config, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        DataError, match=r"file/sub: the tokenised corpus cannot be written here .*XDG_CACHE_HOME"
+    ):
+        Loader(config, 0, 1, cache_dir=tmp_path / "file" / "sub")
+
+
+def test_preparing_needs_no_torch_and_leaves_the_cache(cache):
+    code = (
+        "import sys; from automoe.config.schema import Config; from automoe.data.prepare import prepare_data\n"
+        "config = Config(); config.data.max_bytes = 300_000; prepare_data(config); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    config = Config()
+    config.data.max_bytes = 300_000
+    open_corpus(config.data, Refusing())
+
+
+def test_default_corpus_gives_steps():
+    batch = Loader(Config(), 0, 4).next_step()
+    assert batch.tokens.shape == (4, 256) and batch.num_bytes > 900

@@ -1,0 +1,176 @@
+"""Tokenizers: round trips, byte counts, vocabulary sizes, and the refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from automoe.config.schema import Config
+from automoe.data.tokenizer import ByteTokenizer, check_vocab_fits, load_tokenizer, tokenizer_vocab_size
+from automoe.errors import ConfigError
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.num_bytes(ids) == len(text.encode())
+    assert tokenizer.num_bytes([tokenizer.eos_id, tokenizer.pad_id]) == 0
+
+
+@pytest.mark.parametrize("kind", ["byte_level_dir", "byte_fallback_dir"])
+def test_hf_round_trip_and_byte_count(kind, request, library_texts):
+    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+    for text in [*(text[:4000] for text in library_texts), "naïve 数据 🙂 \t tabs\r\n"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.num_bytes(ids) == len(text.encode())
+        assert ids.max() < tokenizer.vocab_size and tokenizer.eos_id not in ids
+    assert len(ids) > 0 and tokenizer.num_bytes([tokenizer.eos_id]) == 0
+
+
+def test_hf_compresses(byte_level_dir, library_texts):
+    tokenizer = load_tokenizer(str(byte_level_dir))
+    assert len(tokenizer.encode(library_texts[0])) < 0.8 * len(library_texts[0].encode())
+
+
+def test_wordpiece_counts_the_spaces_it_decodes(tmp_path):
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.decoder = decoders.WordPiece()
+    text = "the lower the lowest the newer the newest"
+    tokenizer.train_from_iterator(
+        [text] * 20, trainers.WordPieceTrainer(vocab_size=24, special_tokens=["[UNK]", "[SEP]"])
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "[SEP]"}}))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.eos_id == tokenizer.token_to_id("[SEP]")
+    assert loaded.num_bytes(loaded.encode(text)) == len(" " + text)
+
+
+def test_special_tokens_in_a_document_are_plain_text(byte_level_dir):
+    tokenizer = load_tokenizer(str(byte_level_dir))
+    ids = tokenizer.encode("a <|end|> b")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == "a <|end|> b"
+
+
+def test_saved_truncation_and_padding_are_switched_off(byte_level_dir, tmp_path):
+    backend = Tokenizer.from_file(str(byte_level_dir / "tokenizer.json"))
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=512)
+    shutil.copytree(byte_level_dir, tmp_path / "cut")
+    backend.save(str(tmp_path / "cut" / "tokenizer.json"))
+    text = "import collections\nclass Tokenizer:"
+    expected = load_tokenizer(str(byte_level_dir)).encode(text)
+    assert load_tokenizer(str(tmp_path / "cut")).encode(text).tolist() == expected.tolist()
+    assert len(expected) > 4
+
+
+def test_directory_without_tokenizer_json_goes_through_transformers(byte_level_dir, tmp_path, library_texts):
+    Tokenizer.from_file(str(byte_level_dir / "tokenizer.json")).model.save(str(tmp_path))
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "eos_token": "<|end|>",
+        "unk_token": "<|end|>",
+        "bos_token": "<|end|>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert not (tmp_path / "tokenizer.json").exists()
+    loaded, reference = load_tokenizer(str(tmp_path)), load_tokenizer(str(byte_level_dir))
+    assert loaded.encode(library_texts[0]).tolist() == reference.encode(library_texts[0]).tolist()
+    assert loaded.eos_id == reference.eos_id
+    assert tokenizer_vocab_size(str(tmp_path)) == 400
+
+
+@pytest.mark.parametrize("kind", ["byte_level_dir", "byte_fallback_dir"])
+def test_vocab_size_from_json_is_the_loaded_one(kind, request):
+    directory = str(request.getfixturevalue(kind))
+    assert tokenizer_vocab_size(directory) == load_tokenizer(directory).vocab_size
+    assert tokenizer_vocab_size("byte") == ByteTokenizer().vocab_size == 258
+
+
+def test_vocab_size_counts_the_largest_id_of_a_unigram_with_added_tokens(tmp_path, library_texts):
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.train_from_iterator(
+        library_texts[:3], trainers.UnigramTrainer(vocab_size=150, show_progress=False)
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id("</s>"), 1]}))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.eos_id == tokenizer.token_to_id("</s>")
+    assert tokenizer_vocab_size(str(tmp_path)) == loaded.vocab_size == loaded.eos_id + 1
+
+
+def test_byte_case_loads_nothing_heavy():
+    code = (
+        "import sys, automoe.data.tokenizer as t; t.tokenizer_vocab_size('byte'); t.load_tokenizer('byte').encode('a')\n"
+        "print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_tokenizer_larger_than_the_embedding_is_refused(byte_level_dir):
+    config = Config()
+    check_vocab_fits(config)
+    config.data.tokenizer = str(byte_level_dir)
+    config.model.vocab_size = 399
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size=399: .* has 400 ids .* 399 rows.*vocab_size=400"
+    ):
+        check_vocab_fits(config)
+    config.model.vocab_size = 400
+    check_vocab_fits(config)
+
+
+@pytest.mark.parametrize("ask", [load_tokenizer, tokenizer_vocab_size])
+def test_missing_directory(ask, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=.*gone: .*does not exist.*data\.tokenizer=byte"):
+        ask(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("ask", [load_tokenizer, tokenizer_vocab_size])
+@pytest.mark.parametrize("content", ["version https://git-lfs.github.com/spec/v1", "[]", '{"model": {}}'])
+def test_unreadable_tokenizer_json(ask, content, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: .*git lfs pull"):
+        ask(str(tmp_path))
+
+
+def test_directory_with_no_tokenizer_at_all(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in it.*Point data\.tokenizer at"):
+        tokenizer_vocab_size(str(tmp_path))
+
+
+def test_no_end_of_text_token(byte_level_dir, tmp_path):
+    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"end-of-text token, and this tokenizer names none.*Set eos_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_digest_follows_the_vocabulary_and_the_end_token(byte_level_dir, tmp_path):
+    first = load_tokenizer(str(byte_level_dir)).digest
+    other = Path(shutil.copytree(byte_level_dir, tmp_path / "other"))
+    assert load_tokenizer(str(other)).digest == first, "where it lies does not matter"
+    (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    assert load_tokenizer(str(other)).digest != first
+    assert np.array_equal(
+        load_tokenizer(str(other)).byte_lengths, load_tokenizer(str(byte_level_dir)).byte_lengths
+    )

@@ -1,0 +1,75 @@
+"""``grouped_mm`` on the device against the float64 loop: output and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_models import relative
+
+from automoe.moe.dispatch.base import group_ends
+from automoe.moe.experts import grouped_mm_experts, loop_experts
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# tokens, hidden, width; both widths are multiples of 16 bytes in bfloat16, nothing else is round
+SIZES = {"cpu": [(37, 40, 24)], "cuda": [(37, 40, 24), (4093, 2048, 768)]}
+
+
+def rows_per_expert(kind: str, num_rows: int) -> list[int]:
+    """How ``num_rows`` rows are spread over experts."""
+    if kind == "random":
+        cuts = torch.randint(num_rows + 1, (8,), generator=torch.Generator().manual_seed(3)).sort().values
+        return torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([num_rows])).tolist()
+    return {
+        "skewed": [1, num_rows - 3, 0, 1, 1],
+        "one expert has all": [0, 0, num_rows, 0],
+        "first and last are empty": [0, num_rows // 2, num_rows - num_rows // 2, 0],
+        "one row": [0, 1, 0],
+        "no row": [0, 0, 0],
+    }[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["random", "skewed", "one expert has all", "first and last are empty", "one row", "no row"]
+)
+def test_grouped_mm_equals_the_float64_loop(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    for num_tokens, hidden, width in SIZES[device.type]:
+        generator = torch.Generator().manual_seed(0)
+        counts = rows_per_expert(kind, 2 * num_tokens)
+        num_experts, num_rows = len(counts), sum(counts)
+
+        def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        x = random(num_tokens, hidden)
+        probs = torch.rand(num_rows, generator=generator)
+        w_gate_up = random(num_experts, 2, width, hidden) / hidden**0.5
+        w_down = random(num_experts, hidden, width) / width**0.5
+        gather_idx = torch.randint(num_tokens, (num_rows,), generator=generator)
+        offsets = group_ends(torch.tensor(counts))
+        upstream = random(num_rows, hidden)
+
+        results = []
+        for backend, to in (
+            (grouped_mm_experts, dict(device=device)),
+            (loop_experts, dict(dtype=torch.float64)),
+        ):
+            leaves = [
+                tensor.detach().to(**to, copy=True).requires_grad_()
+                for tensor in (x, probs, w_gate_up, w_down)
+            ]
+            where = leaves[0].device
+            out = backend(leaves[0], gather_idx.to(where), offsets.to(where), *leaves[1:])
+            out.backward(upstream.to(**to))
+            results.append([out, *(leaf.grad for leaf in leaves)])
+        for name, got, expected in zip(
+            ("out", "dx", "dprobs", "dw_gate_up", "dw_down"), *results, strict=True
+        ):
+            assert got.isfinite().all(), name
+            if expected.norm() == 0:
+                assert got.norm() == 0, name
+            else:
+                assert relative(got, expected) < TOLERANCE[dtype], name
+        for expert, count in enumerate(counts):
+            if count == 0:  # not what lay in the memory before
+                assert results[0][3][expert].norm() == 0 and results[0][4][expert].norm() == 0

@@ -1,0 +1,338 @@
+"""Exports: proven or not there, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import automoe
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig
+from automoe.errors import CheckpointError, ConfigError
+from automoe.hf import verifier
+from automoe.hf.files import INDEX_FILE
+from automoe.hf.reader import load_hf
+from automoe.hf.registry import model_config_from_hf
+from automoe.hf.verifier import verify_hf
+from automoe.hf.writer import export_and_verify, export_model, save_hf
+from automoe.mesh import build_meshes
+from automoe.model.decoder import Decoder
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.testing.hf_models import save_small_hf
+from automoe.testing.pool import RankPool
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_small_hf("dsv3", tmp_path / "source")
+    return tmp_path / "source"
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("name", ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd"])
+def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -> None:
+    save_small_hf(name, tmp_path / "source")
+    model = automoe.from_hf(tmp_path / "source")
+    with torch.no_grad():  # as after training: other numbers than the source's
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    written = automoe.to_hf(model, tmp_path / "out")
+    assert written.checked and written.logits_error is not None and written.logits_error < 1e-5
+    assert str(tmp_path / "out") in str(written)
+    tokens = torch.arange(30)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_one_weight_changed_after_the_export_is_found(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    save_hf(model, tmp_path / "out")
+    assert verify_hf(model, tmp_path / "out") < 1e-5
+    with torch.no_grad():
+        model.layers["2"].mlp.experts.w_down[5, 3, 7] += 1e-3
+    with pytest.raises(
+        CheckpointError, match=r"experts\.5\.down_proj.*layers\.2\.mlp\.experts\.w_down: 1 of"
+    ):
+        verify_hf(model, tmp_path / "out")
+
+
+def test_selection_bias_changed_after_the_export_is_found(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    save_hf(model, tmp_path / "out")
+    model.layers["1"].mlp.router.expert_bias[0] += 1e-4
+    with pytest.raises(CheckpointError, match="e_score_correction_bias"):
+        verify_hf(model, tmp_path / "out")
+
+
+def test_a_mistake_that_reader_and_writer_share_is_found(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits alone would not see it: the logits of transformers do."""
+    from automoe.hf import gather, reader
+    from automoe.hf.keys import hf_pieces
+
+    def swapped(name, shape, keys):
+        names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        for old, new in names.items():
+            if f"layers.3.mlp.shared_experts.{old}" in name:
+                return hf_pieces(name.replace(old, new), shape, keys)
+        return hf_pieces(name, shape, keys)
+
+    model = automoe.from_hf(source)
+    monkeypatch.setattr(gather, "hf_pieces", swapped)
+    monkeypatch.setattr(reader, "hf_pieces", swapped)
+    with pytest.raises(CheckpointError, match="transformers computes other logits"):
+        export_model(model, tmp_path / "out")
+    assert entries(tmp_path) == ["source"]
+
+
+def test_other_experts_in_transformers_are_found(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the choices of one forced on the other, logits alone would agree."""
+    real = verifier._run_transformers
+
+    def other_experts(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, choices = real(folder, tokens)
+        return logits, (choices + 1) % 8
+
+    monkeypatch.setattr(verifier, "_run_transformers", other_experts)
+    with pytest.raises(CheckpointError, match="transformers sends .* of tokens to other experts"):
+        export_model(automoe.from_hf(source), tmp_path / "out")
+    assert entries(tmp_path) == ["source"]
+
+
+def test_weights_that_are_not_numbers_are_not_exported(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    with torch.no_grad():
+        model.norm.weight[0] = float("nan")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*not numbers"):
+        export_model(model, tmp_path / "out")
+    assert entries(tmp_path) == ["source"]
+
+
+def test_failed_export_leaves_the_older_one(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    export_model(model, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        model.norm.weight[0] = float("inf")
+    with pytest.raises(CheckpointError):
+        export_model(model, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert entries(tmp_path) == ["out", "source"]
+
+
+def test_large_models_get_a_census_instead_of_logits(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier, "MAX_COMPARED_BYTES", 1000)
+    model = automoe.from_hf(source)
+    assert export_model(model, tmp_path / "out").logits_error is None
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"vocab_size": 95}))
+    with pytest.raises(
+        CheckpointError, match=r"transformers builds another model.*embed_tokens, lm_head|lm_head"
+    ):
+        verify_hf(model, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 1.0}))
+    with pytest.raises(CheckpointError, match=r"model\.router\.routed_scaling_factor=1\.0"):
+        verify_hf(model, tmp_path / "out")
+
+
+def test_existing_directories_are_not_overwritten_unasked(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("...")
+    with pytest.raises(CheckpointError, match="exists"):
+        automoe.to_hf(model, source)
+    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+        automoe.to_hf(model, tmp_path / "thesis", overwrite=True)
+    assert entries(tmp_path / "thesis") == ["chapter1.tex"]
+
+
+def test_left_over_of_a_killed_export_is_cleared_away(source: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.tmp").mkdir()
+    (tmp_path / ".out.tmp" / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    automoe.to_hf(automoe.from_hf(source), tmp_path / "out")
+    assert entries(tmp_path) == ["out", "source"]
+    assert "model.safetensors" in entries(tmp_path / "out")
+
+
+def test_disk_full_is_an_error_that_names_the_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import builtins
+
+    class Full:
+        def write(self, data: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    real = builtins.open
+
+    def full(file, mode="r", *args, **options):
+        return (
+            Full()
+            if str(file).endswith(".safetensors") and mode == "wb"
+            else real(file, mode, *args, **options)
+        )
+
+    model = automoe.from_hf(source)
+    monkeypatch.setattr(builtins, "open", full)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: No space left on device"):
+        save_hf(model, tmp_path / "out")
+    monkeypatch.undo()
+    assert entries(tmp_path) == ["source"]
+
+
+def test_directory_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        save_hf(automoe.from_hf(source), tmp_path / "file" / "out")
+
+
+def test_settings_and_tokenizer_of_the_source_go_along(source: Path, tmp_path: Path) -> None:
+    generation = {"temperature": 0.6, "eos_token_id": [7, 8]}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8], "bos_token_id": 5}))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    save_hf(automoe.from_hf(source), tmp_path / "out", dtype="bfloat16")
+    out = tmp_path / "out"
+    assert json.loads((out / "generation_config.json").read_text()) == generation
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    written = json.loads((out / "config.json").read_text())
+    assert (written["eos_token_id"], written["bos_token_id"]) == ([7, 8], 5)
+    assert written["dtype"] == "bfloat16"
+
+
+def test_index_sizes_and_largest_file(source: Path, tmp_path: Path) -> None:
+    written = save_hf(automoe.from_hf(source), tmp_path / "out", max_shard_bytes=40_000)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert len(files) == written.num_files > 5
+    assert index["metadata"]["total_size"] == written.num_bytes
+    for file in files:
+        tensors = load_file(file)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
+        assert {key for key, name in index["weight_map"].items() if name == file.name} == tensors.keys()
+
+
+# On meshes ----------------------------------------------------------------------------------------
+
+
+def export_fresh(
+    out: Path, mesh: MeshConfig, family: str, break_it: bool = False
+) -> tuple[float | None, str]:
+    """A model that was never on a single process, exported from a mesh."""
+    config = _small_config(family, mesh)
+    meshes = build_meshes(resolve_mesh(mesh, None), torch.device("cpu"))
+    parts = build_parts(config, meshes)
+    materialize(parts, config, torch.device("cpu"))
+    if break_it and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        for part in parts.values():
+            part.layers[str(config.model.num_layers - 1)].mlp.experts.w_down.detach().to_local()[0, 0, 0] = (
+                float("nan")
+            )
+    try:
+        written = export_and_verify(parts, out, config)
+    except CheckpointError as error:
+        return None, str(error)
+    return written.logits_error, ""
+
+
+def _small_config(family: str, mesh: MeshConfig) -> Config:
+    from automoe.config.compose import compose_config
+
+    model = compose_config("config", [f"model=small_{family}"]).model
+    return Config(
+        mesh=mesh, model=replace(model, hidden_size=64, moe_intermediate_size=32, intermediate_size=64)
+    )
+
+
+@pytest.mark.parametrize("family", ["dsv3", "qwen3_moe", "mixtral"])
+def test_export_from_a_mesh(family: str, tmp_path: Path, ranks: RankPool) -> None:
+    mesh = MeshConfig(pp=2, dp_shard=2, ep=2)
+    results = ranks.run(export_fresh, 4, tmp_path / "out", mesh, family)
+    assert results[0][1] == ""
+    assert results[0][0] is not None and results[0][0] < 1e-5
+    assert [error for error, _ in results[1:]] == [None] * 3
+    assert entries(tmp_path) == ["out"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"]) == (256, 257)  # the byte tokenizer's
+
+
+def test_a_failure_on_one_rank_fails_all(tmp_path: Path, ranks: RankPool) -> None:
+    results = ranks.run(
+        export_fresh, 4, tmp_path / "out", MeshConfig(pp=2, dp_shard=2, ep=2), "dsv3", break_it=True
+    )
+    messages = {message for _, message in results}
+    assert len(messages) == 1
+    assert "model.layers.3.mlp.experts." in messages.pop()
+    assert entries(tmp_path) == []
+
+
+def forward_on_mesh(path: Path, out: Path, tokens: torch.Tensor, mesh: MeshConfig) -> torch.Tensor:
+    model = automoe.from_hf(path, mesh=mesh)
+    rows = tokens.chunk(mesh.dp_shard)[torch.distributed.get_rank()]
+    with torch.no_grad():
+        logits = model(rows)
+    automoe.to_hf(model, out)  # straight after a forward, while whole weights are still about
+    return logits
+
+
+def test_from_hf_and_to_hf_on_a_mesh(source: Path, tmp_path: Path, ranks: RankPool) -> None:
+    tokens = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(3))
+    whole = automoe.from_hf(source)
+    with torch.no_grad():
+        wanted = whole(tokens)
+    mesh = MeshConfig(dp_shard=2, ep=2)
+    logits = torch.cat(ranks.run(forward_on_mesh, 2, source, tmp_path / "out", tokens, mesh))
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    again = automoe.from_hf(tmp_path / "out")
+    for (name, one), (_, other) in zip(whole.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
+def test_from_hf_refuses_meshes_whose_ranks_do_not_see_logits_of_rows(axis: str, source: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis}=2"):
+        automoe.from_hf(source, mesh=MeshConfig(dp_shard=1, **{axis: 2}))
+
+
+def test_from_hf_dtypes(source: Path) -> None:
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = {
+            dtype: automoe.from_hf(source, dtype=dtype)(tokens)
+            for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        }
+    for dtype, value in logits.items():
+        assert value.dtype == dtype and value.shape == (1, 20, 96)
+    assert (logits[torch.float32] - logits[torch.float64]).norm() < 1e-5 * logits[torch.float64].norm()
+    assert (logits[torch.bfloat16] - logits[torch.float64]).norm() < 0.1 * logits[torch.float64].norm()
+    with pytest.raises(ConfigError, match="dtype"):
+        automoe.from_hf(source, dtype=torch.int8)
+
+
+def test_models_decoder_is_whole(source: Path) -> None:
+    model = automoe.from_hf(source)
+    assert isinstance(model, Decoder) and not model.training
+    assert model.config == model_config_from_hf(source)
+    load_hf(model, source)  # a second time over the first is fine

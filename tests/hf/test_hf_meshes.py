@@ -1,0 +1,193 @@
+"""Checkpoints into and out of every kind of mesh: gradients as in ``transformers``, files as they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
+from automoe.data.batch import StepBatch
+from automoe.hf.keys import FUSED, hf_pieces
+from automoe.hf.reader import load_hf
+from automoe.hf.registry import model_config_from_hf
+from automoe.hf.writer import save_hf
+from automoe.mesh import Meshes, build_meshes
+from automoe.model.decoder import Decoder
+from automoe.parallel.parallelize import build_parts
+from automoe.parallel.step import build_runner, prepare_inputs
+from automoe.rows import IGNORE
+from automoe.testing.hf_models import save_small_hf
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import named_parameters, whole
+
+ROWS, SEQ, TOLERANCE = 8, 16, 1e-5
+
+MESHES = {
+    "one": MeshConfig(dp_shard=1),
+    "ep2": MeshConfig(dp_shard=2, ep=2),
+    "ep_shard2": MeshConfig(dp_shard=2, ep_shard=2),
+    "pp2": MeshConfig(pp=2, dp_shard=1),
+    "cp2_ep2": MeshConfig(dp_shard=1, cp=2, ep=2),
+    "hsdp2x2_ep2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2, ep_shard=2),
+    "pp2_dp2_ep2": MeshConfig(pp=2, dp_shard=2, ep=2),
+    "dp4_ep2_ep_shard2": MeshConfig(dp_shard=4, ep=2, ep_shard=2),
+    "tp2": MeshConfig(dp_shard=1, tp=2),
+    "tp2_dp2_ep2_etp2": MeshConfig(dp_shard=2, tp=2, ep=2, etp=2),
+    "tp2_dp2_ep2_ep_shard2": MeshConfig(dp_shard=2, tp=2, ep=2, ep_shard=2),
+    "dp4_etp2": MeshConfig(dp_shard=4, ep_shard=2, etp=2),
+    "ep_replicate2_tp2": MeshConfig(dp_shard=2, tp=2, ep=2, ep_replicate=2),
+    "dp4_ep4": MeshConfig(dp_shard=4, ep=4),
+    "pp2_ep2_ep_shard2": MeshConfig(pp=2, dp_shard=4, ep=2, ep_shard=2),
+}
+
+
+def config_for(path: Path, mesh: MeshConfig) -> Config:
+    return Config(
+        mesh=mesh,
+        model=model_config_from_hf(path),
+        moe=MoEConfig(experts="loop"),
+        parallel=ParallelConfig(),
+        train=TrainConfig(seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=1, dtype="float32"),
+    )
+
+
+def load_on_mesh(path: Path, mesh: MeshConfig) -> tuple[dict[int, Decoder], Meshes, Config]:
+    config = config_for(path, mesh)
+    meshes = build_meshes(resolve_mesh(mesh, None), torch.device("cpu"))
+    parts = build_parts(config, meshes)
+    for part in parts.values():
+        part.to_empty(device="cpu")
+        part.train()
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.fill_(float("nan"))  # nothing may be left unread
+    load_hf(parts, path)
+    return parts, meshes, config
+
+
+def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(vocab_size, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.cat((tokens[:, 1:], torch.full((ROWS, 1), IGNORE)), dim=1)
+
+
+def train_step(path: Path, mesh: MeshConfig) -> tuple[float, dict[str, torch.Tensor]]:
+    """This rank's share of the loss, and the gradients of its stages."""
+    parts, meshes, config = load_on_mesh(path, mesh)
+    tokens, labels = tokens_and_labels(config.model.vocab_size)
+    mine = slice(meshes.dp_rank * ROWS // meshes.shape.dp, (meshes.dp_rank + 1) * ROWS // meshes.shape.dp)
+    rows = tokens[mine].shape[0]
+    batch = StepBatch(
+        tokens=tokens[mine],
+        labels=labels[mine],
+        positions=torch.arange(SEQ).expand(rows, -1),
+        doc_ids=torch.zeros(rows, SEQ, dtype=torch.int64),
+        num_bytes=0,
+        first_row=0,
+    )
+    inputs, _ = prepare_inputs(batch, meshes, config, torch.device("cpu"))
+    loss = build_runner(parts, meshes, config, torch.device("cpu")).train(inputs)
+    gradients = {name: whole(parameter.grad) for name, parameter in named_parameters(parts).items()}
+    return float(loss), gradients
+
+
+def round_trip(path: Path, out: Path, mesh: MeshConfig, dtype: str) -> int:
+    parts, _, _ = load_on_mesh(path, mesh)
+    return save_hf(parts, out, dtype=dtype, max_shard_bytes=60_000).num_files
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint directory; a name in two files is a mistake."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for key, tensor in load_file(file).items():
+            assert key not in tensors, key
+            tensors[key] = tensor
+    return tensors
+
+
+def world_size(mesh: MeshConfig) -> int:
+    return resolve_mesh(mesh, None).world_size
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("dsv3", "ep2"),
+        ("dsv3_odd", "ep_shard2"),
+        ("dsv3_groups_yarn", "pp2_ep2_ep_shard2"),
+        ("qwen3_moe", "cp2_ep2"),
+        ("qwen3_moe_yarn", "ep_shard2"),
+        ("qwen3_moe", "pp2"),
+        ("mixtral", "dp4_ep4"),
+        ("mixtral", "pp2_dp2_ep2"),
+        ("dsv3", "hsdp2x2_ep2"),
+        ("dsv3", "tp2_dp2_ep2_etp2"),
+        ("qwen3_moe", "tp2_dp2_ep2_ep_shard2"),
+    ],
+)
+def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    hf = save_small_hf(name, tmp_path)
+    tokens, labels = tokens_and_labels(hf.config.vocab_size)
+    logits = hf(tokens).logits
+    their_loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    their_loss.backward()
+    theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
+
+    results = ranks.run(train_step, world_size(MESHES[mesh]), tmp_path, MESHES[mesh])
+    loss = sum(share for share, _ in results)
+    assert abs(loss - their_loss.item()) < TOLERANCE * their_loss.item()
+    gradients = {key: gradient for _, mine in results for key, gradient in mine.items()}
+    compared = set()
+    for key, gradient in gradients.items():
+        for piece in hf_pieces(key, tuple(gradient.shape), FUSED):
+            source, target = piece.overlap((0,) * gradient.dim(), tuple(gradient.shape))
+            wanted = theirs[piece.key][source]
+            assert (gradient[target] - wanted).norm() < TOLERANCE * wanted.norm(), piece.key
+            compared.add(piece.key)
+    assert compared == set(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *product(
+            ["dsv3", "qwen3_moe_tied", "mixtral"], ["one", "pp2_ep2_ep_shard2", "hsdp2x2_ep2", "cp2_ep2"]
+        ),
+        ("qwen3_moe_yarn", "tp2"),  # one key/value head, which tp leaves whole on every rank
+        # FSDP inside tp and etp.
+        *product(["dsv3", "qwen3_moe"], ["tp2_dp2_ep2_etp2", "dp4_etp2", "ep_replicate2_tp2"]),
+        ("dsv3_odd", "dp4_ep2_ep_shard2"),  # six router rows over four ranks: one of them has none
+    ],
+)
+def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf(name, tmp_path / "in")
+    results = ranks.run(
+        round_trip, world_size(MESHES[mesh]), tmp_path / "in", tmp_path / "out", MESHES[mesh], "keep"
+    )
+    assert results[0] >= world_size(MESHES[mesh])  # every rank wrote something
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype
+        assert torch.equal(after[key], tensor), key
+    source = model_config_from_hf(tmp_path / "in")
+    assert model_config_from_hf(tmp_path / "out") == replace(source, hf_path=str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", ["dsv3_odd", "qwen3_moe", "mixtral_odd"])
+def test_bfloat16_survives_float32_master_weights(name: str, tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf(name, tmp_path / "in", dtype=torch.bfloat16)
+    ranks.run(round_trip, 2, tmp_path / "in", tmp_path / "out", MESHES["ep_shard2"], "bfloat16")
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        # The selection bias is float32 in every model here.
+        assert after[key].dtype == (torch.float32 if key.endswith("correction_bias") else torch.bfloat16)
+        assert torch.equal(after[key].to(tensor.dtype), tensor), key

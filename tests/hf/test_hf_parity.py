@@ -1,0 +1,69 @@
+"""Logits, cross-entropy and every gradient against ``transformers``, from the same checkpoint directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from automoe.config.schema import MoEConfig
+from automoe.hf.keys import FUSED, hf_pieces
+from automoe.hf.reader import load_hf
+from automoe.hf.registry import model_config_from_hf
+from automoe.model.decoder import Decoder
+from automoe.parallel.parallelize import build_decoder
+from automoe.rows import IGNORE
+from automoe.testing.hf_models import SMALL_MODELS, save_small_hf
+
+TOLERANCE = 1e-5
+ROWS, SEQ = 3, 40
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def load(path: Path, experts: str = "loop", dtype: torch.dtype = torch.float32) -> Decoder:
+    model = build_decoder(model_config_from_hf(path), MoEConfig(experts=experts), dtype)
+    model.to_empty(device="cpu")
+    load_hf(model, path)
+    return model.train()
+
+
+def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(vocab_size, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.cat((tokens[:, 1:], torch.full((ROWS, 1), IGNORE)), dim=1)
+
+
+def their_gradient(name: str, shape: torch.Size, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The gradient of our tensor ``name``, put together from transformers' tensors."""
+    whole = torch.empty(shape)
+    for piece in hf_pieces(name, tuple(shape), FUSED):
+        source, target = piece.overlap((0,) * len(shape), tuple(shape))
+        whole[target] = theirs[piece.key][source]
+    return whole
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
+def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
+    hf = save_small_hf(name, tmp_path, save_original_format=not fused)
+    model = load(tmp_path)
+    tokens, labels = tokens_and_labels(model.config.vocab_size)
+
+    their_logits = hf(tokens).logits
+    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    their_loss.backward()
+    with torch.no_grad():
+        assert relative(model(tokens), their_logits) < TOLERANCE
+    loss = model(tokens, labels=labels).sum()
+    loss.backward()
+    assert abs(loss.item() - their_loss.item()) < TOLERANCE * their_loss.item()
+    theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
+    for ours, parameter in model.named_parameters():
+        wanted = their_gradient(ours, parameter.shape, theirs)
+        assert wanted.norm() > 0
+        assert relative(parameter.grad, wanted) < TOLERANCE, ours

@@ -1,0 +1,292 @@
+"""Checkpoint directories that are damaged or hold another model: what is wrong, where, what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
+from automoe.errors import CheckpointError
+from automoe.hf import reader
+from automoe.hf.files import INDEX_FILE, read_headers
+from automoe.hf.reader import load_hf
+from automoe.hf.registry import model_config_from_hf
+from automoe.mesh import build_meshes
+from automoe.model.decoder import Decoder
+from automoe.parallel.parallelize import build_decoder, build_parts
+from automoe.testing.hf_models import save_small_hf
+from automoe.testing.pool import RankPool
+
+
+def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = build_decoder(config, MoEConfig(), dtype)
+    return model.to_empty(device="cpu")
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a single-file checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    save_small_hf("qwen3_moe", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_small_hf("qwen3_moe", tmp_path, max_shard_size="60KB")
+    assert (tmp_path / INDEX_FILE).is_file()
+    return tmp_path
+
+
+def refused(folder: Path, config: ModelConfig | None = None) -> str:
+    config = config or model_config_from_hf(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_hf(empty_model(config), folder)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def test_sharded_file_of_the_index_is_missing(sharded: Path) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    message = refused(sharded)
+    assert "1 of the" in message and victim.name in message
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_truncated_file(sharded: Path, keep: int) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    data = victim.read_bytes()
+    victim.write_bytes(data[:keep])
+    message = refused(sharded)
+    assert "truncated" in message and victim.name in message
+    assert f"{len(data[:keep]):,} bytes" in message
+
+
+def test_git_lfs_pointer(single: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (single / "model.safetensors").write_bytes(pointer)
+    assert "Git LFS pointer" in (message := refused(single)) and "git lfs pull" in message
+
+
+def test_git_lfs_pointer_for_an_index(sharded: Path) -> None:
+    (sharded / INDEX_FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    assert "Git LFS pointer" in refused(sharded)
+
+
+def test_header_that_is_no_json(single: Path) -> None:
+    (single / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"\x00" * 200)
+    assert "no safetensors header" in refused(single)
+
+
+def test_directory_without_weights(single: Path) -> None:
+    (single / "model.safetensors").rename(single / "pytorch_model.bin")
+    assert "pytorch_model.bin" in (message := refused(single)) and INDEX_FILE in message
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        read_headers(tmp_path / "nowhere")
+
+
+def test_index_of_other_files(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX_FILE).read_text())
+    index["weight_map"]["model.layers.9.made_up"] = next(iter(index["weight_map"].values()))
+    (sharded / INDEX_FILE).write_text(json.dumps(index))
+    assert "model.layers.9.made_up" in refused(sharded)
+
+
+def test_missing_keys_are_listed_and_counted(single: Path) -> None:
+    def drop_expert(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers.2.mlp.experts.5." in name]:
+            del tensors[name]
+
+    edit(single, drop_expert)
+    message = refused(single)
+    assert "3 tensors are missing" in message
+    assert "model.layers.2.mlp.experts.5.down_proj.weight" in message
+
+
+def test_many_missing_keys_are_cut_short(single: Path) -> None:
+    edit(single, lambda tensors: [tensors.pop(k) for k in list(tensors) if "layers.1.self_attn" in k])
+    assert "6 tensors are missing" in (message := refused(single)) and "and 2 more" in message
+
+
+def test_unexpected_keys_are_listed(single: Path) -> None:
+    edit(single, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}))
+    assert "1 are not the model's: model.layers.0.self_attn.q_proj.bias" in refused(single)
+
+
+def test_layers_of_another_count(single: Path) -> None:
+    config = replace(model_config_from_hf(single), num_layers=5)
+    assert "model.layers.4." in refused(single, config)
+
+
+def test_wrong_shape(single: Path) -> None:
+    config = replace(model_config_from_hf(single), moe_intermediate_size=24)
+    message = refused(single, config)
+    assert "96 tensors have another shape" in message  # 4 layers, 8 experts, 3 projections
+    assert "is [16, 32], not [24, 32]" in message
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_number_of_experts(tmp_path: Path, fused: bool) -> None:
+    save_small_hf("dsv3", tmp_path, save_original_format=not fused)
+    config = replace(model_config_from_hf(tmp_path), num_experts=16)
+    message = refused(tmp_path, config)
+    assert "holds 8 experts a layer, and the model has 16" in message
+    assert "model.num_experts=8" in message
+
+
+def test_quantised_tensors_are_refused(single: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    assert "quantised (F8_E4M3)" in (message := refused(single)) and name in message
+
+
+def test_extra_tensors_that_are_known_are_passed_over(tmp_path: Path) -> None:
+    save_small_hf("qwen3_moe_tied", tmp_path)
+    extra = {
+        "lm_head.weight": torch.zeros(101, 32),  # tied: the embedding is the head
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6),
+        "model.layers.4.embed_tokens.weight": torch.zeros(101, 32),  # a module for multi-token prediction
+    }
+    edit(tmp_path, lambda tensors: tensors.update(extra))
+    model = empty_model(model_config_from_hf(tmp_path))
+    load_hf(model, tmp_path)
+    assert model.head_weight.abs().sum() > 0
+
+
+def test_buffers_come_too(tmp_path: Path) -> None:
+    hf = save_small_hf("dsv3", tmp_path)
+    model = empty_model(model_config_from_hf(tmp_path))
+    for buffer in model.buffers():  # fresh memory may happen to be zero
+        buffer.fill_(7)
+    load_hf(model, tmp_path)
+    for layer, moe in model.moe_layers():
+        theirs = hf.model.layers[layer].mlp.gate.e_score_correction_bias
+        assert theirs.abs().sum() > 0
+        assert torch.equal(moe.router.expert_bias, theirs)
+        # Not in a checkpoint: as at the start of training.
+        assert torch.equal(moe.router.load_fractions, torch.full((8,), 1 / 8, dtype=torch.float64))
+        assert not moe.router.load.totals.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_converts_to_the_parameters_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    hf = save_small_hf("mixtral", tmp_path)
+    model = empty_model(model_config_from_hf(tmp_path), dtype)
+    load_hf(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, hf.lm_head.weight.to(dtype))
+
+
+def test_large_tensors_are_read_in_pieces(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, pieces = (empty_model(model_config_from_hf(single)) for _ in range(2))
+    load_hf(whole, single)
+    monkeypatch.setattr(reader, "_CHUNK_BYTES", 700)
+    load_hf(pieces, single)
+    for (name, one), (_, other) in zip(whole.named_parameters(), pieces.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def elements_read(path: Path, mesh: MeshConfig) -> tuple[int, int]:
+    """Numbers that this rank read from files, and numbers of its parameters and biases."""
+    config = Config(mesh=mesh, model=model_config_from_hf(path))
+    config.moe.experts = "loop"
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    read = 0
+
+    class Slice:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+            nonlocal read
+            tensor = self.inner[index]  # type: ignore[index]
+            read += tensor.numel()
+            return tensor
+
+    class File:
+        def __init__(self, *args: object, **options: object) -> None:
+            self.inner = safe_open(*args, **options)
+
+        def get_slice(self, key: str) -> Slice:
+            return Slice(self.inner.get_slice(key))
+
+    reader.safe_open = File  # type: ignore[assignment,misc]
+    try:
+        for part in parts.values():
+            part.to_empty(device="cpu")
+        load_hf(parts, path)
+    finally:
+        reader.safe_open = safe_open
+    own = sum(p.to_local().numel() for part in parts.values() for p in part.parameters())
+    own += sum(
+        b.numel() for part in parts.values() for n, b in part.named_buffers() if n.endswith("expert_bias")
+    )
+    return read, own
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_rank_reads_what_it_owns_and_no_more(fused: bool, tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf("dsv3", tmp_path, save_original_format=not fused)
+    mesh = MeshConfig(pp=2, dp_shard=2, ep=2)
+    for read, own in ranks.run(elements_read, 4, tmp_path, mesh):
+        assert read == own > 0
+
+
+def failure(path: Path, mesh: MeshConfig) -> str:
+    config = Config(mesh=mesh, model=replace(model_config_from_hf(path), num_experts=4))
+    config.moe.experts = "loop"
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    for part in parts.values():
+        part.to_empty(device="cpu")
+    with pytest.raises(CheckpointError) as caught:
+        load_hf(parts, path)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_the_same_error(single: Path, ranks: RankPool) -> None:
+    messages = ranks.run(failure, 2, single, MeshConfig(dp_shard=2, ep=2))
+    assert messages[0] == messages[1]
+    assert "holds 8 experts" in messages[0]
+
+
+def lose_a_file(path: Path, mesh: MeshConfig) -> str:
+    """The last rank finds that a file is gone which was there when rank 0 read its header."""
+    config = Config(mesh=mesh, model=model_config_from_hf(path))
+    config.moe.experts = "loop"
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    for part in parts.values():
+        part.to_empty(device="cpu")
+
+    def gone(*args: object, **options: object) -> object:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    if torch.distributed.get_rank() == 1:
+        reader.safe_open = gone  # type: ignore[assignment]
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            load_hf(parts, path)
+    finally:
+        reader.safe_open = safe_open
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_read_stops_all(single: Path, ranks: RankPool) -> None:
+    messages = ranks.run(lose_a_file, 2, single, MeshConfig(dp_shard=2, ep=2))
+    assert messages[0] == messages[1]
+    assert "model.safetensors" in messages[0] and "cannot be read" in messages[0]

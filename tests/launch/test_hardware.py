@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, LaunchConfig, MeshConfig
+from automoe.launch import hardware
+
+
+@pytest.fixture
+def cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
+
+
+@pytest.fixture
+def eight_gpus(cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver directory like that of a machine with eight GPUs."""
+    for i in range(8):
+        (tmp_path / f"0000:{i:02x}:00.0").mkdir()
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"), [(None, 8), ("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-a, GPU-b", 2)]
+)
+@pytest.mark.usefixtures("eight_gpus")
+def test_visible_gpus_follow_the_driver_and_the_variable(chosen: str | None, count: int) -> None:
+    assert hardware.visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == count
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_ranks_fill_the_gpus_in_whole_meshes() -> None:
+    config = Config(mesh=MeshConfig(pp=3))
+    assert hardware.resolve_device(config) == "cuda"
+    assert hardware.default_num_ranks(config, "cuda") == 6
+    assert hardware.default_num_ranks(Config(mesh=MeshConfig(ep=16)), "cuda") == 16, "one whole mesh at least"
+    assert hardware.default_num_ranks(Config(launch=LaunchConfig(num_ranks=5)), "cuda") == 5
+    assert hardware.missing_hardware(resolve_mesh(MeshConfig(), 8), "cuda") is None
+    missing = hardware.missing_hardware(resolve_mesh(MeshConfig(), 16), "cuda")
+    assert missing == "16 CUDA ranks need 16 GPUs, and this machine has 8"
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_gpus_that_the_installed_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
+    assert hardware.resolve_device(Config()) == "cpu"
+    missing = hardware.missing_hardware(resolve_mesh(MeshConfig(), 8), "cuda")
+    assert missing is not None and "need a CUDA build of torch" in missing
+
+
+def test_a_cuda_build_that_sees_no_driver_says_why_it_trains_on_the_cpu(
+    cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "none")
+    note = hardware.cpu_note(Config())
+    assert note is not None and f"no NVIDIA driver is seen at {tmp_path}/none" in note
+    assert hardware.cpu_note(Config(launch=LaunchConfig(device="cpu"))) is None, "asked for"
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
+    assert hardware.cpu_note(Config()) is None, "a CPU build could not use one"
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_gpus_that_are_seen_or_hidden_on_purpose_need_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.cpu_note(Config()) is None
+
+
+def test_the_build_of_torch_is_known_without_importing_it() -> None:
+    import torch
+
+    assert hardware.torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "none")
+    assert hardware.visible_gpus() == 0
+    assert hardware.resolve_device(compose_config()) == "cpu"
+    limit = hardware.MAX_CPU_RANKS_PER_CORE * hardware.num_cores()
+    assert hardware.missing_hardware(resolve_mesh(MeshConfig(), limit), "cpu") is None
+    assert f"at most {limit}" in str(hardware.missing_hardware(resolve_mesh(MeshConfig(), limit + 1), "cpu"))

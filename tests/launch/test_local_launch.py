@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from launch_command import TWO_RANKS, Command, read_until
+
+from automoe.config.frozen import load_config
+from automoe.launch.run_dir import read_status
+
+STALE = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": "3"}
+
+
+def test_a_run_that_ends_well_leaves_status_config_and_logs_even_under_stale_variables(
+    tmp_path: Path,
+) -> None:
+    command = Command(tmp_path / "run", env=STALE)
+    code, out, err = command.run("recipe_answers", "train.steps=5", *TWO_RANKS)
+    assert code == 0, err
+    assert "hello from rank 0 of 2" in out and "rank 1" not in out
+    assert "note: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment" in err
+    status = read_status(command.run_dir)
+    assert status["state"] == "done" and status["objective"] == 15.0
+    assert "hello from rank 0" in (command.run_dir / "logs" / "rank0.log").read_text()
+    assert "hello from rank 1" in (command.run_dir / "logs" / "rank1.log").read_text()
+    config = load_config(command.run_dir)
+    assert (config.mesh.dp_shard, config.mesh.ep_shard) == (2, 2), "nothing is left to derive"
+    assert config.train.steps == 5 and config.launch.num_ranks == 2
+    assert command.processes() == []
+
+
+def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None:
+    code, out, err = command.run("recipe_raises", *TWO_RANKS)
+    assert code == 1
+    assert err.count("ValueError: the seventh seal is broken") == 1
+    assert "error: rank 1: ValueError" in err and "recipe_raises.py:9 in main" in err
+    assert "ChildFailedError" not in err + out, "torchrun's own report stays in its log"
+    assert f"{command.run_dir}/logs" in err
+    error = read_status(command.run_dir)["error"]
+    assert (error["rank"], error["type"]) == (1, "ValueError")
+    assert command.processes() == []
+
+
+def test_a_rank_killed_by_a_signal_is_named_although_its_peers_complain_first(command: Command) -> None:
+    code, _, err = command.run("recipe_killed", *TWO_RANKS)
+    assert code == 1
+    assert "error: rank 1: LaunchError: killed by SIGKILL" in err and "memory" in err
+    assert read_status(command.run_dir)["error"]["rank"] == 1
+
+
+def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command: Command) -> None:
+    process = command.start("recipe_until_stopped", *TWO_RANKS)
+    read_until(process, "stepping")
+    code, _, err = command.run("recipe_answers", *TWO_RANKS)
+    assert code == 2
+    assert f"run_dir={command.run_dir} is in use by another run, process {process.pid}." in err
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert "SIGTERM: the ranks finish their step and leave without saving (checkpoint.every=0)" in err
+    assert process.returncode == 128 + signal.SIGTERM
+    assert read_status(command.run_dir)["state"] == "preempted"
+    steps = [(command.run_dir / f"stopped{rank}").read_text() for rank in range(2)]
+    assert steps[0] == steps[1], "both ranks left at the same step"
+    assert command.processes() == []
+
+
+def test_a_request_to_stop_before_the_ranks_listen_is_not_lost(command: Command) -> None:
+    process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=5")
+    read_until(process, "starting 2 ranks")
+    while not (command.run_dir / "logs" / "launcher.log").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert "SIGTERM: the ranks finish their step and save" in err
+    assert process.returncode == 128 + signal.SIGTERM
+    assert read_status(command.run_dir)["state"] == "preempted"
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(command: Command) -> None:
+    process = command.start("recipe_deaf", *TWO_RANKS)
+    read_until(process, "sleeping")
+    process.send_signal(signal.SIGINT)
+    while not (command.run_dir / "stop_requested").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGINT
+    command.wait_until_gone()
+
+
+def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
+    process = command.start("recipe_deaf", *TWO_RANKS)
+    read_until(process, "sleeping")
+    assert len(command.processes()) == 4, "parent, torchrun, two ranks"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    command.wait_until_gone()
+    # The kernel has released the lock with the process, so the directory can be used again.
+    assert json.loads((command.run_dir / "status.json").read_text())["state"] == "running"
+    code, _, err = command.run("recipe_answers", *TWO_RANKS)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("name", ["no_such_recipe", "automoe.recipes.no_such"])
+def test_a_recipe_that_does_not_exist(command: Command, name: str) -> None:
+    code, _, err = command.run(name)
+    assert code == 2
+    assert f"recipe={name}: no such module" in err

@@ -1,0 +1,174 @@
+"""Models, rows and runs of the mesh suite; ranks import this too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RopeConfig,
+    RouterConfig,
+    TrainConfig,
+)
+from automoe.data.batch import IGNORE, StepBatch
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+
+ROWS, SEQ_LEN, VOCAB = 8, 16, 48
+STEPS = 3
+
+_SIZES = dict(vocab_size=VOCAB, hidden_size=16, num_experts=8, moe_intermediate_size=8)
+# Weights much larger than a trainer's, so that routing is uneven and no gradient drowns in rounding.
+_SIZES |= dict(initializer_range=0.3)
+
+MODELS = {
+    "deepseek": ModelConfig(
+        family="deepseek_v3",
+        num_layers=5,
+        first_k_dense=1,
+        intermediate_size=24,
+        num_experts_per_token=3,
+        num_shared_experts=1,
+        attention=AttentionConfig(
+            kind="mla",
+            num_heads=2,
+            num_kv_heads=2,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=6,
+        ),
+        rope=RopeConfig(
+            interleaved=True, scaling="yarn", factor=4.0, original_seq_len=8, mscale=1.0, mscale_all_dim=1.0
+        ),
+        router=RouterConfig(
+            score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5
+        ),
+        **_SIZES,
+    ),
+    "qwen3": ModelConfig(
+        family="qwen3_moe",
+        num_layers=4,
+        num_experts_per_token=3,
+        attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True),
+        **_SIZES,
+    ),
+    "mixtral": ModelConfig(
+        family="mixtral",
+        num_layers=4,
+        num_experts_per_token=2,
+        attention=AttentionConfig(kind="gqa", num_heads=2, num_kv_heads=1, head_dim=8),
+        **_SIZES,
+    ),
+}
+MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
+# Kimi's form: one direct query projection, no groups of experts; and more heads, for tp4.
+MODELS["deepseek-direct"] = replace(
+    MODELS["deepseek"],
+    num_shared_experts=2,
+    attention=replace(MODELS["deepseek"].attention, q_lora_rank=None, num_heads=4, num_kv_heads=4),
+    router=replace(MODELS["deepseek"].router, num_groups=1, topk_groups=1),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mesh with a model and the way it is run."""
+
+    family: str
+    mesh: dict[str, int] = field(default_factory=dict)
+    rows: int = 1  # of one micro-batch
+    dispatcher: str = "alltoall"
+    parallel: dict[str, object] = field(default_factory=dict)
+    gate: str = "learned"
+    document_mask: bool = True
+    moe: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return resolve_mesh(self.config.mesh, None).world_size
+
+    @property
+    def config(self) -> Config:
+        mesh = MeshConfig(**({"dp_shard": 1} | self.mesh))
+        return Config(
+            mesh=mesh,
+            model=MODELS[self.family],
+            moe=MoEConfig(
+                dispatcher=self.dispatcher,
+                experts="loop",
+                gate=self.gate,
+                seq_balance_coef=0.02,
+                global_balance_coef=0.03,
+                z_loss_coef=0.01,
+                bias_update_rate=0.02,
+                **self.moe,
+            ),
+            parallel=ParallelConfig(**self.parallel),
+            train=TrainConfig(
+                seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"
+            ),
+            data=DataConfig(document_mask=self.document_mask),
+        )
+
+    @property
+    def reference(self) -> Case:
+        """The same run on one rank, the whole batch at once, nothing padded or recomputed."""
+        moe = {key: value for key, value in self.moe.items() if key != "pad_to_capacity"}
+        return replace(self, mesh={}, rows=ROWS, dispatcher="alltoall", parallel={}, moe=moe)
+
+    def __str__(self) -> str:
+        axes = "-".join(f"{axis}{size}" for axis, size in self.mesh.items()) or "one"
+        extra = "" if self.gate == "learned" else f"-{self.gate}gate"
+        extra += "" if self.document_mask else "-nomask"
+        extra += "".join(
+            f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"
+            for key, value in (self.parallel | self.moe).items()
+        )
+        return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace(
+            "'", ""
+        )
+
+
+def batches(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    """Rows of a step: documents of random length, two rows with padding, one without a trained label."""
+    generator = torch.Generator().manual_seed(step)
+    # No token twice in a row: tokens that are alike, with pasts that are alike, have routing weights equal
+    # up to rounding, and capacity by probability would then drop by rounding.
+    tokens = torch.rand(ROWS, VOCAB, generator=generator).argsort(1)[:, : SEQ_LEN + 1]
+    starts = torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.15
+    starts[:, 0] = False
+    doc_ids = starts.long().cumsum(1)
+    index = torch.arange(SEQ_LEN).expand(ROWS, SEQ_LEN)
+    positions = index - torch.where(starts, index, 0).cummax(1).values
+    labels = tokens[:, 1:].clone()
+    labels[:, :-1][doc_ids[:, 1:] != doc_ids[:, :-1]] = IGNORE
+    for row, padding in ((2, 3), (ROWS - 1, SEQ_LEN - 2)):
+        doc_ids[row, -padding:] = -1
+        labels[row, -padding - 1 :] = IGNORE
+    labels[4] = IGNORE
+    mine = slice(dp_rank * ROWS // dp_size, (dp_rank + 1) * ROWS // dp_size)
+    return StepBatch(tokens[mine, :-1], labels[mine], positions[mine], doc_ids[mine], 0, 0)
+
+
+def run_case(pool: RankPool, case: Case, steps: int = STEPS) -> Trajectory:
+    """The case on its own mesh."""
+    return merge_trajectories(pool.run(run_trajectory, case.world_size, case.config, batches, steps))
+
+
+def float32(case: Case) -> Config:
+    """The same run in float32 with ``grouped_mm``."""
+    config = case.config
+    return replace(
+        config, moe=replace(config.moe, experts="grouped_mm"), train=replace(config.train, dtype="float32")
+    )

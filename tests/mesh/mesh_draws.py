@@ -1,0 +1,90 @@
+"""Random mappings of the mesh suite, from all legal ones.
+
+The seed is in every test's name and is the date's, so that every day draws others. To repeat a failure::
+
+    AUTOMOE_MESH_SEED=739945 python -m pytest -m exhaustive tests/mesh -k drawn
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import prod
+from typing import Any
+
+from mesh_cases import MODELS, ROWS, Case
+from mesh_mappings import FULL, GPIPE, INTERLEAVED, PARTS, PER_MICRO_BATCH
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.testing.mappings import is_legal, legal_meshes
+
+DRAWS = 16
+WORLDS = (2, 4, 4, 8, 8, 8, 16)
+
+
+@dataclass(frozen=True)
+class Drawn(Case):
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"seed={self.seed}-{super().__str__()}"
+
+
+def mesh_seed() -> int:
+    """``AUTOMOE_MESH_SEED``, or the number of today (UTC)."""
+    return int(os.environ.get("AUTOMOE_MESH_SEED", datetime.now(UTC).date().toordinal()))
+
+
+def draw_cases(seed: int | None = None, count: int = DRAWS) -> list[Drawn]:
+    """``count`` different legal cases; the same for the same seed."""
+    seed = mesh_seed() if seed is None else seed
+    generator = random.Random(seed)
+    drawn: dict[str, Drawn] = {}
+    while len(drawn) < count:
+        case = _draw(generator, seed)
+        if case is not None:
+            drawn.setdefault(str(case), case)
+    return sorted(drawn.values(), key=lambda case: case.world_size)
+
+
+def _draw(generator: random.Random, seed: int) -> Drawn | None:
+    """One case, or None where the way to run it that was drawn has no legal mapping."""
+    choose = generator.choice
+    world_size, family = choose(WORLDS), choose(list(MODELS))
+    parallel: dict[str, Any] = dict(choose(({}, {}, GPIPE, INTERLEAVED, PER_MICRO_BATCH)))
+    parallel |= choose(({}, {}, {}, FULL, PARTS, dict(recompute="full", recompute_layers="every 2")))
+    moe: dict[str, Any] = choose(
+        (
+            {},
+            {},
+            {},
+            dict(router_jitter=0.05),
+            dict(capacity_factor=1.25, drop_scope="sequence"),
+            dict(capacity_factor=1.0, drop_scope="sequence", drop_policy="position", pad_to_capacity=True),
+        )
+    )
+    run: dict[str, Any] = dict(
+        rows=choose((1, 2, 4, ROWS)),
+        dispatcher=choose(("alltoall", "alltoall", "allgather")),
+        parallel=parallel,
+        document_mask=generator.random() < 0.8,
+        moe=moe,
+    )
+    shapes = list(legal_meshes(world_size, Case(family, **run).config))
+    if not shapes:
+        return None
+    # Few of all foldings use many axes, and those that do are where mistakes hide.
+    weights = [2 ** sum(size > 1 for size in _sizes(shape).values()) for shape in shapes]
+    [shape] = generator.choices(shapes, weights)
+    mesh = {axis: size for axis, size in _sizes(shape).items() if size > 1}
+    case = Drawn(family, mesh, seed=seed, **run)
+    assert case.world_size == world_size == prod(shape.sizes("moe")) and is_legal(shape, case.config)
+    return case
+
+
+def _sizes(shape: MeshShape) -> dict[str, int]:
+    """The axes that a configuration names; ``ep_shard`` follows from them."""
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep_replicate", "ep", "etp")
+    return {axis: getattr(shape, axis) for axis in axes}

@@ -1,0 +1,378 @@
+"""Mistakes of distributed training, put in on purpose: what the mesh suite must not let pass.
+
+Each fault is a context manager entered on every rank of a case around the real run; leaving it restores
+the code, because ranks serve later cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import automoe.model.attention
+import automoe.moe.balance
+import automoe.moe.router
+import automoe.parallel.context
+import automoe.parallel.parallelize
+import automoe.parallel.step
+import automoe.parallel.tensor
+import automoe.rows
+import automoe.testing.trajectory
+from automoe.config.schema import Config
+from automoe.data.batch import IGNORE
+from automoe.model.attention import GroupedQueryAttention
+from automoe.moe.balance import LoadCounter, update_expert_bias
+from automoe.moe.dispatch import ExpertTensorDispatcher
+from automoe.moe.layer import MoE
+from automoe.parallel.data import fsdp_modules
+from automoe.parallel.shared_gradients import SharedGradients
+from automoe.testing.trajectory import Batches, Trajectory, run_trajectory
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+def run_with_fault(config: Config, batches: Batches, steps: int, fault: Fault) -> Trajectory:
+    """``run_trajectory`` with the fault in place."""
+    with fault():
+        return run_trajectory(config, batches, steps)
+
+
+def _replace(module: object, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    return patch.object(module, name, make(getattr(module, name)))
+
+
+@contextmanager
+def _divide_gradients(select: Callable[[nn.Module], bool], factor: Callable[[Any], float]) -> Iterator[None]:
+    def make(original):
+        def apply(model, meshes, parallel, dtype):
+            original(model, meshes, parallel, dtype)
+            for module in fsdp_modules(model):
+                if select(module):
+                    module.set_gradient_divide_factor(factor(meshes.shape))
+
+        return apply
+
+    with _replace(automoe.parallel.parallelize, "apply_data_parallel", make):
+        yield
+
+
+def expert_gradients_divided_by_ep_shard():
+    return _divide_gradients(lambda module: hasattr(module, "w_down"), lambda shape: float(shape.ep_shard))
+
+
+def gradients_averaged_over_replicas():
+    return _divide_gradients(
+        lambda module: not hasattr(module, "w_down"), lambda shape: float(shape.dp_replicate)
+    )
+
+
+def balance_loss_gradient_dropped():
+    return patch.object(automoe.moe.router, "attach_loss", lambda x, loss: x)
+
+
+def norm_of_this_rank():
+    def local_norm(parameters, pp_group=None):
+        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+        return torch.stack([gradient.norm() for gradient in local]).norm()
+
+    return patch.object(automoe.testing.trajectory, "global_grad_norm", local_norm)
+
+
+def norm_of_this_stage():
+    return _replace(
+        automoe.testing.trajectory,
+        "global_grad_norm",
+        lambda original: lambda parameters, pp_group=None: original(parameters),
+    )
+
+
+def counts_summed_over_cp_twice():
+    """The counts of the row, which the sequence loss needs summed, also end up in the counter."""
+
+    def make(original):
+        def add(self, chosen, plain, losses):
+            dist.all_reduce(chosen)
+            original(self, chosen, plain, losses)
+
+        return add
+
+    return _replace(LoadCounter, "add", make)
+
+
+def padding_counted():
+    return patch.object(
+        automoe.rows.Rows, "valid", property(lambda rows: torch.ones_like(rows.index, dtype=torch.bool))
+    )
+
+
+def _change_inputs(change: Callable[..., None]) -> AbstractContextManager[Any]:
+    def make(original):
+        def prepare(batch, meshes, config, device, forced_ids=None):
+            inputs, trained = original(batch, meshes, config, device, forced_ids)
+            change(inputs, batch, meshes)
+            return inputs, trained
+
+        return prepare
+
+    return _replace(automoe.testing.trajectory, "prepare_inputs", make)
+
+
+def labels_made_after_the_cp_split():
+    def change(inputs, batch, meshes):
+        same_document = inputs["doc_ids"][:, 1:] == inputs["doc_ids"][:, :-1]
+        inputs["labels"] = torch.full_like(inputs["labels"], IGNORE)
+        inputs["labels"][:, :-1] = inputs["tokens"][:, 1:].where(same_document, IGNORE)
+
+    return _change_inputs(change)
+
+
+def positions_counted_per_cp_rank():
+    def change(inputs, batch, meshes):
+        inputs["positions"] = torch.arange(inputs["tokens"].shape[1]).expand_as(inputs["tokens"]).contiguous()
+
+    return _change_inputs(change)
+
+
+def loss_divided_by_own_tokens():
+    """A mean per rank, then a mean of means: wrong as soon as ranks train different numbers of tokens."""
+
+    def change(inputs, batch, meshes):
+        inputs["token_counts"][:, 0] = meshes.shape.dp * int((batch.labels >= 0).sum())
+
+    return _change_inputs(change)
+
+
+def tokens_counted_once_per_cp_rank():
+    def change(inputs, batch, meshes):
+        inputs["token_counts"] *= meshes.shape.cp
+
+    return _change_inputs(change)
+
+
+def expert_bias_moved_per_micro_batch():
+    def make(original):
+        def balance(self, scores, routing, rows):
+            counts = torch.bincount(routing.ids[rows.valid].flatten(), minlength=self.num_experts)
+            update_expert_bias(self.expert_bias, counts.double(), self.moe.bias_update_rate)
+            return original(self, scores, routing, rows)
+
+        return balance
+
+    return _replace(automoe.moe.router.Router, "_balance", make)
+
+
+def load_fractions_never_updated():
+    def make(original):
+        def update(stats, parts, config):
+            original(replace(stats, plain_counts=torch.ones_like(stats.plain_counts)), parts, config)
+
+        return update
+
+    return _replace(automoe.testing.trajectory, "update_balance_state", make)
+
+
+def documents_ignored_across_cp():
+    return _replace(
+        automoe.model.attention,
+        "attention_mask",
+        lambda original: lambda rows: original(replace(rows, doc_ids=None)),
+    )
+
+
+def row_balance_per_cp_rank():
+    return patch.object(automoe.parallel.context.GatherRows, "sum", lambda self, x: x)
+
+
+def initialised_by_rank():
+    return _replace(
+        automoe.parallel.parallelize,
+        "initialize",
+        lambda original: lambda part, std, seed: original(part, std, seed + dist.get_rank()),
+    )
+
+
+def gradients_never_reduced():
+    return _replace(
+        automoe.parallel.step,
+        "defer",
+        lambda original: lambda part, parallel, last: original(part, parallel, last=False),
+    )
+
+
+def gradients_of_the_last_micro_batch_only():
+    def make(original):
+        def train(self, inputs):
+            micro_batches = self._split(inputs)
+            last = {name: tensor for name, tensor in micro_batches[-1].items()}
+            del micro_batches
+            return original(self, last)
+
+        return train
+
+    return _replace(automoe.parallel.step.SingleStageRunner, "train", make)
+
+
+def pipeline_averages_micro_batches():
+    def make(original):
+        return {
+            name: lambda *args, schedule=schedule, **kwargs: schedule(
+                *args, **(kwargs | {"scale_grads": True})
+            )
+            for name, schedule in original.items()
+        }
+
+    return _replace(automoe.parallel.step, "SCHEDULES", make)
+
+
+def experts_left_out_of_the_optimizer():
+    def make(original):
+        def build(parts, optim):
+            for part in parts:
+                for module in part.modules():
+                    if isinstance(module, MoE):
+                        module.experts.requires_grad_(False)
+            optimizer = original(parts, optim)
+            for part in parts:
+                part.requires_grad_(True)
+            return optimizer
+
+        return build
+
+    return _replace(automoe.testing.trajectory, "build_optimizer", make)
+
+
+def gradients_averaged_over_expert_replicas():
+    return _divide_gradients(
+        lambda module: hasattr(module, "w_down"), lambda shape: float(shape.ep_replicate)
+    )
+
+
+def gradients_of_copies_not_summed_over_tp():
+    """Norms, routers and key/value heads that every tp rank keeps have a gradient of its own tokens alone."""
+    return patch.object(SharedGradients, "sum", lambda self: None)
+
+
+def gradients_of_copies_summed_on_one_tp_rank_only():
+    """Right on the first rank, whose tensors are compared; the copies drift apart."""
+
+    def make(original):
+        def total(self):
+            own = [p.grad.clone() for _, parameters in self._by_group for p in parameters]
+            original(self)
+            if dist.get_rank() % 2:
+                shared = [p for _, parameters in self._by_group for p in parameters]
+                for parameter, gradient in zip(shared, own, strict=True):
+                    parameter.grad.copy_(gradient)
+
+        return total
+
+    return _replace(SharedGradients, "sum", make)
+
+
+def loss_counted_by_every_tp_rank():
+    def make(original):
+        def build(*args):
+            runner = original(*args)
+            runner.reports_loss = True
+            return runner
+
+        return build
+
+    return _replace(automoe.testing.trajectory, "build_runner", make)
+
+
+def _after_tensor_parallel(change: Callable[..., None]) -> AbstractContextManager[Any]:
+    def make(original):
+        def apply(model, meshes):
+            original(model, meshes)
+            change(model, meshes)
+
+        return apply
+
+    return _replace(automoe.parallel.parallelize, "apply_tensor_parallel", make)
+
+
+def labels_sought_in_the_first_vocabulary_part():
+    def change(model, meshes):
+        model.first_id = 0
+
+    return _after_tensor_parallel(change)
+
+
+def tokens_sought_in_the_first_vocabulary_part():
+    def change(model, meshes):
+        model.embed_tokens.first_id = 0
+
+    return _after_tensor_parallel(change)
+
+
+def key_value_heads_of_another_group():
+    """Fewer heads than ranks: neighbours share one; dealt out in turn, ranks meet the wrong one."""
+
+    def change(model, meshes):
+        for module in model.modules():
+            if isinstance(module, GroupedQueryAttention):
+                heads = module.k_proj.weight.shape[0] // module.head_dim
+                head = meshes.coordinate("tp") % heads
+                rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
+                module.k_proj.rows = module.v_proj.rows = rows
+
+    return _after_tensor_parallel(change)
+
+
+def terms_of_tp_ranks_not_summed():
+    return patch.object(
+        automoe.parallel.tensor.SequenceSplit, "reduce", automoe.parallel.tensor.SequenceSplit.part
+    )
+
+
+def row_balance_per_tp_rank():
+    return patch.object(automoe.rows._SplitExchange, "sum", lambda self, x: self.exchange.sum(x))
+
+
+def tokens_of_the_first_tp_rank_believed_everywhere():
+    """Index and document of another part of the row: padding is counted where it is not."""
+
+    def make(original):
+        def part(self, split):
+            rows = original(self, split)
+            size = rows.index.shape[1]
+            return replace(rows, index=self.index[:, :size], not_padding=self.not_padding[:, :size])
+
+        return part
+
+    return _replace(automoe.rows.Rows, "part", make)
+
+
+def norm_of_tp_shards_summed_twice():
+    """Squares of parameters that every tp rank keeps are added up over tp, like those of shards."""
+
+    def make(original):
+        def norm(parameters, pp_group=None):
+            squares = original(parameters, pp_group) ** 2
+            dist.all_reduce(squares)
+            return squares.sqrt()
+
+        return norm
+
+    return _replace(automoe.testing.trajectory, "global_grad_norm", make)
+
+
+def terms_of_etp_ranks_averaged():
+    return _replace(
+        ExpertTensorDispatcher,
+        "_run",
+        lambda original: lambda self, *args, **options: original(self, *args, **options) / self.num_ranks,
+    )
+
+
+def recomputation_counted_again():
+    return patch.object(automoe.moe.balance, "recomputing", lambda: False)

@@ -1,0 +1,121 @@
+"""The mappings of the mesh suite: a core for every change, and all the others."""
+
+from __future__ import annotations
+
+from mesh_cases import Case
+
+INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)
+GPIPE = dict(schedule="GPipe")
+PER_MICRO_BATCH = dict(reshard="micro_batch", grad_sync="micro_batch")
+FULL = dict(recompute="full")
+PARTS = dict(recompute=["core_attn", "moe"])
+DROP = dict(capacity_factor=1.0, drop_scope="sequence")
+PADDED = DROP | dict(drop_policy="position", pad_to_capacity=True)
+
+CORE = [
+    # one rank: accumulation
+    Case("deepseek", rows=2),
+    Case("mixtral", rows=2, parallel=PER_MICRO_BATCH),
+    # two ranks: each axis alone, or with the one that folds over it
+    Case("deepseek", dict(pp=2), rows=2),
+    Case("qwen3", dict(pp=2), rows=2, parallel=GPIPE),
+    Case("deepseek", dict(pp=2), rows=2, parallel=dict(schedule="1F1B", layers_per_stage=[4, 1])),
+    Case("deepseek", dict(dp_shard=2), rows=4),
+    Case("qwen3", dict(dp_shard=2, ep=2), rows=1),
+    Case("mixtral", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=PER_MICRO_BATCH),
+    Case("mixtral", dict(dp_replicate=2), rows=1),
+    Case("deepseek", dict(cp=2), rows=4, document_mask=False),
+    Case("mixtral", dict(cp=2, ep=2), rows=2, gate="balanced"),
+    Case("deepseek", dict(tp=2), rows=4),
+    Case("qwen3", dict(tp=2, ep=2), rows=2, parallel=PARTS),
+    Case("mixtral", dict(dp_shard=2, etp=2), rows=2),
+    Case("deepseek", dict(dp_shard=2, ep_replicate=2), rows=2),
+    Case("mixtral", dict(tp=2, etp=2), rows=2, moe=DROP),
+    Case("qwen3-tied", dict(pp=2), rows=2),
+    # four ranks
+    Case("mixtral", dict(cp=4, ep=4), rows=2),
+    Case("deepseek", dict(dp_shard=4, ep=2), rows=1),
+    Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1),
+    Case("qwen3", dict(dp_shard=2, cp=2, ep=4), rows=1),
+    Case("mixtral", dict(pp=2, cp=2, ep=2), rows=2, parallel=GPIPE),
+    Case("deepseek-direct", dict(tp=4), rows=4),
+    Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather"),
+    Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2),
+    Case("qwen3", dict(cp=2, tp=2, ep=4), rows=4),
+    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1),
+    Case("qwen3", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2),
+    Case("deepseek-direct", dict(pp=2, tp=2, ep=2), rows=2, parallel=FULL),
+    Case("qwen3-tied", dict(pp=2, tp=2, etp=2), rows=2, parallel=INTERLEAVED),
+    # eight ranks
+    Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED),
+    Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
+    Case("mixtral", dict(dp_replicate=2, dp_shard=2, tp=2, ep=2, ep_replicate=2), rows=2, parallel=FULL),
+    Case("deepseek-direct", dict(dp_shard=2, cp=2, tp=2, ep=2, etp=2), rows=4, moe=PADDED),
+]
+
+MORE = [
+    Case("mixtral", dict(pp=2), rows=2, parallel=INTERLEAVED),
+    Case("qwen3", dict(pp=2), rows=2, parallel=INTERLEAVED | dict(layers_per_stage=[1, 1, 1, 1])),
+    Case("deepseek", dict(cp=2), rows=8),
+    Case("qwen3", dict(cp=2, ep=2), rows=2),
+    Case("mixtral", dict(cp=2, ep=2), rows=2, dispatcher="allgather"),
+    Case("qwen3-tied", dict(dp_shard=2), rows=2),
+    Case("qwen3", dict(dp_shard=4), rows=2),
+    Case("deepseek", dict(dp_shard=4, ep=4), rows=2),
+    Case("deepseek", dict(pp=4), rows=2),
+    Case("deepseek", dict(dp_replicate=2, dp_shard=2, ep=2), rows=1, dispatcher="allgather"),
+    Case("mixtral", dict(dp_replicate=2, dp_shard=2), rows=2, parallel=PER_MICRO_BATCH),
+    Case("mixtral", dict(dp_shard=2, cp=2), rows=4),
+    Case("deepseek", dict(pp=2, dp_shard=2, ep=2), rows=1),
+    Case("qwen3", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
+    Case("qwen3-tied", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
+    Case("qwen3", dict(dp_shard=8, ep=8), rows=1),
+    Case("mixtral", dict(dp_shard=2, cp=4, ep=8), rows=1),
+    Case("deepseek", dict(dp_replicate=2, dp_shard=2, cp=2, ep=4), rows=2, dispatcher="allgather"),
+    Case("qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, ep=2), rows=1),
+    Case("mixtral", dict(dp_shard=8, ep=2), rows=1),
+    # tp
+    Case("mixtral", dict(tp=2), rows=2, parallel=PER_MICRO_BATCH),
+    Case("qwen3-tied", dict(tp=2, ep=2), rows=4),
+    Case("deepseek", dict(tp=2, ep=2), rows=8, document_mask=False),
+    Case("qwen3", dict(dp_shard=2, tp=2), rows=2),
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=4), rows=1, moe=DROP | dict(drop_policy="position")),
+    Case("qwen3", dict(tp=4, ep=2), rows=2, moe=dict(router_jitter=0.1)),
+    Case("mixtral", dict(cp=2, tp=2, ep=2), rows=2, dispatcher="allgather"),
+    Case(
+        "deepseek-direct", dict(tp=4, ep=4), rows=4, parallel=dict(recompute="full", recompute_layers=[1, 3])
+    ),
+    Case("qwen3", dict(dp_replicate=2, tp=2, ep=4), rows=1),
+    # etp
+    Case("deepseek", dict(cp=2, etp=2), rows=4),
+    Case("qwen3", dict(dp_shard=4, etp=4), rows=2),
+    Case("mixtral", dict(dp_shard=4, etp=2), rows=2, dispatcher="allgather"),
+    Case("qwen3", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, dispatcher="allgather"),
+    Case("deepseek", dict(cp=2, tp=2, etp=4), rows=4),
+    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=2, moe=PADDED),
+    # ep_replicate
+    Case("mixtral", dict(tp=2, ep_replicate=2), rows=2),
+    Case("qwen3", dict(dp_shard=4, ep=2, ep_replicate=2), rows=1),
+    Case("deepseek", dict(cp=2, tp=2, etp=2, ep_replicate=2), rows=4),
+    # pipelines
+    Case("mixtral", dict(pp=2, tp=2), rows=2, parallel=GPIPE | PARTS),
+    Case("deepseek", dict(pp=2, tp=2, ep=2), rows=2, parallel=dict(layers_per_stage=[1, 4])),
+    Case("qwen3", dict(pp=2, dp_shard=2, etp=2), rows=1, parallel=INTERLEAVED | FULL),
+    Case("qwen3-tied", dict(pp=2, cp=2, ep_replicate=2), rows=2),
+    Case("qwen3-tied", dict(pp=2, dp_replicate=2, tp=2, ep=2), rows=1, parallel=GPIPE),
+    # eight ranks
+    Case("deepseek", dict(dp_shard=2, cp=2, tp=2, ep=8), rows=1),
+    Case("qwen3", dict(dp_shard=2, tp=4, ep=8), rows=1, parallel=dict(recompute=["core_attn"])),
+    Case("mixtral", dict(dp_replicate=2, cp=2, tp=2, ep=4, etp=2), rows=2),
+    Case("deepseek-direct", dict(pp=2, tp=4, ep=2, etp=2), rows=2, parallel=GPIPE),
+    Case("deepseek", dict(pp=2, cp=2, tp=2, ep=4), rows=2, parallel=INTERLEAVED | FULL),
+    Case("qwen3", dict(pp=4, tp=2, ep=2), rows=2),
+    Case("deepseek", dict(dp_shard=4, tp=2, ep=2, etp=2, ep_replicate=2), rows=1, moe=DROP),
+    Case("mixtral", dict(dp_shard=4, tp=2, ep=2), rows=2, moe=dict(micro_batch_balance_coef=0.02)),
+    # sixteen ranks
+    Case("deepseek", dict(pp=2, dp_shard=2, cp=2, tp=2, ep=4, etp=2), rows=1, parallel=INTERLEAVED),
+    Case("qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=4, ep_replicate=2), rows=1),
+    Case("deepseek-direct", dict(dp_shard=2, cp=2, tp=4, ep=8), rows=2, parallel=FULL),
+    Case("mixtral", dict(dp_shard=4, cp=2, tp=2, ep=2, etp=4), rows=1, dispatcher="allgather"),
+    Case("qwen3-tied", dict(pp=4, dp_shard=2, tp=2, ep=4), rows=1, parallel=GPIPE),
+]

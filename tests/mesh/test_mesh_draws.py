@@ -1,0 +1,57 @@
+"""Random draws of the mesh suite: repeatable, legal, and spread over all axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mesh_draws import DRAWS, draw_cases, mesh_seed
+from mesh_mappings import CORE, MORE
+
+from automoe.config.schema import CheckpointConfig, Config
+from automoe.config.validate import validate
+
+SEEDS = range(20)
+
+
+def checked(config: Config, run_dir: Path) -> Config:
+    """The case's own config, but for a vocabulary that a tokenizer has, and nothing written."""
+    model = replace(config.model, vocab_size=48 * 6)
+    return replace(config, model=model, run_dir=str(run_dir), checkpoint=CheckpointConfig(export_hf=False))
+
+
+def test_every_draw_is_accepted_by_validate(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        for case in draw_cases(seed):
+            shape = validate(checked(case.config, tmp_path), None, "cpu")
+            assert shape.world_size == case.world_size, case
+
+
+def test_every_listed_case_is_accepted_by_validate(tmp_path: Path) -> None:
+    for case in CORE + MORE:
+        validate(checked(case.config, tmp_path), None, "cpu")
+
+
+def test_a_seed_draws_the_same_again_and_another_one_others() -> None:
+    names = [[str(case) for case in draw_cases(seed)] for seed in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
+    assert len(set(names[0])) == DRAWS
+    assert all(name.startswith("seed=1-") for name in names[0])
+
+
+def test_draws_reach_every_axis_and_every_option() -> None:
+    drawn = [case for seed in SEEDS for case in draw_cases(seed)]
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep_replicate", "ep", "etp"):
+        assert sum(axis in case.mesh for case in drawn) > len(drawn) / 20, axis
+    for key in ("recompute", "schedule", "reshard"):
+        assert sum(key in case.parallel for case in drawn) > len(drawn) / 20, key
+    for key in ("capacity_factor", "router_jitter", "pad_to_capacity"):
+        assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
+
+
+def test_the_seed_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOMOE_MESH_SEED", "7")
+    assert mesh_seed() == 7
+    monkeypatch.delenv("AUTOMOE_MESH_SEED")
+    assert mesh_seed() > 700_000  # a date's number

@@ -1,0 +1,71 @@
+"""The first step in float32 with ``grouped_mm``, the reference run's routing forced on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mesh_cases import Case, batches, float32
+from mesh_mappings import FULL, INTERLEAVED
+
+from automoe.testing.compare import compare_trajectories
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+
+TOLERANCE = 1e-5
+# Parameters are left out: Adam divides by the gradient's own size, so its first step turns the rounding
+# of a gradient that is almost zero into a whole learning rate.
+COMPARED = (
+    "loss",
+    "sequence balance loss",
+    "lagged balance loss",
+    "expert counts",
+    "gradient",
+    "gradient norm",
+)
+
+CASES = [
+    Case("deepseek", rows=2),
+    Case("qwen3", dict(dp_shard=4, ep=2), rows=1),
+    Case("mixtral", dict(dp_replicate=2, dp_shard=2, ep=4), rows=2, dispatcher="allgather"),
+    Case("deepseek", dict(cp=2, ep=2), rows=4),
+    Case("qwen3", dict(pp=2, dp_shard=2, ep=2), rows=2),
+    Case("mixtral", dict(dp_shard=2, cp=2), rows=2),
+    Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED),
+    Case("qwen3", dict(tp=2, ep=2), rows=2),
+    Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather"),
+    Case("mixtral", dict(dp_shard=2, etp=2), rows=2),
+    Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2, parallel=FULL),
+    Case("mixtral", dict(cp=2, tp=2, ep=2, etp=2), rows=4),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(ranks: RankPool):
+    runs: dict[str, Trajectory] = {}
+
+    def get(case: Case) -> Trajectory:
+        if case.family not in runs:
+            [run] = ranks.run(run_trajectory, 1, float32(case.reference), batches, 1, record=True)
+            runs[case.family] = run
+        return runs[case.family]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Case) -> None:
+    expected = recorded(case)
+    run = ranks.run(run_trajectory, case.world_size, float32(case), batches, 1, forced=expected.choices)
+    compared = [c for c in compare_trajectories(merge_trajectories(run), expected) if c.kind in COMPARED]
+    different = [c for c in compared if not c.within(TOLERANCE)]
+    assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
+
+
+def test_forced_routing_is_what_both_runs_use(ranks: RankPool, recorded) -> None:
+    """Other choices than its own give another loss, so the runs above really repeated the reference's."""
+    case = CASES[0]
+    expected = recorded(case)
+    shifted = [(choices + 1) % 8 for choices in expected.choices]
+    [run] = ranks.run(run_trajectory, 1, float32(case), batches, 1, forced=shifted)
+    assert abs(run.losses[0] - expected.losses[0]) > 1e-3
+    assert torch.equal(run.expert_counts[0], expected.expert_counts[0].roll(1, dims=1))

@@ -1,0 +1,74 @@
+"""Every mesh trains like one rank: three steps in float64, every number and tensor at 1e-10."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mesh_cases import MODELS, STEPS, Case, run_case
+from mesh_draws import draw_cases
+from mesh_mappings import CORE, MORE
+
+from automoe.testing.compare import compare_trajectories
+from automoe.testing.pool import RankPool
+
+TOLERANCE = 1e-10
+
+
+def check_against_one_rank(ranks: RankPool, reference, case: Case) -> None:
+    compared = compare_trajectories(run_case(ranks, case), reference(case))
+    different = [c for c in compared if not c.within(TOLERANCE)]
+    assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
+
+
+@pytest.mark.parametrize("case", CORE, ids=str)
+def test_a_mesh_trains_like_one_rank(ranks: RankPool, reference, case: Case) -> None:
+    check_against_one_rank(ranks, reference, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_every_other_mesh_trains_like_one_rank(ranks: RankPool, reference, case: Case) -> None:
+    check_against_one_rank(ranks, reference, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", draw_cases(), ids=str)
+def test_a_drawn_mesh_trains_like_one_rank(ranks: RankPool, reference, case: Case) -> None:
+    check_against_one_rank(ranks, reference, case)
+
+
+def test_no_mapping_is_listed_twice() -> None:
+    names = [str(case) for case in CORE + MORE]
+    assert len(set(names)) == len(names) >= 60
+    assert len(CORE) >= 25
+    assert max(case.world_size for case in CORE + MORE) == 16
+
+
+PARTS = ("embed_tokens", "self_attn", "mlp.router", "mlp.experts", "layernorm", "norm")
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_reference_has_something_to_compare(reference, family: str) -> None:
+    """Gradients that are zero, balance losses that vanish or counts that tie would compare equal for nothing."""
+    run = reference(Case(family))
+    deepseek = family.startswith("deepseek")
+    for step in range(STEPS):
+        assert run.gradients[step].keys() == run.parameters.keys()
+        for part in PARTS + (("mlp.shared_experts", "mlp.gate_proj") if deepseek else ()):
+            assert any(part in name for name in run.gradients[step]), part
+        assert ("lm_head.weight" in run.gradients[step]) == (family != "qwen3-tied")
+        assert all(gradient.norm() > 1e-6 for gradient in run.gradients[step].values())
+        assert run.sequence_balance[step] > 1e-3 and run.lagged_balance[step] > 1e-3
+        assert run.z_loss[step] > 1e-3
+        assert run.expert_counts[step].std(dim=1).min() > 1
+    assert run.grad_norms[0] > 1, "clipping has to act"
+    assert all(bias.abs().max() > 0 for bias in run.biases.values())
+    assert len(run.biases) == (4 if deepseek else 0)
+    assert len(set(run.losses)) == STEPS
+    assert not torch.equal(run.expert_counts[0], run.expert_counts[1])
+
+
+@pytest.mark.parametrize("case", [case for case in CORE if "capacity_factor" in case.moe], ids=str)
+def test_the_reference_drops_in_some_layers_and_not_everything(reference, case: Case) -> None:
+    shares = [share for step in reference(case).dropped_share for share in step]
+    assert all(0.02 < share < 0.9 for share in shares)

@@ -1,0 +1,84 @@
+"""Tests of the test: known mistakes turn the suite's comparison red, and at the quantity that they spoil."""
+
+from __future__ import annotations
+
+import mesh_faults as faults
+import pytest
+from mesh_cases import STEPS, Case, batches, run_case
+from mesh_faults import Fault, run_with_fault
+from mesh_mappings import FULL
+from test_mesh_float64 import TOLERANCE
+
+from automoe.testing.compare import differences
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import merge_trajectories
+
+FOLDED = Case("deepseek", dict(dp_shard=4, ep=2), rows=2)
+HYBRID = Case("mixtral", dict(dp_replicate=2, dp_shard=2, ep=4), rows=2)
+TWO = Case("qwen3", dict(dp_shard=2, ep=2), rows=4)
+CONTEXT = Case("deepseek", dict(cp=2, ep=2), rows=8)
+STAGES = Case("qwen3", dict(pp=2), rows=2)
+ALONE = Case("deepseek", rows=2)
+TENSOR = Case("qwen3", dict(tp=2), rows=4)
+FEW_HEADS = Case("qwen3", dict(tp=4, ep=4), rows=4)
+EXPERT_TENSOR = Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2)
+EXPERT_COPIES = Case("deepseek", dict(dp_shard=2, ep_replicate=2), rows=2)
+RECOMPUTED = Case("qwen3", dict(tp=2, ep=2), rows=4, parallel=FULL)
+
+# fault, the mesh it is put in, and the first thing that differs: step, kind, part of the name
+FAULTS = [
+    (faults.expert_gradients_divided_by_ep_shard, FOLDED, 0, "gradient", "mlp.experts.w_"),
+    (faults.gradients_averaged_over_replicas, HYBRID, 0, "gradient", "embed_tokens"),
+    (faults.balance_loss_gradient_dropped, TWO, 0, "gradient", ""),
+    (faults.norm_of_this_rank, TWO, 0, "gradient norm", ""),
+    (faults.norm_of_this_stage, STAGES, 0, "gradient norm", ""),
+    (faults.counts_summed_over_cp_twice, CONTEXT, 0, "expert counts", ""),
+    (faults.padding_counted, TWO, 0, "sequence balance loss", ""),
+    (faults.labels_made_after_the_cp_split, CONTEXT, 0, "loss", ""),
+    (faults.positions_counted_per_cp_rank, CONTEXT, 0, "loss", ""),
+    (faults.loss_divided_by_own_tokens, TWO, 0, "loss", ""),
+    (faults.tokens_counted_once_per_cp_rank, CONTEXT, 0, "loss", ""),
+    (faults.expert_bias_moved_per_micro_batch, ALONE, 0, "loss", ""),
+    (faults.load_fractions_never_updated, TWO, 1, "lagged balance loss", ""),
+    (faults.documents_ignored_across_cp, CONTEXT, 0, "loss", ""),
+    (faults.row_balance_per_cp_rank, CONTEXT, 0, "sequence balance loss", ""),
+    (faults.initialised_by_rank, TWO, 0, "loss", ""),
+    (faults.gradients_never_reduced, TWO, 0, "gradient", "embed_tokens"),
+    (faults.gradients_of_the_last_micro_batch_only, ALONE, 0, "loss", ""),
+    (faults.pipeline_averages_micro_batches, STAGES, 0, "gradient", "embed_tokens"),
+    (faults.experts_left_out_of_the_optimizer, TWO, 1, "loss", ""),
+    (faults.gradients_averaged_over_expert_replicas, EXPERT_COPIES, 0, "gradient", "mlp.experts.w_"),
+    (faults.gradients_of_copies_not_summed_over_tp, TENSOR, 0, "gradient", "norm"),
+    (faults.gradients_of_copies_summed_on_one_tp_rank_only, TENSOR, 1, "loss", ""),
+    (faults.loss_counted_by_every_tp_rank, TENSOR, 0, "loss", ""),
+    (faults.labels_sought_in_the_first_vocabulary_part, TENSOR, 0, "loss", ""),
+    (faults.tokens_sought_in_the_first_vocabulary_part, TENSOR, 0, "loss", ""),
+    (faults.key_value_heads_of_another_group, FEW_HEADS, 0, "loss", ""),
+    (faults.terms_of_tp_ranks_not_summed, TENSOR, 0, "loss", ""),
+    (faults.row_balance_per_tp_rank, TENSOR, 0, "sequence balance loss", ""),
+    (faults.tokens_of_the_first_tp_rank_believed_everywhere, TENSOR, 0, "sequence balance loss", ""),
+    (faults.norm_of_tp_shards_summed_twice, TENSOR, 0, "gradient norm", ""),
+    (faults.terms_of_etp_ranks_averaged, EXPERT_TENSOR, 0, "loss", ""),
+    (faults.recomputation_counted_again, RECOMPUTED, 0, "sequence balance loss", ""),
+]
+
+
+@pytest.mark.parametrize("fault, case, step, kind, name", FAULTS, ids=[row[0].__name__ for row in FAULTS])
+def test_a_fault_is_seen_where_it_acts(
+    ranks: RankPool, reference, fault: Fault, case: Case, step: int, kind: str, name: str
+) -> None:
+    broken = ranks.run(run_with_fault, case.world_size, case.config, batches, STEPS, fault)
+    found = differences(merge_trajectories(broken), reference(case), TOLERANCE)
+    assert found, "the suite would have passed"
+    assert (found[0].step, found[0].kind) == (step, kind), str(found[0])
+    assert name in found[0].name, str(found[0])
+
+
+INTACT = [FOLDED, HYBRID, TWO, CONTEXT, STAGES, ALONE]
+INTACT += [TENSOR, FEW_HEADS, EXPERT_TENSOR, EXPERT_COPIES, RECOMPUTED]
+
+
+@pytest.mark.parametrize("case", INTACT, ids=str)
+def test_without_the_fault_nothing_differs(ranks: RankPool, reference, case: Case) -> None:
+    """Runs after the faults, on the same processes: none of them was left in."""
+    assert not differences(run_case(ranks, case), reference(case), TOLERANCE)

@@ -1,0 +1,68 @@
+"""Chunked cross-entropy against torch's: value, both gradients, nothing trained, many chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import automoe.model.loss
+from automoe.model.loss import cross_entropy_sum
+from automoe.rows import IGNORE
+
+T, H, V = 30, 8, 21
+
+
+def inputs(dtype: torch.dtype, ignored: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (T,), generator=generator)
+    labels[torch.randperm(T, generator=generator)[:ignored]] = IGNORE
+    return x, weight, labels
+
+
+@pytest.mark.parametrize("ignored", [0, 11, T - 1, T])
+@pytest.mark.parametrize("chunk", [1, 7, 30, 1024])
+def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int) -> None:
+    monkeypatch.setattr(automoe.model.loss, "CHUNK_TOKENS", chunk)
+    x, weight, labels = inputs(torch.float64, ignored)
+    got = cross_entropy_sum(x, weight, labels)
+    expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+    scale = 0.37  # what reaches the loss from above is not one
+    for mine, theirs in zip(
+        torch.autograd.grad(got * scale, (x, weight)),
+        torch.autograd.grad(expected * scale, (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_logits_beyond_exp_do_not_overflow() -> None:
+    x = torch.tensor([[1e4]])
+    loss = cross_entropy_sum(x, torch.tensor([[1.0], [0.5], [-1.0]]), torch.tensor([1]))
+    assert loss.item() == pytest.approx(5e3)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_same(frozen: str) -> None:
+    x, weight, labels = inputs(torch.float64, 5)
+    both = torch.autograd.grad(cross_entropy_sum(x, weight, labels), (x, weight))
+    (x if frozen == "x" else weight).requires_grad_(False)
+    cross_entropy_sum(x, weight, labels).backward()
+    assert (x.grad is None) == (frozen == "x") and (weight.grad is None) == (frozen == "weight")
+    assert torch.equal(weight.grad, both[1]) if frozen == "x" else torch.equal(x.grad, both[0])
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    x, weight, labels = inputs(torch.bfloat16, 0)
+    loss = cross_entropy_sum(x, weight, labels)
+    loss.backward()
+    assert loss.dtype == torch.float32 and x.grad.dtype == weight.grad.dtype == torch.bfloat16
+    wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = F.cross_entropy(wide_x @ wide_weight.T, labels, reduction="sum")
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
+    exact.backward()
+    for mine, theirs in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
+        assert (mine.double() - theirs).norm() < 2e-2 * theirs.norm()

@@ -1,0 +1,124 @@
+"""Dispatch, then combine: whatever the routing, every token gets the weighted sum of its own experts.
+
+Expert e multiplies by e + 1, so an answer tells which experts a token met and with what weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automoe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
+from automoe.moe.dispatch.base import group_ends, sort_by_expert, sum_to_tokens
+from automoe.testing.pool import RankPool
+
+E, H, WORLD = 8, 5, 4
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def multiplying_experts(first: int, num_local: int) -> Callable[..., torch.Tensor]:
+    """Experts ``first`` ... of a rank; checks that rows are grouped by expert as ``offsets`` say."""
+
+    def experts(x, gather_idx, offsets, probs):
+        assert offsets.dtype == torch.int32 and offsets.shape == (num_local,)
+        assert int(offsets[-1]) == gather_idx.numel() == probs.numel()
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1)).long()
+        assert bool((counts >= 0).all())
+        factors = torch.arange(first + 1, first + num_local + 1, dtype=x.dtype).repeat_interleave(counts)
+        return x[gather_idx] * (probs * factors).unsqueeze(1)
+
+    return experts
+
+
+def expected(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return x * (weights * (ids + 1)).sum(1, keepdim=True)
+
+
+def check(dispatcher, experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Output and both gradients against the formula."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    upstream = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
+    got = dispatcher(x, ids, weights, experts)
+    got.backward(upstream)
+    grads = x.grad, weights.grad
+    x.grad = weights.grad = None
+    want = expected(x, ids, weights)
+    want.backward(upstream)
+    torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-12, atol=1e-12)
+    for grad, reference in zip(grads, (x.grad, weights.grad), strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-12, atol=1e-12)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Routed:
+    tokens, top_k = draw(st.integers(0, 12)), draw(st.integers(1, 4))
+    # A pool of few experts leaves most of them without a token.
+    pool = draw(st.lists(st.integers(0, E - 1), min_size=1, max_size=E))
+    ids = draw(st.lists(st.sampled_from(pool), min_size=tokens * top_k, max_size=tokens * top_k))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    x = torch.randn(tokens, H, generator=generator, dtype=torch.float64)
+    weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
+    return x, torch.tensor(ids, dtype=torch.int64).view(tokens, top_k), weights
+
+
+@settings(deadline=None, max_examples=100)
+@given(routings())
+def test_local_dispatch_is_the_weighted_sum_for_any_routing(routed: Routed) -> None:
+    check(LocalDispatcher(E), multiplying_experts(0, E), *routed)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, E + 2), max_size=40))
+def test_sorting_groups_choices_and_keeps_their_order(ids: list[int]) -> None:
+    order, counts = sort_by_expert(torch.tensor(ids, dtype=torch.int64), E)
+    assert [ids[i] for i in order] == sorted(ids)
+    assert counts.tolist() == [ids.count(e) for e in range(E)]
+    assert order.tolist() == sorted(range(len(ids)), key=lambda i: (ids[i], i))
+    assert group_ends(counts).tolist() == [sum(i <= e for i in ids) for e in range(E)]
+
+
+def test_rows_are_summed_to_their_tokens() -> None:
+    rows = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    summed = sum_to_tokens(rows, torch.tensor([2, 0, 2]), 4)
+    assert summed.tolist() == [[10.0, 20.0], [0.0, 0.0], [101.0, 202.0], [0.0, 0.0]]
+
+
+ROUTINGS: dict[str, Callable[[torch.Generator, int, int], torch.Tensor]] = {
+    "random": lambda g, tokens, k: torch.randint(0, E, (tokens, k), generator=g),
+    "distinct": lambda g, tokens, k: torch.rand(tokens, E, generator=g).topk(k).indices,
+    "one expert": lambda g, tokens, k: torch.full((tokens, k), 5),
+    "first rank only": lambda g, tokens, k: torch.randint(0, E // WORLD, (tokens, k), generator=g),
+    "last rank empty": lambda g, tokens, k: torch.randint(0, E - E // WORLD, (tokens, k), generator=g),
+    "own rank": lambda g, tokens, k: torch.full((tokens, k), dist.get_rank() * (E // WORLD)),
+}
+
+
+def dispatched(kind: str, routing: str, tokens_per_rank: list[int], top_k: int) -> bool:
+    rank, num_local = dist.get_rank(), E // WORLD
+    dispatcher = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind](E, dist.group.WORLD)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        tokens = tokens_per_rank[rank]
+        x = torch.randn(tokens, H, generator=generator, dtype=torch.float64)
+        weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
+        ids = ROUTINGS[routing](generator, tokens, top_k)
+        check(dispatcher, multiplying_experts(rank * num_local, num_local), x, ids, weights)
+    return True
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+def test_ranks_give_every_token_its_own_experts(ranks: RankPool, kind: str, routing: str, top_k: int) -> None:
+    assert all(ranks.run(dispatched, WORLD, kind, routing, [6] * WORLD, top_k))
+
+
+@pytest.mark.parametrize("tokens", [[0, 7, 1, 3], [0, 0, 0, 2], [0, 0, 0, 0]], ids=str)
+def test_all_to_all_takes_any_number_of_tokens_a_rank(ranks: RankPool, tokens: list[int]) -> None:
+    assert all(ranks.run(dispatched, WORLD, "alltoall", "distinct", tokens, 2))

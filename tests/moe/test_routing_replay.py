@@ -1,0 +1,87 @@
+"""Routing on disk: what a directory that does not fit is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from routing_cases import MODEL, VOCAB, routing_config
+
+from automoe.errors import DataError
+from automoe.model.decoder import Decoder
+from automoe.moe.replay import RoutingWriter, read_routing
+from automoe.parallel.parallelize import build_decoder
+from automoe.testing.compare import compare_tensors
+
+B, S = 2, 8
+
+
+def small_decoder() -> Decoder:
+    model = build_decoder(MODEL, routing_config().moe, torch.float64)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    for _, layer in model.moe_layers():
+        layer.router.reset_buffers()
+        layer.router.load.reset_buffers()
+    return model
+
+
+def record(directory: Path, step: int = 0, first_row: int = 4) -> tuple[Decoder, torch.Tensor, torch.Tensor]:
+    """One step of two micro-batches on one rank: model, its rows, their logits."""
+    model = small_decoder()
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(step))
+    row_ids = torch.arange(first_row, first_row + B).unsqueeze(1).expand(B, S)
+    with torch.no_grad(), RoutingWriter([model], str(directory), step, rank=0):
+        logits = [model(tokens[b : b + 1], row_ids=row_ids[b : b + 1]) for b in range(B)]
+    return model, tokens, torch.cat(logits)
+
+
+def read(directory: Path, step: int = 0, first_row: int = 4, **changed: int) -> torch.Tensor:
+    sizes = dict(num_rows=B, seq_len=S, num_layers=MODEL.num_layers, top_k=3) | changed
+    return read_routing(str(directory), step, first_row, **sizes)
+
+
+def test_what_was_written_is_read_and_repeats_the_forward_pass(tmp_path: Path) -> None:
+    model, tokens, logits = record(tmp_path)
+    forced = read(tmp_path)
+    assert forced.shape == (B, S, MODEL.num_layers, 2, 3) and forced.dtype == torch.int64
+    with torch.no_grad():
+        again = model(tokens, forced_ids=forced)
+        assert compare_tensors("logits", "", 0, again, logits).within(1e-12)
+        other = model(tokens, forced_ids=(forced + 1) % MODEL.num_experts)
+        assert not compare_tensors("logits", "", 0, other, logits).within(1e-3)
+
+
+def test_rows_that_another_rank_reads_are_found_by_their_number(tmp_path: Path) -> None:
+    record(tmp_path)
+    assert torch.equal(read(tmp_path, first_row=5, num_rows=1), read(tmp_path)[1:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (dict(step=1), "no recorded routing"),
+        (dict(first_row=5), "8 of 16 tokens of rows 5 ... 6 were not recorded"),
+        (dict(seq_len=2 * S), "16 of 32 tokens"),
+        (dict(top_k=2), "K=3"),
+        (dict(num_layers=1), "2 MoE layers"),
+        (dict(seq_len=4), "at least 8 tokens"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path, changed: dict, said: str) -> None:
+    record(tmp_path)
+    with pytest.raises(DataError, match=said):
+        read(tmp_path, **changed)
+
+
+def test_a_step_that_failed_leaves_no_file(tmp_path: Path) -> None:
+    model = small_decoder()
+    with pytest.raises(IndexError), RoutingWriter([model], str(tmp_path), 0, rank=0):
+        model(torch.full((1, S), VOCAB))
+    assert not list(tmp_path.rglob("*.npz"))
+    with torch.no_grad():
+        model(torch.zeros(1, S, dtype=torch.int64))  # nothing is left hooked
+    assert not list(tmp_path.rglob("*.npz"))

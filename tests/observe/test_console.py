@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import numpy as np
+from synthetic_run import record_of, small_config, write_run
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.observe.console import HEADER_EVERY, Console
+from automoe.observe.summary import bytes_text, duration, short_number
+
+
+def console_of(config) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(config, resolve_mesh(config.mesh, None), file=out), out
+
+
+def run_steps(console: Console, config, steps: int, **changes) -> None:
+    rng = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        console.step(
+            record_of(step, config, rng) | {"expert_max_load": 1.31} | changes.get(f"step{step}", {})
+        )
+
+
+def test_every_cell_ends_under_its_heading(tmp_path):
+    config = small_config(tmp_path, steps=120)
+    console, out = console_of(config)
+    extremes = {
+        "tokens_per_second": 1.234e9,
+        "mfu": 0.9999,
+        "peak_memory_bytes": 191 * 2**30,
+        "step_seconds": 7200.0,
+    }
+    run_steps(
+        console, config, 120, step60={"loss": 12345.6789, "grad_norm": 9.87e12, "lr": 1e-12, **extremes}
+    )
+    lines = out.getvalue().splitlines()
+    header = lines[0]
+    edges = [match.end() for match in re.finditer(r"(grad norm|max load|step time|[^ ]+)", header)]
+    for line in lines:
+        if line.strip().startswith("validation"):
+            continue
+        assert len(line) == len(header) < 100
+        for edge in edges:
+            assert line[edge - 1] != " ", f"nothing ends at column {edge}: {line!r}"
+        cells = len(re.findall(r"(grad norm|max load|step time|[\d.]+ (?:[KMGT]iB|ms|s)\b|[^ ]+)", line))
+        assert cells == len(edges), line
+
+
+def test_the_header_comes_back_and_validations_stand_out(tmp_path):
+    config = small_config(tmp_path, steps=50)
+    console, out = console_of(config)
+    run_steps(console, config, 50)
+    lines = out.getvalue().splitlines()
+    headers = [i for i, line in enumerate(lines) if "grad norm" in line]
+    assert len(headers) == -(-50 // HEADER_EVERY)
+    validations = [line for line in lines if "validation" in line]
+    assert len(validations) == 2 and all("bits per byte" in line for line in validations)
+    loss_edge = lines[0].index("loss") + len("loss")
+    assert re.search(r"\d\.\d{4}$", validations[0][:loss_edge])
+
+
+def test_a_log_file_gets_plain_text_without_escape_codes(tmp_path):
+    config = small_config(tmp_path, steps=3)
+    console, out = console_of(config)
+    console.start(notes={"device": "cpu"})
+    run_steps(console, config, 3)
+    assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
+
+
+def test_log_every_skips_lines_but_never_what_matters(tmp_path):
+    config = small_config(tmp_path, steps=99)
+    config.observe.log_every = 40
+    console, out = console_of(config)
+    run_steps(console, config, 99, step7={"loss": math.nan})
+    shown = [int(number) for number in re.findall(r"^ *(\d+)/99", out.getvalue(), re.M)]
+    assert shown == [1, 7, 25, 40, 50, 75, 80, 99]
+
+
+def test_time_left_falls_to_nothing(tmp_path, monkeypatch):
+    clock = iter(range(0, 100, 2))  # two seconds a step
+    monkeypatch.setattr("automoe.observe.console.time.monotonic", lambda: float(next(clock)))
+    config = small_config(tmp_path, steps=40)
+    console, out = console_of(config)
+    run_steps(console, config, 40)
+    rows = {line.split()[0]: line.split()[-1] for line in out.getvalue().splitlines() if "/40" in line}
+    assert rows["2/40"] == "1:16"
+    assert rows["39/40"] == "0:02"
+    assert rows["40/40"] == "-"
+
+
+def test_the_banner_states_model_meshes_and_batch_arithmetic(tmp_path):
+    config = small_config(tmp_path)
+    console, out = console_of(config)
+    console.start(resume_step=30)
+    text = out.getvalue()
+    assert "pp2 x dp_shard2 = 4 ranks" in text and "pp2 x ep2 = 4 ranks" in text
+    assert "16 rows x 256 tokens = 4,096 tokens a step: 2 dp ranks x 4 micro-batches x 2 rows" in text
+    assert "after step 30" in text
+    assert "      pp 1 |  2  3" in text
+    assert str(tmp_path) in text
+
+
+def test_the_closing_summary_comes_from_the_record(tmp_path):
+    config = write_run(tmp_path, steps=25)
+    console, out = console_of(config)
+    console.finish({"report": tmp_path / "report.html"})
+    assert re.search(r"validation bits per byte +\d\.\d{3}\n", out.getvalue())
+    assert str(tmp_path / "report.html") in out.getvalue()
+
+
+def test_other_ranks_say_nothing(tmp_path, capsys):
+    config = small_config(tmp_path, steps=2)
+    console = Console(config, resolve_mesh(config.mesh, None), enabled=False)
+    console.start()
+    run_steps(console, config, 2)
+    console.note("saved")
+    console.finish()
+    assert capsys.readouterr().out == ""
+
+
+def test_units_read_well_at_their_borders():
+    assert [short_number(n) for n in (None, 0, 999, 999.96, 1234, 999_950, 3.94e6, 671e9)] == [
+        "-",
+        "0",
+        "999",
+        "1.00k",
+        "1.23k",
+        "1.00M",
+        "3.94M",
+        "671B",
+    ]
+    assert [bytes_text(n) for n in (2**20 - 1, 1.5 * 2**30, 2**40)] == ["1.00 MiB", "1.50 GiB", "1.00 TiB"]
+    assert [duration(s) for s in (0.4, 59.6, 3661, 180_000, math.nan)] == [
+        "0:00",
+        "1:00",
+        "1:01:01",
+        "2d 02h",
+        "-",
+    ]

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import math
+import resource
+
+import numpy as np
+import pytest
+import torch
+from synthetic_run import counts_of, record_of, small_config
+
+from automoe.observe.metrics import (
+    MAX_LOAD_SNAPSHOTS,
+    REQUIRED_KEYS,
+    MetricsLog,
+    last_objective,
+    load_summary,
+    read_expert_load,
+    read_metrics,
+    series,
+)
+
+
+def plain_record(step: int, **values: object) -> dict[str, object]:
+    return dict.fromkeys(REQUIRED_KEYS, 1.0) | {"step": step} | values
+
+
+def test_one_line_a_step_is_on_disk_before_the_next_step(tmp_path):
+    log = MetricsLog(tmp_path)
+    rng = np.random.default_rng(0)
+    for step in (1, 2, 3):
+        log.write(
+            record_of(step, small_config(tmp_path), rng) | {"expert_max_load": 1.5},
+            counts_of(step, 2, 4, 100, rng),
+        )
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # the writer is still open
+        assert len(lines) == step
+        assert set(REQUIRED_KEYS) <= set(json.loads(lines[-1]))
+    log.close()
+
+
+def test_a_record_without_a_required_key_is_refused(tmp_path):
+    with MetricsLog(tmp_path) as log, pytest.raises(AssertionError, match="grad_norm"):
+        log.write({key: 1.0 for key in REQUIRED_KEYS if key != "grad_norm"})
+
+
+def test_non_finite_numbers_are_valid_json_and_come_back(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write(plain_record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None))
+    line = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(line, parse_constant=refuse)
+    assert (record["loss"], record["grad_norm"], record["lr"], record["mfu"]) == (
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        None,
+    )
+    records = read_metrics(tmp_path)
+    assert math.isnan(series(records, "loss")[1][0])
+    assert series(records, "grad_norm")[1][0] == math.inf
+    assert len(series(records, "mfu")[1]) == 0
+
+
+def test_tensor_and_numpy_values_become_plain_numbers(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write(plain_record(1, loss=torch.tensor(2.5), lr=np.float32(0.5)), torch.tensor([[3, 1], [2, 2]]))
+    assert read_metrics(tmp_path)[0]["loss"] == 2.5
+    assert read_metrics(tmp_path)[0]["lr"] == 0.5
+    steps, counts = read_expert_load(tmp_path)
+    assert steps.tolist() == [1]
+    assert counts.tolist() == [[[3, 1], [2, 2]]]
+
+
+@pytest.mark.parametrize("resume_step, kept", [(0, 0), (3, 3), (5, 5), (9, 5)])
+def test_resume_drops_the_records_past_the_resumed_step(tmp_path, resume_step, kept):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 6):
+            log.write(plain_record(step, loss=step), [[step, 1]])
+    with MetricsLog(tmp_path, resume_step=resume_step) as log:
+        for step in range(kept + 1, 8):
+            log.write(plain_record(step, loss=10 * step), [[10 * step, 1]])
+    expected = list(range(1, kept + 1)) + [10 * step for step in range(kept + 1, 8)]
+    assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 8))
+    assert [record["loss"] for record in read_metrics(tmp_path)] == expected
+    assert read_expert_load(tmp_path)[1][:, 0, 0].tolist() == expected
+
+
+def test_resume_removes_a_line_that_a_kill_cut(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(plain_record(step))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    with MetricsLog(tmp_path, resume_step=3) as log:
+        log.write(plain_record(4))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 4]
+
+
+def test_a_new_run_sets_the_record_of_an_earlier_one_aside(tmp_path):
+    for run in (1, 2, 3):
+        with MetricsLog(tmp_path) as log:
+            log.write(plain_record(1, loss=run), [[run, 1]])
+    losses = [
+        json.loads((tmp_path / name).read_text())["loss"]
+        for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    ]
+    assert losses == [1, 2, 3]
+    assert read_expert_load(tmp_path)[1].tolist() == [[[3, 1]]]
+
+
+def test_a_full_disk_delays_the_record_and_leaves_no_gap(tmp_path, capsys):
+    """A file-size limit stands for the full disk: the kernel cuts the write in the middle of a line."""
+    log = MetricsLog(tmp_path)
+    log.write(plain_record(1))
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
+    try:
+        log.write(plain_record(2))
+        log.write(plain_record(3))
+        assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+        assert (tmp_path / "metrics.jsonl").stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write(plain_record(4))
+    log.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("metrics.jsonl") == 1  # one warning, not one a step
+
+
+def test_expert_load_stays_small_and_keeps_the_last_step(tmp_path):
+    steps_run = 5 * MAX_LOAD_SNAPSHOTS + 3
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, steps_run + 1):
+            log.write(plain_record(step), [[step, 0]])
+    steps, counts = read_expert_load(tmp_path)
+    assert MAX_LOAD_SNAPSHOTS // 2 <= len(steps) <= MAX_LOAD_SNAPSHOTS + 1
+    assert steps[0] == 1 and steps[-1] == steps_run
+    assert counts[:, 0, 0].tolist() == steps.tolist()
+    assert len(read_metrics(tmp_path)) == steps_run
+
+
+def test_a_resumed_run_samples_the_load_at_the_same_pace(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 2 * MAX_LOAD_SNAPSHOTS):
+            log.write(plain_record(step), [[step, 0]])
+    before = np.diff(read_expert_load(tmp_path)[0])[1:-1]
+    half = MAX_LOAD_SNAPSHOTS
+    with MetricsLog(tmp_path, resume_step=half) as log:
+        for step in range(half + 1, half + 40):
+            log.write(plain_record(step), [[step, 0]])
+    after = np.diff(read_expert_load(tmp_path)[0])[1:-1]
+    assert set(before) == set(after) and len(set(after)) == 1
+
+
+def test_load_summary_against_hand_computed_numbers():
+    summary = load_summary([[10, 10, 10, 10], [40, 0, 0, 0], [20, 20, 0, 0], [0, 0, 0, 0]])
+    assert summary.max_share == pytest.approx([0.25, 1.0, 0.5, 0.0])
+    assert summary.max_over_mean == pytest.approx([1.0, 4.0, 2.0, 0.0])
+    assert summary.entropy == pytest.approx([1.0, 0.0, 0.5, 0.0])
+    assert summary.expert_max_load == 4.0
+
+
+def test_load_summary_of_a_model_without_experts_and_of_a_wrong_shape():
+    assert load_summary(np.zeros((0, 8))).expert_max_load == 0.0
+    with pytest.raises(ValueError, match="layers, experts"):
+        load_summary([1, 2, 3])
+
+
+def test_objective_is_the_last_validation_loss_else_the_last_loss(tmp_path):
+    assert last_objective(tmp_path) is None
+    with MetricsLog(tmp_path) as log:
+        log.write(plain_record(1, loss=5.0, val_loss=4.5))
+        assert last_objective(tmp_path) == 4.5
+        log.write(plain_record(2, loss=4.0))
+        assert last_objective(tmp_path) == 4.0
+        log.write(plain_record(3, loss=math.nan))
+        assert math.isnan(last_objective(tmp_path))

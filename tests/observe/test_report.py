@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from synthetic_run import small_config, write_run
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import MeshConfig
+from automoe.observe.mesh_plot import draw_mesh
+from automoe.observe.plot_style import save
+from automoe.observe.report import build_report, write_report
+
+ERROR = {
+    "rank": 2,
+    "type": "DataError",
+    "message": "corpus.jsonl line 17: not JSON: <Expecting value>",
+    "for_user": True,
+    "traceback": ["loader.py:10 in read: json.loads(line)"],
+}
+VOID = {"meta", "img", "br"}
+
+
+class Checker(HTMLParser):
+    """Collects text and image sources, and insists that every tag is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.images: list[str] = []
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(text)
+        assert not self.stack, f"never closed: {self.stack}"
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.stack.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href"):
+                (self.images if tag == "img" else self.links).append(value)
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def page_of(run_dir: Path) -> Checker:
+    path = build_report(run_dir)
+    assert path == run_dir / "report.html"
+    return Checker(path.read_text())
+
+
+def assert_a_picture(
+    path: Path, *, width: tuple[int, int] = (500, 2400), height: tuple[int, int] = (200, 2000)
+) -> None:
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("L"))
+        assert width[0] <= image.width <= width[1] and height[0] <= image.height <= height[1], (
+            path.name,
+            image.size,
+        )
+    assert (pixels < 128).mean() > 0.0005, f"{path.name} shows nothing"
+    border = np.concatenate(
+        [pixels[:3].ravel(), pixels[-3:].ravel(), pixels[:, :3].ravel(), pixels[:, -3:].ravel()]
+    )
+    assert border.min() > 250, f"{path.name}: something is cut off at the edge"
+
+
+def test_a_finished_run(tmp_path):
+    write_run(tmp_path, steps=200, status={"state": "done"})
+    page = page_of(tmp_path)
+    names = {path.stem for path in (tmp_path / "plots").glob("*.png")}
+    assert names == {
+        "loss",
+        "throughput",
+        "grad_norm",
+        "learning_rate",
+        "balance_loss",
+        "expert_load",
+        "expert_balance",
+        "mesh",
+    }
+    for path in (tmp_path / "plots").glob("*.png"):
+        assert_a_picture(path)
+    assert len(page.images) == len(names)
+    assert all(source.startswith("data:image/png;base64,") for source in page.images)
+    assert not page.links  # nothing outside the file
+    for words in (
+        "done",
+        "step 200 of 200",
+        "validation bits per byte",
+        "torch",
+        "pp2 x dp_shard2 = 4 ranks",
+        "819k",
+    ):
+        assert words in page.words
+
+
+def test_a_run_that_died_before_its_first_step(tmp_path):
+    write_run(tmp_path, steps=0, status={"state": "failed", "error": ERROR})
+    page = page_of(tmp_path)
+    assert "First error on rank 2" in page.words
+    assert "DataError: corpus.jsonl line 17: not JSON: <Expecting value>" in page.words
+    assert "loader.py:10" in page.words
+    assert "No step finished" in page.words
+    assert len(page.images) == 1  # the meshes
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_that_died_early(tmp_path, steps):
+    write_run(tmp_path, steps=steps, status={"state": "failed", "error": ERROR})
+    page_of(tmp_path)
+    for path in (tmp_path / "plots").glob("*.png"):
+        assert_a_picture(path)
+
+
+def test_a_run_that_diverged(tmp_path):
+    write_run(
+        tmp_path,
+        steps=80,
+        nan_steps=tuple(range(61, 81)),
+        status={"state": "failed", "error": "loss is not finite"},
+    )
+    page = page_of(tmp_path)
+    assert "nan" in page.words and "loss is not finite" in page.words
+    assert_a_picture(tmp_path / "plots" / "loss.png")
+
+
+def test_a_run_whose_every_loss_is_nan(tmp_path):
+    write_run(tmp_path, steps=4, nan_steps=(1, 2, 3, 4))
+    page_of(tmp_path)
+    assert_a_picture(tmp_path / "plots" / "loss.png")
+
+
+def test_many_layers_and_experts(tmp_path):
+    write_run(tmp_path, steps=12, num_layers=58, num_experts=256)
+    page_of(tmp_path)
+    assert_a_picture(tmp_path / "plots" / "expert_load.png")
+    assert_a_picture(tmp_path / "plots" / "expert_balance.png")
+
+
+def test_an_empty_directory_and_half_written_files(tmp_path):
+    page = page_of(tmp_path)
+    assert "no config.yaml" in page.words and "state unknown" in page.words
+    (tmp_path / "status.json").write_text('{"state": "runn')
+    (tmp_path / "config.yaml").write_text("no_such_key: 1\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    page = page_of(tmp_path)
+    assert "no_such_key" in page.words and "step 1" in page.words
+
+
+def test_mfu_is_shown_where_the_peak_is_known(tmp_path):
+    write_run(tmp_path, steps=5)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(re.sub('"mfu": null', '"mfu": 0.415', path.read_text()))
+    assert "41.5%" in page_of(tmp_path).words
+
+
+def test_the_heat_map_is_brightest_where_the_load_is(tmp_path):
+    """Expert 5 of layer 1 alone gets its layer's tokens: its cell, and no other, has the darkest orange."""
+    from automoe.observe.plots import draw_plots, relative_load
+
+    counts = np.ones((1, 2, 8))
+    counts[0, 1] = [0, 0, 0, 0, 0, 80, 0, 0]
+    assert relative_load(counts)[0, 1, 5] == 8.0
+    records = [{"step": 1, "loss": 1.0}]
+    draw_plots(records, np.array([1]), counts, tmp_path)
+    with Image.open(tmp_path / "expert_load.png") as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    plot = pixels[:, : int(0.75 * pixels.shape[1])]  # without the colour bar
+    orange = np.argwhere(np.abs(plot - np.array([0xDD, 0x7A, 0x3C])).sum(axis=2) < 12)
+    centre = orange.mean(axis=0) / np.array(plot.shape[:2])
+    assert 0.5 < centre[0] < 0.8 and 0.5 < centre[1] < 0.9
+    assert (orange.max(axis=0) - orange.min(axis=0))[1] < 0.15 * plot.shape[1]
+
+
+@pytest.mark.parametrize(
+    "axes, ranks",
+    [
+        ({}, 1),
+        ({"pp": 2, "ep": 2}, 4),
+        ({"pp": 4}, 4),
+        ({"ep": 3}, 6),
+        ({"pp": 2, "dp_shard": 2, "cp": 2, "ep": 4}, 8),
+        ({"pp": 8, "ep": 4}, 32),
+        ({"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4, "etp": 2}, 64),
+        ({"ep": 7}, 49),
+        ({"pp": 64}, 64),
+        ({"pp": 16, "ep": 64}, 1024),
+        ({"pp": 8, "dp_replicate": 4, "tp": 2, "ep": 16}, 1024),
+    ],
+)
+def test_mesh_pictures(tmp_path, axes, ranks):
+    path = save(draw_mesh(resolve_mesh(MeshConfig(**axes), ranks)), tmp_path / "mesh.png", crop=True)
+    assert_a_picture(path, height=(200, 3000))
+
+
+def test_write_report_says_what_went_wrong_and_returns(tmp_path, capsys):
+    assert write_report(tmp_path / "missing") is None
+    assert "no such run directory" in capsys.readouterr().err
+    write_run(tmp_path, steps=2)
+    (tmp_path / "plots").write_text("a file where a directory must go")
+    assert write_report(tmp_path) is None
+    assert "no report" in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch(tmp_path):
+    write_run(tmp_path, steps=2, config=small_config(tmp_path))
+    code = (
+        "import sys; from automoe.observe.report import main; code = main([sys.argv[1]]);"
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "report.html"), "False"]
+    module = [sys.executable, "-m", "automoe.observe.report", str(tmp_path / "missing")]
+    done = subprocess.run(module, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "no such run directory" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_environment_is_recorded_when_the_run_starts(tmp_path):
+    write_run(tmp_path, steps=0)
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["torch"][0].isdigit()

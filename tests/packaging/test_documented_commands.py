@@ -1,0 +1,53 @@
+"""Commands that the documents show: their configurations compose and fit a mesh."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from automoe.config.compose import compose_config, parse_arguments
+from automoe.config.validate import validate
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands() -> list[str]:
+    """Lines of fenced blocks that train, plan or verify one configuration which needs no file of the reader's."""
+    found: list[str] = []
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        fenced = False
+        for line in document.read_text().splitlines():
+            if line.startswith("```"):
+                fenced = not fenced
+            words = line.split("#")[0].split("  ")[0].split()
+            starts = [
+                i
+                for i, word in enumerate(words)
+                if word.removeprefix("automoe.") in ("train", "plan", "verify")
+            ]
+            if not fenced or not starts or not any("automoe" in word for word in words[: starts[0] + 1]):
+                continue
+            arguments = words[starts[0] + 1 :]
+            if any(
+                sign in word
+                for word in arguments
+                for sign in ("PATH", "DIR", "FILE", "=path/", "…", "...", "[")
+            ):
+                continue
+            if "-m" not in arguments and "--multirun" not in arguments:
+                found.append(shlex.join(arguments))
+    return list(dict.fromkeys(found))
+
+
+def test_documents_show_commands() -> None:
+    assert len(commands()) >= 4
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_documented_command_has_a_valid_configuration(command: str) -> None:
+    words = [word for word in shlex.split(command) if word not in ("--json", "--build", "--proxy")]
+    arguments = parse_arguments(words)
+    config = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
+    assert validate(config, config.launch.num_ranks).world_size >= 1

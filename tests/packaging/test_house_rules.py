@@ -1,0 +1,122 @@
+"""Rules of the source tree that no linter knows: import order, file size, files that must agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "automoe"
+
+# A module may import from its own layer and from those after it.
+LAYERS = [
+    {"api", "cli", "completion", "help", "train", "plan", "verify", "export", "worker"},
+    {"recipes"},
+    {"launch", "parallel", "checkpoint", "hf", "data", "observe", "optim", "interop"},
+    {"model"},
+    {"moe"},
+    {"mesh", "blocks", "collectives", "counter_random", "rows"},
+    {"config", "errors"},
+]
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+MODULES = sorted(path.relative_to(ROOT) for path in PACKAGE.rglob("*.py"))
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First name below ``automoe`` of every import that runs with the module."""
+    tree = ast.parse((ROOT / path).read_text())
+    parts: set[str] = set()
+    for node in tree.body:  # not within functions and TYPE_CHECKING: those run late or never
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            names = [f"automoe.{alias.name}" for alias in node.names] if module == "automoe" else [module]
+        else:
+            continue
+        parts |= {name.split(".")[1] for name in names if name.startswith("automoe.")}
+    return parts
+
+
+def test_imports_point_downwards() -> None:
+    upwards = []
+    for path in MODULES:
+        part = path.with_suffix("").parts[1]
+        if part in ("__init__", "conf", "testing"):
+            continue
+        assert part == "cost" or part in LEVEL, f"{path} has no layer here"
+        for other in imported_parts(path) - {"__version__"}:
+            if part == "cost":
+                fine = other in ("cost", "config", "errors")
+            else:
+                fine = other == "cost" or LEVEL.get(other, -1) >= LEVEL[part]
+            if not fine:
+                upwards.append(f"{path} imports automoe.{other}")
+    assert upwards == []
+
+
+def test_files_stay_under_five_hundred_lines() -> None:
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in MODULES}
+    assert {path: length for path, length in lengths.items() if length >= 500} == {}
+
+
+def test_pinned_versions_satisfy_the_declared_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [
+        Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["dev"]
+    ]
+    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    for requirement in declared:
+        assert requirement.specifier.contains(pins[requirement.name]), (
+            f"{requirement} against {pins[requirement.name]}"
+        )
+
+
+def third_party_imports(folder: str) -> set[str]:
+    """Distributions that the sources of a folder import anywhere, functions included."""
+    own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"automoe"}
+    modules: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.add(node.module.split(".")[0])
+    distributions = packages_distributions()
+    modules -= own | set(sys.stdlib_module_names)
+    return {distributions.get(module, [module])[0].lower() for module in modules}
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed, extras = project["dependencies"], project["optional-dependencies"]
+    names = {
+        group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()
+    }
+    assert third_party_imports("automoe") <= names[""] | names["gpu"]
+    assert third_party_imports("tests") | third_party_imports("benchmarks") <= names[""] | names["dev"]
+
+
+def test_the_readme_names_targets_that_exist_and_ci_runs_its_test_command() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.M))
+    assert {"train", "test"} <= named <= targets
+    assert "\nmake test\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    broken = []
+    for document in documents:
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", document.read_text()):
+            if not (document.parent / target).exists():
+                broken.append(f"{document.relative_to(ROOT)}: {target}")
+    assert broken == []

@@ -1,0 +1,139 @@
+"""Models, meshes and mistakes of the recompute tests; ranks import this too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import automoe.moe.balance
+import automoe.moe.router
+import automoe.parallel.recompute
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RouterConfig,
+    TrainConfig,
+)
+from automoe.data.batch import IGNORE, StepBatch
+from automoe.moe.decisions import Decisions, recomputing
+from automoe.testing.trajectory import Batches, Trajectory, run_trajectory
+
+STEPS, ROWS, SEQ_LEN, VOCAB = 3, 8, 16, 48
+
+# Every kind of layer and region: dense and MoE, MLA, shared experts, groups, a bias.
+DEEPSEEK = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    num_layers=4,
+    first_k_dense=1,
+    intermediate_size=24,
+    num_experts=8,
+    num_experts_per_token=3,
+    moe_intermediate_size=8,
+    num_shared_experts=1,
+    initializer_range=0.3,
+    attention=AttentionConfig(
+        kind="mla",
+        num_heads=2,
+        num_kv_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    ),
+    router=RouterConfig(score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True),
+)
+QWEN3 = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=VOCAB,
+    hidden_size=16,
+    num_layers=4,
+    num_experts=8,
+    num_experts_per_token=3,
+    moe_intermediate_size=8,
+    initializer_range=0.3,
+    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True),
+)
+
+
+def make_config(
+    model: ModelConfig,
+    mesh: dict[str, int] | None = None,
+    rows: int = ROWS,
+    moe: dict[str, object] | None = None,
+    **parallel: object,
+) -> Config:
+    """Three balance losses on; ``rows`` of a micro-batch out of 8 a step."""
+    return Config(
+        mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
+        model=model,
+        moe=MoEConfig(
+            experts="loop",
+            seq_balance_coef=0.02,
+            global_balance_coef=0.03,
+            z_loss_coef=0.01,
+            bias_update_rate=0.02,
+            **(moe or {}),
+        ),
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=rows, dtype="float64"),
+    )
+
+
+def world_size(config: Config) -> int:
+    return resolve_mesh(config.mesh, None).world_size
+
+
+def batches(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    """Two documents a row at a random border, and padding in one row."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (ROWS, SEQ_LEN + 1), generator=generator)
+    border = torch.randint(2, SEQ_LEN - 2, (ROWS, 1), generator=generator)
+    index = torch.arange(SEQ_LEN).expand(ROWS, SEQ_LEN)
+    doc_ids = (index >= border).long()
+    positions = torch.where(doc_ids == 1, index - border, index)
+    labels = tokens[:, 1:].clone()
+    doc_ids[2, -3:], labels[2, -4:] = -1, IGNORE
+    mine = slice(dp_rank * ROWS // dp_size, (dp_rank + 1) * ROWS // dp_size)
+    return StepBatch(tokens[mine, :-1], labels[mine], positions[mine], doc_ids[mine], 0, 0)
+
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+def run_with_fault(config: Config, batches: Batches, steps: int, fault: Fault) -> Trajectory:
+    """``run_trajectory`` with a mistake put in."""
+    with fault():
+        return run_trajectory(config, batches, steps)
+
+
+def counted_again():
+    """A recomputed router that counts its tokens as if they were new."""
+    return patch.object(automoe.moe.balance, "recomputing", lambda: False)
+
+
+def routed_otherwise():
+    """A recomputed router that sends tokens elsewhere, as one might whose scores have moved by a rounding."""
+    original = automoe.moe.router.decided
+
+    def decided(make, *args):
+        made = original(make, *args)
+        return tuple((ids + 1) % 8 for ids in made) if recomputing() else made
+
+    return patch.object(automoe.moe.router, "decided", decided)
+
+
+def decisions_shared_by_all_micro_batches():
+    """One memory for all calls of a region: what a cache on a module comes to."""
+    shared = Decisions()
+    return patch.object(automoe.parallel.recompute, "Decisions", lambda: shared)

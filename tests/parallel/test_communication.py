@@ -1,0 +1,165 @@
+"""Bytes that a rank really sends, against the formulas that plans and papers use.
+
+Letters: T tokens of the rank, K top-k, h hidden, b bytes a number, L layers, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from automoe.data.batch import StepBatch
+from automoe.testing.communication import CommunicationLog, Message
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import run_trajectory
+
+ROWS, SEQ, HIDDEN, TOP_K, LAYERS, BYTES = 8, 32, 16, 2, 2, 8
+
+MODEL = ModelConfig(
+    family="mixtral",
+    vocab_size=32,
+    hidden_size=HIDDEN,
+    num_layers=LAYERS,
+    num_experts=8,
+    num_experts_per_token=TOP_K,
+    moe_intermediate_size=8,
+    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=4, head_dim=4),
+)
+
+
+def config(dispatcher: str = "alltoall", micro_batch_size: int = 1, **mesh: int) -> Config:
+    """Exactly balanced routing: every rank sends and receives the same number of rows."""
+    return Config(
+        mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
+        model=MODEL,
+        moe=MoEConfig(dispatcher=dispatcher, experts="loop", gate="balanced"),
+        train=TrainConfig(
+            seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=micro_batch_size, dtype="float64"
+        ),
+    )
+
+
+def rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    tokens = torch.arange(ROWS // dp_size * SEQ).view(-1, SEQ) % config.model.vocab_size
+    index = torch.arange(SEQ).expand_as(tokens)
+    return StepBatch(tokens, tokens, index, torch.zeros_like(tokens), 0, 0)
+
+
+def messages_of_a_step(config: Config) -> list[Message]:
+    with CommunicationLog() as log:
+        run_trajectory(config, rows, 1, keep_tensors=False)
+    return log.messages
+
+
+def sent(messages: list[Message], op: str, group_size: int, ranks: tuple[int, ...] | None = None) -> int:
+    """Bytes of floating-point numbers sent by ``op`` in groups of ``group_size``."""
+    return sum(
+        m.sent
+        for m in messages
+        if m.op == op
+        and m.dtype.is_floating_point
+        and len(m.ranks) == group_size
+        and (ranks is None or m.ranks == ranks)
+    )
+
+
+def step_of(pool: RankPool, config: Config) -> list[list[Message]]:
+    world = resolve_mesh(config.mesh, None).world_size
+    return pool.run(messages_of_a_step, world, config)
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_all_to_all_sends_each_choice_once(ranks: RankPool, ep: int) -> None:
+    """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; the weights of T K choices beside."""
+    for messages in step_of(ranks, config(dp_shard=ep, ep=ep)):
+        tokens = ROWS // ep * SEQ
+        rows_away = tokens * TOP_K * (ep - 1) // ep
+        assert sent(messages, "all_to_all", ep) == LAYERS * rows_away * BYTES * (4 * HIDDEN + 2)
+
+
+def test_all_gather_dispatch_sends_ep_over_k_times_as_much(ranks: RankPool) -> None:
+    ep, tokens = 8, ROWS // 8 * SEQ
+    gathered = step_of(ranks, config(dispatcher="allgather", dp_shard=ep, ep=ep))[0]
+    plain = step_of(ranks, config(dp_shard=ep, ep=1, ep_shard=ep))[0]
+    one_pass = tokens * BYTES * (ep - 1)
+    # FSDP gathers and reduces beside it, the experts' weights included where they are not cut over ep.
+    expert_numbers = 3 * MODEL.num_experts * MODEL.moe_intermediate_size * HIDDEN * LAYERS
+    fsdp_experts = expert_numbers * BYTES * (ep - 1) // ep
+    assert sent(plain, "all_gather", ep) - fsdp_experts == sent(plain, "reduce_scatter", ep) - fsdp_experts
+    dense = sent(plain, "all_gather", ep) - fsdp_experts
+    hidden_passes = sent(gathered, "all_gather", ep) - dense
+    # forward: tokens and their K weights; backward: the gradient of the reduce-scatter
+    assert hidden_passes == LAYERS * one_pass * (2 * HIDDEN + TOP_K)
+    all_to_all_pass = tokens * TOP_K * BYTES * (ep - 1) // ep
+    assert one_pass * HIDDEN / (all_to_all_pass * HIDDEN) == ep / TOP_K
+
+
+def test_expert_tensor_parallelism_gathers_and_sums_received_rows(ranks: RankPool) -> None:
+    """AG-V and RS-V of the R received rows, (ETP-1) R h b each, forward and backward; R weights, twice."""
+    etp, tokens = 2, ROWS // 4 * SEQ
+    for messages in step_of(ranks, config(dp_shard=4, ep=2, etp=etp)):
+        etp_groups = {m.ranks for m in messages if m.op == "all_to_all" and m.ranks[1] - m.ranks[0] == 1}
+        assert len(etp_groups) == 1, "etp varies fastest, so its groups are neighbours"
+        received = tokens * TOP_K
+        expected = LAYERS * (etp - 1) * received * BYTES * (4 * HIDDEN + 2)
+        assert sent(messages, "all_to_all", 2, etp_groups.pop()) == expected
+
+
+def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) -> None:
+    """(TP-1)/TP s mbs h b for every all-gather and reduce-scatter: attention's pair, embedding, head."""
+    tp = 2
+    for messages in step_of(ranks, config(tp=tp, ep=1, ep_shard=2)):
+        # FSDP's own messages over the same two ranks: the experts, which ep_shard cuts.
+        experts = (
+            3 * MODEL.num_experts * MODEL.moe_intermediate_size * HIDDEN * LAYERS * BYTES * (tp - 1) // tp
+        )
+        one_pass = (tp - 1) * ROWS * SEQ * HIDDEN * BYTES // tp  # over all micro-batches
+        assert sent(messages, "all_gather", tp) - experts == (2 * LAYERS + 2) * one_pass
+        assert sent(messages, "reduce_scatter", tp) - experts == (2 * LAYERS + 2) * one_pass
+
+
+def test_folding_ep_over_tp_needs_no_further_communication(ranks: RankPool) -> None:
+    """Each tp rank routes its own tokens: the same gathers as without ep, and T K / EP rows a rank travel."""
+    tp = ep = 2
+    folded = step_of(ranks, config(tp=tp, ep=ep))[0]
+    one_pass = (tp - 1) * ROWS * SEQ * HIDDEN * BYTES // tp
+    assert sent(folded, "all_gather", tp) == sent(folded, "reduce_scatter", tp) == (2 * LAYERS + 2) * one_pass
+    rows_away = ROWS * SEQ // tp * TOP_K * (ep - 1) // ep
+    assert sent(folded, "all_to_all", ep) == LAYERS * rows_away * BYTES * (4 * HIDDEN + 2)
+
+
+def test_pipeline_borders_carry_activations_alone(ranks: RankPool) -> None:
+    """s mbs h b / (TP CP) a border and micro-batch: forward from the first stage, backward from the last."""
+    for parallel in (ParallelConfig(schedule="GPipe"), ParallelConfig(schedule="1F1B")):
+        plain = replace(config(pp=2, dp_shard=1, tp=2, ep=2), parallel=parallel)
+        for messages in step_of(ranks, plain):
+            assert sent(messages, "send", 2) == ROWS * SEQ // 2 * HIDDEN * BYTES
+
+
+@pytest.mark.parametrize("policy", ["step", "micro_batch"])
+def test_deferring_gathers_and_reduces_once_a_step(ranks: RankPool, policy: str) -> None:
+    """P b (d-1)/d for each gather and each reduction; per micro-batch, two gathers and one reduction each."""
+    micro_batches = ROWS // 2 // 1
+    plain = replace(config(dp_shard=2, ep=2), parallel=ParallelConfig(reshard=policy, grad_sync=policy))
+    head = MODEL.vocab_size * HIDDEN
+    attention = 4 * HIDDEN * HIDDEN
+    layer = attention + MODEL.num_experts * HIDDEN + 2 * HIDDEN
+    root = 2 * head + HIDDEN
+    for messages in step_of(ranks, plain):
+        times = 1 if policy == "step" else micro_batches
+        # The root keeps its weights from forward to backward, layers are gathered again.
+        gathers = LAYERS * layer * (1 if policy == "step" else 2) + root
+        assert sent(messages, "reduce_scatter", 2) == times * (LAYERS * layer + root) * BYTES // 2
+        assert sent(messages, "all_gather", 2) == times * gathers * BYTES // 2

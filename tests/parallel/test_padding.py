@@ -1,0 +1,50 @@
+"""Padding counts nowhere, whether or not attention stays inside documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
+from automoe.data.batch import IGNORE, StepBatch
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import run_trajectory
+
+ROWS, SEQ, PADDING, TOP_K = 2, 16, 6, 2
+
+
+def one_padded_row(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % config.model.vocab_size
+    labels, doc_ids = tokens.roll(-1, 1), torch.zeros(ROWS, SEQ, dtype=torch.int64)
+    doc_ids[-1, -PADDING:], labels[-1, -PADDING:] = -1, IGNORE
+    return StepBatch(tokens, labels, torch.arange(SEQ).expand(ROWS, SEQ), doc_ids, 0, 0)
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_expert_counts_are_the_choices_of_real_tokens(ranks: RankPool, document_mask: bool) -> None:
+    config = Config(
+        mesh=MeshConfig(dp_shard=1),
+        model=ModelConfig(
+            family="mixtral",
+            vocab_size=32,
+            hidden_size=16,
+            num_layers=2,
+            num_experts=4,
+            num_experts_per_token=TOP_K,
+            moe_intermediate_size=8,
+            attention=AttentionConfig(kind="gqa", num_heads=2, num_kv_heads=2, head_dim=8),
+        ),
+        moe=MoEConfig(experts="loop", gate="balanced", seq_balance_coef=1.0),
+        train=TrainConfig(seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=ROWS, dtype="float64"),
+        data=DataConfig(document_mask=document_mask),
+    )
+    seen = ranks.run(run_trajectory, 1, config, one_padded_row, 1, keep_tensors=False)[0]
+    assert seen.expert_counts[0].sum(1).tolist() == [TOP_K * (ROWS * SEQ - PADDING)] * 2

@@ -1,0 +1,49 @@
+"""Groups computed without ranks are the groups that the DeviceMeshes build."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
+from automoe.config.schema import MeshConfig
+from automoe.mesh import build_meshes, rank_groups
+from automoe.parallel.fake_world import fake_world
+from automoe.testing.pool import RankPool
+
+MESHES = [
+    dict(pp=2, dp_shard=2, cp=2, ep=4),
+    dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2),
+    dict(dp_replicate=2, dp_shard=2, tp=2, ep_replicate=2, ep=2),
+]
+
+
+def axis_groups(mesh: dict[str, int]) -> dict[str, list[int]]:
+    """This rank's group on every axis larger than one, as the DeviceMeshes have it."""
+    meshes = build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"))
+    groups = {axis: meshes.group(axis) for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
+    return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items() if group is not None}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_groups_equal_the_device_meshes(ranks: RankPool, mesh: dict[str, int]) -> None:
+    computed = rank_groups(MeshConfig(**mesh))
+    for rank, built in enumerate(ranks.run(axis_groups, 8, mesh)):
+        assert built, "a mesh of eight ranks has an axis larger than one"
+        for axis, group in built.items():
+            view = "default" if axis in DEFAULT_AXES else "moe"
+            assert [g for g in computed[view][axis] if rank in g] == [group]
+
+
+@pytest.mark.parametrize("rank", [0, 77, 1023])
+def test_groups_of_a_thousand_ranks(rank: int) -> None:
+    mesh = dict(pp=4, dp_replicate=2, dp_shard=16, cp=2, tp=4, ep=32, etp=2)
+    shape = resolve_mesh(MeshConfig(**mesh), None)
+    computed = rank_groups(MeshConfig(**mesh))
+    with fake_world(rank, shape.world_size):
+        meshes = build_meshes(shape, torch.device("cpu"))
+        for axis in ("pp", "dp_shard", "cp", "tp", "ep_shard", "ep", "etp"):
+            view = "default" if axis in DEFAULT_AXES else "moe"
+            mine = [group for group in computed[view][axis] if rank in group]
+            assert mine == [dist.get_process_group_ranks(meshes.group(axis))]

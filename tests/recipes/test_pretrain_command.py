@@ -1,0 +1,107 @@
+"""``python -m automoe.train`` from the command to the files it leaves, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from automoe.launch.run_dir import read_status
+from automoe.observe.metrics import REQUIRED_KEYS, read_metrics
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "data.max_bytes=100000",
+    "train.steps=6",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    "train.val_every=3",
+    "train.val_batches=1",
+    "launch.num_ranks=2",
+    "launch.device=cpu",
+    "checkpoint.export_hf=false",
+)
+UNIFORM = math.log2(264)  # bits per byte of an even guess over the vocabulary
+# Of a step's record, all that does not depend on the clock or on what else the process has in memory.
+REPEATED = ("step", "loss", "grad_norm", "lr", "tokens", "seq_balance_loss", "max_over_mean", "skipped")
+
+
+def train(run_dir: Path, *overrides: str) -> str:
+    """Run the command to its end and return what it printed."""
+    command = [sys.executable, "-m", "automoe.train", f"run_dir={run_dir}", *SMALL, *overrides]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    env |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(run_dir.parent / "cache"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=env, text=True, capture_output=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def repeated(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: record[key] for key in REPEATED} | validation(record) for record in records]
+
+
+def validation(record: dict[str, Any]) -> dict[str, float]:
+    return {key: record[key] for key in ("val_loss", "val_bits_per_byte") if key in record}
+
+
+def test_a_run_leaves_its_record_its_report_and_wandb_files(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    said = train(run_dir, "mesh.pp=1", "mesh.ep=2", "observe=wandb_offline", "checkpoint.every=0")
+    records = read_metrics(run_dir)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    for record in records:
+        assert [key for key in REQUIRED_KEYS if key not in record] == []
+        assert all(math.isfinite(record[key]) for key in REQUIRED_KEYS if key != "mfu")
+        assert record["mfu"] is None, "no peak is known for this machine"
+        assert (record["step"] % 3 == 0) == bool(validation(record))
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["tokens"] == 6 * 8 * 32
+    first, last = (records[step - 1]["val_bits_per_byte"] for step in (3, 6))
+    assert 0 < last < first
+    assert last < UNIFORM, "a model that learned nothing guesses evenly"
+    assert read_status(run_dir) | {"state": "done", "objective": records[-1]["val_loss"]} == read_status(
+        run_dir
+    )
+    assert "bits per byte" in said and "warning" not in said
+
+    report = (run_dir / "report.html").read_text()
+    assert report.lower().startswith("<!doctype html>") and len(report) > 10_000
+    assert len(list((run_dir / "plots").glob("*.png"))) >= 5
+    (offline,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    assert offline.stat().st_size > 1000
+    assert not (run_dir / "checkpoints").exists()
+    assert len((run_dir / "expert_load.jsonl").read_text().splitlines()) == 6
+    assert json.loads((run_dir / "environment.json").read_text())
+
+
+def test_a_resumed_pipeline_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    mesh = ("mesh.pp=2", "mesh.ep=1", "checkpoint.every=3", "observe.report=false")
+    train(run_dir, *mesh)
+    straight = read_metrics(run_dir)
+    assert [record["step"] for record in straight] == [1, 2, 3, 4, 5, 6]
+    # As after a crash between steps 5 and 6, with step 4 and 5 recorded and not saved.
+    checkpoints = run_dir / "checkpoints"
+    shutil.rmtree(checkpoints / "step-6")
+    (checkpoints / "LATEST").write_text("step-3\n")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:5]))
+
+    said = train(run_dir, *mesh)
+    assert "after step 3" in said and "warning" not in said
+    assert repeated(read_metrics(run_dir)) == repeated(straight)
+    assert {path.name for path in checkpoints.iterdir()} == {"LATEST", "step-3", "step-6"}
+
+    finished = read_status(run_dir)
+    assert finished["objective"] == straight[-1]["val_loss"]
+    said = train(run_dir, *mesh)
+    assert "already at step 6 of 6" in said and "warning" not in said
+    assert read_status(run_dir)["state"] == "done"
+    assert read_status(run_dir)["objective"] == finished["objective"]

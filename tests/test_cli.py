@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from automoe import cli
+from automoe.completion import bash_completion
+
+
+def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in ("train", "plan", "verify", "export", "completion"):
+        assert f"\n  {command}" in shown
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+def test_a_command_gets_the_rest_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "train.stepz=3"]) == 2
+    assert "error: train.stepz=3: unknown key" in capsys.readouterr().err
+    assert cli.main(["train", "--print-config", "train.steps=17"]) == 0
+    assert "steps: 17" in capsys.readouterr().out
+
+
+def test_the_entry_imports_nothing_heavy() -> None:
+    code = "import sys, automoe.cli; sys.exit(any(m in sys.modules for m in ('torch', 'hydra', 'yaml')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("automoe tr", "train"),
+        ("automoe train --config-name dsv", "dsv3_671b"),
+        ("automoe train --config-name=dsv", "dsv3_671b"),
+        ("automoe train model=small_mi", "small_mixtral"),
+        ("automoe train train.steps=5 mesh.ep_s", "mesh.ep_shard="),
+    ],
+)
+def test_bash_completes(line: str, expected: str) -> None:
+    # Bash itself sets these and allows compopt only while completing, which needs a terminal.
+    situation = f"compopt() {{ :; }}; COMP_LINE='{line}'; COMP_POINT={len(line)}"
+    script = f'{bash_completion()}\n{situation}; _automoe; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [expected], done.stderr

@@ -1,0 +1,154 @@
+"""``automoe verify``: quiet about a right mesh, and precise about a wrong one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import automoe.parallel.parallelize
+import automoe.verify
+from automoe.config.compose import compose_config
+from automoe.parallel.data import fsdp_modules
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import Trajectory, run_trajectory
+from automoe.verify import EXIT_DIFFERENT, EXIT_FAILED, EXIT_WRONG, main, make_runnable, passes, verify_pass
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of a run of seconds: a tiny text, a tiny model, two ranks."""
+    text = tmp_path_factory.mktemp("verify") / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i} and so on\n" for i in range(400)))
+    return [
+        "data=text",
+        f"data.path={text}",
+        "model.num_layers=2",
+        "model.hidden_size=32",
+        "mesh.pp=1",
+        "mesh.ep=2",
+        "launch.num_ranks=2",
+        "train.seq_len=32",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=1",
+    ]
+
+
+def halved_expert_gradients(config: Any, batches: Any, steps: int, **rest: Any) -> Trajectory:
+    """A rank that divides the gradients of its experts by two."""
+
+    def apply(model, meshes, parallel, dtype, original=automoe.parallel.parallelize.apply_data_parallel):
+        original(model, meshes, parallel, dtype)
+        for module in fsdp_modules(model):
+            if hasattr(module, "w_down"):
+                module.set_gradient_divide_factor(2.0)
+
+    with patch.object(automoe.parallel.parallelize, "apply_data_parallel", apply):
+        return run_trajectory(config, batches, steps, **rest)
+
+
+def every_rank_raises(*_: Any, **__: Any) -> Trajectory:
+    raise RuntimeError("out of paper")
+
+
+def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]) -> None:
+    config, shape, cuts = make_runnable(compose_config(overrides=small))
+    assert shape.describe("moe") == "ep2" and cuts == []
+    exact, own = (verify_pass(each, shape, ranks) for each in passes(config))
+    assert (exact.dtype, exact.experts, exact.forced) == ("float64", "loop", False)
+    assert (own.dtype, own.experts, own.forced) == ("float32", "grouped_mm", True)
+    for result in (exact, own):
+        assert not result.different, str(result.different[0])
+        kinds = [c.kind for c in result.compared]
+        assert {"loss", "gradient norm", "gradient", "expert counts"} <= set(kinds)
+        assert kinds.count("gradient") > 20
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["float64", "float32"])
+def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: int) -> None:
+    config, shape, _ = make_runnable(compose_config(overrides=[*small, "mesh.ep=1"]))
+    result = verify_pass(passes(config)[number], shape, ranks, run=halved_expert_gradients)
+    first = result.different[0]
+    assert first.kind == "gradient" and first.name == "layers.1.mlp.experts.w_gate_up"
+    assert first.error == pytest.approx(0.5, rel=1e-4)
+    assert first.got == pytest.approx(first.expected / 2, rel=1e-2) and len(first.index) == 4
+    unnamed = [c for c in result.different if c.kind == "gradient" and "experts.w_" not in c.name]
+    assert not unnamed
+
+
+def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small) == 0
+    out = capsys.readouterr().out
+    assert "EQUAL" in out and "float64" in out and "float32" in out and "proxy" not in out
+
+
+def test_the_command_names_the_first_difference(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automoe.verify, "verify_pass", partial(verify_pass, run=halved_expert_gradients))
+    assert main([*small, "mesh.ep=1", "train.dtype=float64", "moe.experts=loop"]) == EXIT_DIFFERENT
+    out = capsys.readouterr().out
+    assert (
+        "first difference step 0 gradient of layers.1.mlp.experts.w_gate_up: relative error 5.00e-01" in out
+    )
+    assert "DIFFERENT" in out and "EQUAL" not in out
+
+
+def test_ranks_that_raise_are_reported(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automoe.verify, "verify_pass", partial(verify_pass, run=every_rank_raises))
+    assert main(small) == EXIT_FAILED
+    assert "out of paper" in capsys.readouterr().err
+
+
+def test_a_large_configuration_is_verified_by_its_proxy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name", "mixtral_8x22b", "mesh.pp=1", "mesh.dp_shard=32"]) == 0
+    out = capsys.readouterr().out
+    assert "this is its proxy" in out and "mesh.dp_shard" in out
+    assert "bfloat16" in out and "EQUAL" in out
+
+
+def test_what_cannot_run_on_a_cpu_is_said() -> None:
+    overrides = ["parallel.context=ring", "data.document_mask=false", "launch.device=cuda", "mesh.cp=2"]
+    config, _, cuts = make_runnable(compose_config("qwen3_30b_a3b", [*overrides, "moe.dispatcher=deepep"]))
+    assert config.parallel.context == "gather" and config.moe.dispatcher == "alltoall"
+    assert ("parallel.context", "ring", "gather") in cuts
+    assert ("moe.dispatcher", "deepep", "alltoall") in cuts
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["mesh.ep=3", "launch.num_ranks=4"],
+        ["--config-name", "nothing"],
+        ["-m"],
+        ["moe.capacity_factor=1.25"],
+        ["moe.micro_batch_balance_coef=0.01"],
+    ],
+    ids=str,
+)
+def test_a_wrong_configuration_is_an_error_of_one_line(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == EXIT_WRONG
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_help_and_config_errors_do_without_torch() -> None:
+    code = (
+        "import sys; from automoe.verify import main; "
+        "assert main(['--help']) == 0; assert main(['mesh.ep=3', 'launch.num_ranks=4']) == 2; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--proxy" in done.stdout
