@@ -13,7 +13,7 @@ STAMP := $(VENV)/setup-done
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu test-meshes lint format types bench-cpu-step bench-moe-layer bench-main-job docs-images clean
+.PHONY: help setup train test test-gpu test-meshes test-faults lint format types bench-cpu-step bench-moe-layer bench-main-job docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,7 +39,10 @@ test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed,
 	@$(PY) -m pytest -m gpu $(ARGS)
 
 test-meshes: $(SETUP) ## All mappings of the mesh suite and random ones (AUTOMOE_MESH_SEED=N draws the same again)
-	@$(PY) -m pytest -m exhaustive tests/mesh $(ARGS)
+	@$(PY) -m pytest -m exhaustive $(ARGS)
+
+test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on
+	@$(PY) -m pytest -m faults $(ARGS)
 
 lint: setup ## Check style and formatting
 	@$(PY) -m ruff check .
