@@ -22,7 +22,7 @@ LAYERS = [
     {"model"},
     {"moe"},
     {"mesh", "blocks", "collectives", "counter_random", "rows"},
-    {"config", "errors"},
+    {"config", "errors", "fault_points"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(path.relative_to(ROOT) for path in PACKAGE.rglob("*.py"))
