@@ -32,33 +32,42 @@ class MeshConfig:
 
 @dataclass
 class RopeConfig:
-    """Rotary embedding; ``scaling='yarn'`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale."""
+    """Rotary embedding; ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale, ``llama3`` that of Llama 3.1."""
 
     theta: float = 10000.0
     interleaved: bool = False  # pairs (2i, 2i+1) as DeepSeek stores them, instead of (i, i + D/2)
-    scaling: Literal["none", "yarn"] = "none"
+    partial_rotary_factor: float = 1.0  # gqa: this share of a head's first dims turns, the rest does not
+    scaling: Literal["none", "yarn", "llama3"] = "none"
     factor: float = 1.0
     original_seq_len: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the borders of its ramp are whole dims (GPT-OSS: they are not)
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    low_freq_factor: float = 1.0  # llama3: stretched below this many turns over original_seq_len ...
+    high_freq_factor: float = 4.0  # ... kept above this many, and in between in between
 
 
 @dataclass
 class AttentionConfig:
-    """``gqa`` uses num_kv_heads, head_dim, qk_norm; ``mla`` the ranks and split head dims."""
+    """``gqa`` uses num_kv_heads, head_dim, qk_norm, qkv_bias; ``mla`` the ranks and split head dims."""
 
     kind: Literal["gqa", "mla"] = "gqa"
     num_heads: int = 8
     num_kv_heads: int = 8
     head_dim: int = 32
     qk_norm: bool = False
+    qkv_bias: bool = False  # of the projections to queries, keys and values
     q_lora_rank: int | None = None  # mla: None means one direct query projection
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    o_bias: bool = False  # gqa: of the output projection
+    sinks: bool = False  # gqa: a learned score a head that every query also attends to, for no value
+    full_attention_interval: int = 1  # layers n-1, 2n-1, ... see whole rows; those between them:
+    sliding_window: int = 0  # this many keys, the query's own position included
 
 
 @dataclass
@@ -73,6 +82,7 @@ class RouterConfig:
     topk_groups: int = 1
     group_score_topk: int = 2  # a group's score is the sum of its best this many biased scores
     expert_bias: bool = False  # auxiliary-loss-free balancing (arXiv 2408.15664)
+    logit_bias: bool = False  # the router's product has a trained bias
     exact_ties: bool = False  # equal scores go to the lowest index; costs a sort of all E scores
 
 
@@ -80,7 +90,15 @@ class RouterConfig:
 class ModelConfig:
     """One decoder for every family; the names follow HuggingFace where a checkpoint meets a user."""
 
-    family: Literal["deepseek_v3", "qwen3_moe", "mixtral"] = "deepseek_v3"
+    family: Literal[
+        "deepseek_v3",
+        "qwen3_moe",
+        "mixtral",
+        "qwen2_moe",
+        "glm4_moe",
+        "llama",
+        "qwen3",
+    ] = "deepseek_v3"
     hf_path: str | None = None  # start from this HuggingFace checkpoint directory
     vocab_size: int = 264
     hidden_size: int = 256
@@ -91,6 +109,11 @@ class ModelConfig:
     num_experts_per_token: int = 2
     moe_intermediate_size: int = 128
     num_shared_experts: int = 0  # one shared FFN of this many times moe_intermediate_size
+    shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
+    biased_experts: bool = False  # routed experts add a trained bias to both of their products
+    expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
+    swiglu_alpha: float = 1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
+    swiglu_limit: float = 7.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     initializer_range: float = 0.02
@@ -149,6 +172,9 @@ class TrainConfig:
     seed: int = 0
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: fp32 master weights
     grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
+    max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up
+    spike_factor: float = 0.0  # skip a step whose loss is this many deviations above recent ones; 0: never
+    spike_window: int = 100  # losses that make up the recent ones
     val_every: int = 50  # steps between validations; 0 switches them off
     val_batches: int = 2  # global batches per validation
 
@@ -203,6 +229,8 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_ranks: int | None = None  # ranks that a derived (-1) axis fills; None: all it can see
     timeout_s: int = 600  # a collective that takes longer fails and names its rank
+    grace_s: int = 120  # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
+    max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
     threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.moe.activation import expert_activation
 from automoe.moe.beside import run_beside
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.dispatch import Dispatcher, LocalDispatcher
@@ -30,9 +31,13 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Router(config, moe, moe_index)
-        backend = expert_backend(moe.experts)
         self.experts = GroupedExperts(
-            config.num_experts, config.hidden_size, config.moe_intermediate_size, backend
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            expert_backend(moe.experts),
+            config.biased_experts,
+            expert_activation(config),
         )
         self.shared_experts = shared_experts
         self.moe, self.num_experts = moe, config.num_experts

@@ -6,7 +6,7 @@ nothing depends on how many there are (the reason for the divide factor of one).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,21 @@ from torch.distributed.tensor import Shard
 from automoe.config.schema import ParallelConfig
 from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
+from automoe.moe.experts import GroupedExperts
 from automoe.moe.layer import MoE
 
 PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _row_shard(parameter: nn.Parameter) -> Shard:
-    """Experts are cut by rows, I of w_gate_up [E, 2, I, H] and H of w_down [E, H, I].
+def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
+    """Where FSDP cuts each parameter of ``experts``: by rows, I of w_gate_up [E, 2, I, H] and H of w_down [E, H, I].
 
     A row shard of one expert's matrix is contiguous in a HuggingFace checkpoint; and dim 0 already
     belongs to the ep axis.
     """
-    return Shard(2) if parameter.dim() == 4 else Shard(1)
+    shards = {parameter: Shard(experts.ROW_DIMS[name]) for name, parameter in experts.named_parameters()}
+    return lambda parameter: shards[parameter]
 
 
 class DataRanksSum:
@@ -67,7 +69,7 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig
                     mesh=meshes.expert_fsdp,
                     mp_policy=as_is,
                     reshard_after_forward=not keep,
-                    shard_placement_fn=_row_shard,
+                    shard_placement_fn=_row_shards(module.experts),
                 )
                 if compute != reduce:
                     # The router multiplies in float32; in a unit of its own its weight stays unrounded.

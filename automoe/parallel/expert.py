@@ -23,20 +23,26 @@ from automoe.moe.dispatch import (
     Dispatcher,
     ExpertTensorDispatcher,
 )
+from automoe.moe.experts import GroupedExperts
 
 
 class ExpertParallel(ParallelStyle):
-    """Makes the weights of a ``GroupedExperts`` DTensors: experts over ep, the width I over etp.
+    """Makes the weights of a ``GroupedExperts`` DTensors: experts over ep, its ``WIDTH_DIMS`` over etp.
 
-    I is dim 2 of both w_gate_up [E, 2, I, H] and w_down [E, H, I]. The mesh has one of the two axes or both.
+    The mesh has one of the two axes or both.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dims = {"ep": 0, "etp": 2}
-        placements = [Shard(dims[axis]) for axis in device_mesh.mesh_dim_names or ()]
+        assert isinstance(module, GroupedExperts)
+        axes = device_mesh.mesh_dim_names or ()
         for name, parameter in list(module.named_parameters(recurse=False)):
+            dims = {"ep": 0, "etp": module.WIDTH_DIMS[name]}
+            placements = [Shard(dims[axis]) for axis in axes]
             sharded = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(sharded))
+        if "etp" in axes:
+            etp = device_mesh["etp"]
+            module.first_bias_column = etp.get_local_rank() * module.hidden_size // etp.size()
         return module
 
 

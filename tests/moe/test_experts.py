@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from automoe.errors import BackendError
+from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import BACKENDS, GroupedExperts, expert_backend
 
 E, H, WIDTH, T = 6, 16, 8, 20
+
+LIMIT = 0.75  # between the sizes that gates and ups have here, so that some are clamped
 
 COUNTS = {
     "even": [7, 7, 7, 7, 7, 7],
@@ -19,7 +24,7 @@ COUNTS = {
 }
 
 
-def inputs(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(counts: list[int], dtype: torch.dtype, biased: bool = False) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(counts) + counts[0])
     rows = sum(counts)
     x = torch.randn(T, H, generator=generator, dtype=torch.float64)
@@ -28,30 +33,40 @@ def inputs(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     probs = torch.rand(rows, generator=generator, dtype=torch.float64)
     w_gate_up = torch.randn(E, 2, WIDTH, H, generator=generator, dtype=torch.float64) / H**0.5
     w_down = torch.randn(E, H, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
-    floats = {id(t): t.to(dtype).requires_grad_() for t in (x, probs, w_gate_up, w_down)}
-    return [floats.get(id(t), t) for t in (x, gather_idx, offsets, probs, w_gate_up, w_down)]
+    args = [x, gather_idx, offsets, probs, w_gate_up, w_down]
+    if biased:
+        args.append(torch.randn(E, 2, WIDTH, generator=generator, dtype=torch.float64))
+        args.append(torch.randn(E, H, generator=generator, dtype=torch.float64))
+    return [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in args]
 
 
-def row_by_row(x, gather_idx, offsets, probs, w_gate_up, w_down):
-    """probs * down(silu(gate x) * up x), with the probability last: nothing of the backends' arrangement."""
+def row_by_row(x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up=None, b_down=None, limit=None):
+    """probs * expert(x), with the probability last: nothing of the backends' arrangement."""
     expert = torch.searchsorted(offsets.long(), torch.arange(gather_idx.numel()), right=True)
     rows = x[gather_idx]
     gate = torch.einsum("rh,rih->ri", rows, w_gate_up[expert, 0])
     up = torch.einsum("rh,rih->ri", rows, w_gate_up[expert, 1])
-    act = gate * torch.sigmoid(gate) * up
-    return torch.einsum("ri,rhi->rh", act, w_down[expert]) * probs[:, None]
+    if b_gate_up is not None:
+        gate, up = gate + b_gate_up[expert, 0], up + b_gate_up[expert, 1]
+    if limit is None:
+        act = gate * torch.sigmoid(gate) * up
+    else:  # min and max instead of the clamps of the activation
+        gate = torch.minimum(gate, gate.new_tensor(limit))
+        up = torch.minimum(torch.maximum(up, up.new_tensor(-limit)), up.new_tensor(limit))
+        act = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    out = torch.einsum("ri,rhi->rh", act, w_down[expert])
+    return (out if b_down is None else out + b_down[expert]) * probs[:, None]
 
 
-def outputs_and_gradients(function, args: list[torch.Tensor]) -> list[torch.Tensor]:
-    out = function(*args)
+def outputs_and_gradients(function, args: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
+    out = function(*args, **options)
     upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
     trained = [arg for arg in args if arg.requires_grad]
     gradients = torch.autograd.grad(out, trained, upstream, materialize_grads=True)
     return [out.detach(), *gradients]
 
 
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize(
+COMPUTED = pytest.mark.parametrize(
     "backend, dtype, tolerance",
     [
         ("loop", torch.float64, 1e-13),
@@ -61,6 +76,10 @@ def outputs_and_gradients(function, args: list[torch.Tensor]) -> list[torch.Tens
     ],
     ids=["loop64", "loop32", "grouped32", "grouped16"],
 )
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@COMPUTED
 def test_a_backend_computes_the_formula(
     backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]
 ) -> None:
@@ -72,9 +91,43 @@ def test_a_backend_computes_the_formula(
         assert error <= tolerance * theirs.norm(), f"{name}: {error / theirs.norm():.1e}"
 
 
+@pytest.mark.parametrize("counts", ["skewed", "first and last empty", "no rows"])
+@COMPUTED
+def test_biases_and_the_clamped_activation(
+    backend: str, dtype: torch.dtype, tolerance: float, counts: str
+) -> None:
+    # Rounded to bfloat16, a gate may fall on the other side of the limit and lose its gradient.
+    limit = LIMIT if dtype != torch.bfloat16 else 7.0
+    clamped = ClampedSwiGLU(alpha=1.702, limit=limit)
+    args = inputs(COUNTS[counts], torch.float64, biased=True)
+    expected = outputs_and_gradients(partial(row_by_row, limit=limit), args)
+    args = inputs(COUNTS[counts], dtype, biased=True)
+    got = outputs_and_gradients(expert_backend(backend), args, activation=clamped)
+    names = ("out", "x", "probs", "w_gate_up", "w_down", "b_gate_up", "b_down")
+    for name, mine, theirs in zip(names, got, expected, strict=True):
+        assert mine.dtype == dtype and mine.shape == theirs.shape, name
+        error = (mine.double() - theirs).norm()
+        assert error <= tolerance * theirs.norm(), f"{name}: {error / theirs.norm():.1e}"
+
+
+def test_rows_past_the_last_offset_reach_no_bias() -> None:
+    """A dispatcher's buffer may be longer than what has arrived, and hold anything there."""
+    args = inputs([3, 0, 2, 1, 0, 4], torch.float32, biased=True)
+    expected = outputs_and_gradients(expert_backend("grouped_mm"), args)
+    longer = inputs([3, 0, 2, 1, 0, 4], torch.float32, biased=True)
+    longer[1] = torch.cat((longer[1], torch.zeros(6, dtype=torch.int64)))
+    longer[3] = torch.cat((longer[3].detach(), torch.full((6,), float("nan")))).requires_grad_()
+    out = expert_backend("grouped_mm")(*longer)
+    upstream = torch.linspace(-1, 1, 10 * H, dtype=torch.float64).view(10, H).float()
+    upstream = torch.cat((upstream, torch.full((6, H), float("nan"))))
+    gradients = torch.autograd.grad(out, longer[6:], upstream)
+    for mine, theirs in zip(gradients, expected[-2:], strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_expert_without_a_token_gets_a_gradient_of_zeros(backend: str) -> None:
-    args = inputs(COUNTS["one expert"], torch.float32)
+    args = inputs(COUNTS["one expert"], torch.float32, biased=True)
     expert_backend(backend)(*args).sum().backward()
     for weight in args[4:]:
         others = [e for e in range(E) if e != 2]
