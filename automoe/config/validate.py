@@ -196,7 +196,15 @@ def _check_attention(config: Config) -> None:
                 f"{a.num_heads % a.num_kv_heads}",
                 f"Nearest valid choice: model.attention.num_kv_heads={gcd(a.num_heads, a.num_kv_heads)}",
             )
-        rotary_key, rotary = "model.attention.head_dim", a.head_dim
+        share = config.model.rope.partial_rotary_factor
+        rotary_key, rotary = "model.attention.head_dim", int(a.head_dim * share)
+        if share < 1 and (rotary % 2 or not rotary):
+            raise ConfigError(
+                "model.rope.partial_rotary_factor",
+                share,
+                f"rotary embedding turns pairs of dimensions, and int({a.head_dim} * {share}) = {rotary} of a head",
+                f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / a.head_dim}",
+            )
     else:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(a, name) < 1:
@@ -205,6 +213,17 @@ def _check_attention(config: Config) -> None:
                     getattr(a, name),
                     "attention kind mla needs this size",
                     f"Set model.attention.{name}=1 or more, or model.attention.kind=gqa",
+                )
+        for key, value, plain in (
+            ("attention.qkv_bias", a.qkv_bias, False),
+            ("rope.partial_rotary_factor", config.model.rope.partial_rotary_factor, 1.0),
+        ):
+            if value != plain:
+                raise ConfigError(
+                    f"model.{key}",
+                    value,
+                    "attention kind gqa alone has it",
+                    f"Set model.{key}={str(plain).lower()}, or model.attention.kind=gqa",
                 )
         rotary_key, rotary = "model.attention.qk_rope_head_dim", a.qk_rope_head_dim
     if rotary % 2:

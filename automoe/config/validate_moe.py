@@ -32,6 +32,13 @@ def check_moe(config: Config) -> None:
             "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
             "Set moe.router_jitter=0.01, or anything below 1",
         )
+    if model.shared_expert_gate and not model.num_shared_experts:
+        raise ConfigError(
+            "model.shared_expert_gate",
+            True,
+            "there is no shared expert to gate (model.num_shared_experts=0)",
+            "Set model.num_shared_experts=1, or model.shared_expert_gate=false",
+        )
     router = model.router
     if router.softmax_after_topk and router.score != "softmax":
         raise ConfigError(

@@ -16,6 +16,9 @@ _AT_LEAST = {
     "train.micro_batch_size": 1,
     "train.seed": 0,
     "train.grad_clip": 0,
+    "train.max_skipped": 1,
+    "train.spike_factor": 0,
+    "train.spike_window": 4,
     "train.val_every": 0,
     "train.val_batches": 1,
     "model.vocab_size": 2,
@@ -45,6 +48,8 @@ _AT_LEAST = {
     "checkpoint.keep": 1,
     "observe.log_every": 1,
     "launch.timeout_s": 1,
+    "launch.grace_s": 1,
+    "launch.max_restarts": 0,
     "launch.threads_per_rank": 0,
     "cluster.gpus_per_node": 1,
     "cluster.memory_bytes": 0,
@@ -58,6 +63,8 @@ _ABOVE_ZERO = {
     "model.rope.factor": "1",
     "model.rope.beta_fast": "32",
     "model.rope.beta_slow": "1",
+    "model.rope.partial_rotary_factor": "1",
+    "model.rope.low_freq_factor": "1",
     "optim.eps": "1e-8",
 }
 
@@ -77,6 +84,20 @@ def check_numbers(config: Config) -> None:
             raise ConfigError(key, value, "must be larger than 0", f"Set {key}={usual}")
         _check_finite(key, value, f"{key}={usual}")
     rope = config.model.rope
+    if rope.partial_rotary_factor > 1:
+        raise ConfigError(
+            "model.rope.partial_rotary_factor",
+            rope.partial_rotary_factor,
+            "the share of a head that turns, at most 1",
+            "Set model.rope.partial_rotary_factor=1",
+        )
+    if rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor < inf:
+        raise ConfigError(
+            "model.rope.high_freq_factor",
+            rope.high_freq_factor,
+            f"llama3 scaling mixes between low_freq_factor={rope.low_freq_factor} and a larger high_freq_factor",
+            f"Set model.rope.high_freq_factor={4 * rope.low_freq_factor}",
+        )
     if rope.scaling == "yarn" and rope.theta <= 1:
         raise ConfigError(
             "model.rope.theta",

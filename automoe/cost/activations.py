@@ -8,6 +8,7 @@ bytes a number (2 in bf16) and T tokens on the rank:
     gqa                          b [2 T N D + 2 Tk G D] + 4 T N         N heads, G key-value heads
     mla                          b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
     ffn of width I               3 b T I                                gate, up, act
+    gate of shared experts       b T (H + 1)                            their output, the gate
     routed experts               b R (H + 3 I) + router                 R = T K rows, K experts a token
 
 Tk counts keys and values: whole rows, whatever cp is, when the context is gathered. That is ``FUSED``;
@@ -123,6 +124,8 @@ def layer_activation_bytes(
     ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
     again = ("shared_experts" if routed else "mlp") in recompute
     parts["ffn"] = 0.0 if again else (3.0 + kernels.swiglu_steps) * size * tokens * ffn_width
+    if routed and model.shared_expert_gate and not again:
+        parts["ffn"] += size * tokens * (hidden + 1)  # what is gated, and the gate
     if not routed:
         return parts
     width = model.moe_intermediate_size

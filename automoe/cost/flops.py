@@ -1,7 +1,7 @@
 """FLOPs of one training token, in the two conventions that published MFU figures use.
 
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward, so a weight that a token
-meets costs 6. Router, norms, softmax and recomputation count for nothing in either convention.
+meets costs 6. Router, norms, biases, softmax and recomputation count for nothing in either convention.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _layer_matmul_params(model: ModelConfig, layer: int) -> int:
     for param in layer_params(model, layer):
         if param.part == "routed_experts":
             active += param.numel * model.num_experts_per_token // model.num_experts
-        elif param.part in ("attention", "dense_ffn", "shared_experts"):
+        elif param.part in ("attention", "dense_ffn", "shared_experts") and len(param.shape) > 1:
             active += param.numel
     return active
 

@@ -92,6 +92,8 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
             shapes += _ffn_shapes(
                 "mlp.shared_experts", hidden, model.num_shared_experts * width, "shared_experts"
             )
+            if model.shared_expert_gate:
+                shapes.append(("mlp.shared_experts.output_gate.weight", (1, hidden), "shared_experts"))
     kv_heads = model.attention.num_kv_heads
     return [
         Param(
@@ -133,6 +135,9 @@ def _attention_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
             ("self_attn.v_proj.weight", (groups * dim, hidden), "attention"),
             ("self_attn.o_proj.weight", (hidden, heads * dim), "attention"),
         ]
+        if attention.qkv_bias:
+            biased = (("q", heads), ("k", groups), ("v", groups))
+            shapes += [(f"self_attn.{x}_proj.bias", (n * dim,), "attention") for x, n in biased]
         if attention.qk_norm:
             shapes += [(f"self_attn.{x}_norm.weight", (dim,), "norms") for x in ("q", "k")]
         return shapes

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437) and Moonlight: ``config.json`` and key map."""
+"""DeepSeek-V3 (arXiv 2412.19437), Moonlight and Kimi-K2: ``config.json`` and key map."""
 
 from __future__ import annotations
 
@@ -39,4 +39,5 @@ FAMILY = Family(
     },
     written={"num_nextn_predict_layers": 0},  # MTP modules are neither read nor written
     mscale=True,
+    known_as=("kimi_k2",),
 )

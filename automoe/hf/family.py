@@ -13,8 +13,13 @@ from automoe.hf.keys import KeyMap
 HFConfig = dict[str, Any]
 REQUIRED = object()
 
-# Other spellings of what is written, which would contradict it if they stayed from a source config.
+# Parts of the decoder that a family has only if it declares them; otherwise they stay at their defaults.
+_OPTIONAL = ("attention.qkv_bias", "shared_expert_gate", "rope.partial_rotary_factor")
+# What would contradict the rest of a written config if it stayed from a source's: other spellings, and
+# modelling code of the source's own.
 _ALIASES = (
+    "auto_map",
+    "partial_rotary_factor",
     "rope_parameters",
     "rope_scaling",
     "num_local_experts",
@@ -34,7 +39,7 @@ class Field:
     default: Any = REQUIRED
     aliases: tuple[str, ...] = ()
     read: Callable[[Any, HFConfig], Any] = lambda value, hf: value
-    write: Callable[[Any], Any] = lambda value: value
+    write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class Family:
         keys: tensor names of the published layout.
         rope_theta: transformers' default.
         mscale: the attention's scale follows YaRN's mscale_all_dim (DeepSeek).
+        partial_rotary: transformers' default of partial_rotary_factor; None: every dim of a head turns.
+        dense: no layer has experts.
+        known_as: other model_types of the same architecture.
     """
 
     model_type: str
@@ -64,6 +72,9 @@ class Family:
     keys: KeyMap = KeyMap()
     rope_theta: float = 10000.0
     mscale: bool = False
+    partial_rotary: float | None = None
+    dense: bool = False
+    known_as: tuple[str, ...] = ()
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Our configuration for the model that ``config.json`` describes.
@@ -83,6 +94,8 @@ class Family:
         values = {ours: self._value(f, hf, path) for ours, f in self.fields.items()} | self.fixed
         for ours, value in values.items():
             _set(config, ours, value)
+        if self.dense:
+            config.first_k_dense = config.num_layers
         rope = self._read_rope(hf, path)
         return replace(config, rope=replace(rope, interleaved=config.rope.interleaved))
 
@@ -92,7 +105,13 @@ class Family:
         Raises:
             ConfigError: the model has something that the family does not.
         """
-        for ours, value in self.fixed.items():
+        default = ModelConfig()
+        fixed = {ours: _get(default, ours) for ours in _OPTIONAL if ours not in self.fields} | self.fixed
+        if self.partial_rotary is not None:
+            del fixed["rope.partial_rotary_factor"]
+        if self.dense:
+            fixed["first_k_dense"] = config.num_layers
+        for ours, value in fixed.items():
             if _get(config, ours) != value:
                 raise ConfigError(
                     f"model.{ours}",
@@ -102,7 +121,9 @@ class Family:
                 )
         hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only | self.written
-        hf |= {f.key: f.write(_get(config, ours)) for ours, f in self.fields.items()}
+        hf |= {f.key: f.write(_get(config, ours), config) for ours, f in self.fields.items()}
+        if self.partial_rotary is not None:
+            hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
         return hf | _write_rope(config.rope, hf.get("max_position_embeddings"))
 
     def _value(self, spec: Field, hf: HFConfig, path: str) -> Any:
@@ -124,13 +145,12 @@ class Family:
         kind = params.get("rope_type", params.get("type", "default"))
         max_positions = int(hf.get("max_position_embeddings", 4096))
         theta = float(params.get("rope_theta") or hf.get("rope_theta") or self.rope_theta)
+        partial = hf.get("partial_rotary_factor", params.get("partial_rotary_factor"))
         refused = {
-            "rope type": kind if kind not in ("default", "yarn") else None,
+            "rope type": kind if kind not in ("default", "yarn", "llama3") else None,
             "attention_factor": params.get("attention_factor"),
             "truncate": "false" if params.get("truncate") is False else None,
-            "partial_rotary_factor": None
-            if hf.get("partial_rotary_factor", params.get("partial_rotary_factor")) in (None, 1, 1.0)
-            else hf.get("partial_rotary_factor", params.get("partial_rotary_factor")),
+            "partial_rotary_factor": partial if self.partial_rotary is None and partial != 1 else None,
             "mscale_all_dim": None if self.mscale else params.get("mscale_all_dim"),
         }
         for name, value in refused.items():
@@ -139,17 +159,34 @@ class Family:
                     "model.hf_path",
                     path,
                     f"its config.json has {name} {value} for rotary embeddings, and {self.model_type} here has "
-                    "none or plain yarn",
+                    "none, plain yarn or llama3",
                     "Choose another checkpoint",
                 )
-        if kind == "default":
-            return RopeConfig(theta=theta, original_seq_len=max_positions)
-        original = int(params.get("original_max_position_embeddings") or max_positions)
-        return RopeConfig(
+        if partial is None:
+            partial = self.partial_rotary
+        rope = RopeConfig(
             theta=theta,
+            original_seq_len=max_positions,
+            partial_rotary_factor=1.0 if partial is None else float(partial),
+        )
+        if kind == "default":
+            return rope
+        original = int(params.get("original_max_position_embeddings") or max_positions)
+        rope = replace(rope, original_seq_len=original)
+        if kind == "llama3":
+            keys = ("factor", "low_freq_factor", "high_freq_factor")
+            if absent := [key for key in keys if key not in params]:
+                raise ConfigError(
+                    "model.hf_path",
+                    path,
+                    f"its config.json has no {' and no '.join(absent)} for rope type llama3",
+                    "Copy the checkpoint's config.json again",
+                )
+            return replace(rope, scaling="llama3", **{key: float(params[key]) for key in keys})
+        return replace(
+            rope,
             scaling="yarn",
             factor=float(params.get("factor") or max_positions / original),
-            original_seq_len=original,
             beta_fast=float(params.get("beta_fast") or 32),
             beta_slow=float(params.get("beta_slow") or 1),
             mscale=float(params.get("mscale") or 0),
@@ -166,14 +203,16 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
             "max_position_embeddings": max_positions or rope.original_seq_len,
         }
     scaling = {
-        "type": "yarn",
-        "rope_type": "yarn",
+        "type": rope.scaling,
+        "rope_type": rope.scaling,
         "factor": rope.factor,
         "original_max_position_embeddings": rope.original_seq_len,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
     }
-    scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
+    if rope.scaling == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    else:
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
@@ -199,14 +238,35 @@ def head_dim(value: int | None, hf: HFConfig) -> int:
     return value or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
+    """How many layers ``mlp_only_layers`` makes dense; this decoder has them before all others.
+
+    Raises:
+        ConfigError: they are elsewhere.
+    """
+    layers = layers or []
+    if sorted(layers) != list(range(len(layers))):
+        raise ConfigError(
+            "model.hf_path",
+            hf["model_type"],
+            f"its config.json has mlp_only_layers={layers}, and dense layers here come before all others",
+            "Choose another checkpoint",
+        )
+    return len(layers)
+
+
 def common_fields(norm_eps: float) -> dict[str, Field]:
     """What every family spells alike; ``norm_eps`` is the family's default."""
+    return dense_fields(norm_eps) | {"num_experts_per_token": Field("num_experts_per_tok")}
+
+
+def dense_fields(norm_eps: float) -> dict[str, Field]:
+    """The same without what only experts need."""
     return {
         "vocab_size": Field("vocab_size"),
         "hidden_size": Field("hidden_size"),
         "num_layers": Field("num_hidden_layers"),
         "intermediate_size": Field("intermediate_size"),
-        "num_experts_per_token": Field("num_experts_per_tok"),
         "norm_eps": Field("rms_norm_eps", norm_eps),
         "tie_embeddings": Field("tie_word_embeddings", False),
         "initializer_range": Field("initializer_range", 0.02),

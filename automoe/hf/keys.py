@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from automoe.config.schema import ModelConfig
 from automoe.cost.params import model_params
@@ -29,7 +29,17 @@ class KeyMap:
     gate: str = "mlp.experts.{expert}.gate_proj.weight"
     up: str = "mlp.experts.{expert}.up_proj.weight"
     down: str = "mlp.experts.{expert}.down_proj.weight"
+    shared_experts: str = "mlp.shared_experts"  # of the module
+    shared_gate: str = "mlp.shared_expert_gate.weight"
     fused: bool = False
+
+    @property
+    def in_memory(self) -> KeyMap:
+        """The same family as transformers 5 holds it; also written with save_pretrained(save_original_format=False)."""
+        names = {
+            name: getattr(FUSED, name) for name in ("router", "expert_bias", "gate", "up", "down", "fused")
+        }
+        return replace(self, **names)
 
     def expert_of(self, key: str) -> int | None:
         """Number of the routed expert that ``key`` belongs to; None for other tensors and fused ones."""
@@ -41,8 +51,7 @@ class KeyMap:
         return None
 
 
-# What transformers 5 calls these tensors in memory, for every family; also written with
-# save_pretrained(save_original_format=False).
+# What transformers 5 calls routers and routed experts in memory, for every family.
 FUSED = KeyMap(
     gate="mlp.experts.gate_up_proj", up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", fused=True
 )
@@ -124,6 +133,10 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
             Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert,), (0, 0), shape[1:])
             for expert in range(shape[0])
         ]
+    if rest == "mlp.shared_experts.output_gate.weight":
+        return whole(prefix + keys.shared_gate)
+    if rest.startswith("mlp.shared_experts."):
+        return whole(prefix + keys.shared_experts + rest.removeprefix("mlp.shared_experts"))
     return whole(prefix + rest)
 
 

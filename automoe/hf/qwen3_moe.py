@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.errors import ConfigError
-from automoe.hf.family import Family, Field, HFConfig, common_fields, head_dim
-
-
-def _num_leading(layers: list[int] | None, hf: HFConfig) -> int:
-    """Dense layers, which this decoder has at the front only."""
-    layers = layers or []
-    if sorted(layers) != list(range(len(layers))):
-        raise ConfigError(
-            "model.hf_path",
-            hf["model_type"],
-            f"its config.json has mlp_only_layers={layers}, and dense layers here come before all others",
-            "Choose another checkpoint",
-        )
-    return len(layers)
-
+from automoe.hf.family import Family, Field, common_fields, head_dim, leading_dense
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -27,7 +12,7 @@ FAMILY = Family(
         "num_experts": Field("num_experts", aliases=("num_local_experts",)),
         "moe_intermediate_size": Field("moe_intermediate_size"),
         "first_k_dense": Field(
-            "mlp_only_layers", None, read=_num_leading, write=lambda count: list(range(count))
+            "mlp_only_layers", None, read=leading_dense, write=lambda count, config: list(range(count))
         ),
         "attention.head_dim": Field("head_dim", None, read=head_dim),
         "router.norm_topk_prob": Field("norm_topk_prob", False),

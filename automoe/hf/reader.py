@@ -160,7 +160,8 @@ def _check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     folder = Path(path).expanduser()
     tensors = read_headers(folder)
     fused = any(key.endswith(f".{FUSED.gate}") for key in tensors)
-    keys = FUSED if fused else family_of(config).keys
+    keys = family_of(config).keys
+    keys = keys.in_memory if fused else keys
     wanted = hf_tensors(config, keys)
     _check_experts(folder, tensors, config, keys)
     missing = [key for key in wanted if key not in tensors]

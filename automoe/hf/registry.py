@@ -8,12 +8,12 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf import deepseek_v3, mixtral, qwen3_moe
+from automoe.hf import deepseek_v3, glm4_moe, llama, mixtral, qwen2_moe, qwen3, qwen3_moe
 from automoe.hf.family import Family
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, qwen3_moe, mixtral)
-}
+_MODULES = (deepseek_v3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, llama, qwen3)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+BY_MODEL_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.known_as}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -50,13 +50,13 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             something in it that the family here does not compute.
     """
     hf = read_hf_config(path)
-    family = FAMILIES.get(str(hf.get("model_type")))
+    family = BY_MODEL_TYPE.get(str(hf.get("model_type")))
     if family is None:
         raise ConfigError(
             "model.hf_path",
             path,
             f"its config.json has model_type={hf.get('model_type')}, which is not a known family",
-            f"Known ones: {', '.join(FAMILIES)}",
+            f"Known ones: {', '.join(BY_MODEL_TYPE)}",
         )
     return family.read_config(hf, str(path))
 

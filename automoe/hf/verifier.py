@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.cost.params import count_params
 from automoe.errors import CheckpointError
 from automoe.hf.files import listed
-from automoe.hf.keys import FUSED, hf_tensors
+from automoe.hf.keys import hf_tensors
 from automoe.hf.reader import Catalog, Read, config_of, load_hf, open_catalog, visit
-from automoe.hf.registry import model_config_from_hf
+from automoe.hf.registry import family_of, model_config_from_hf
 from automoe.hf.shards import DTYPES, Parts, as_parts, is_first_rank, raise_everywhere
 from automoe.model.decoder import Decoder
 from automoe.moe.replay import RoutingRecorder
@@ -110,15 +111,22 @@ def _used(config: ModelConfig, prefix: str) -> list[str]:
     if prefix == "model.attention":
         split = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         return ["kind", "num_heads"] + (
-            split if config.attention.kind == "mla" else ["num_kv_heads", "head_dim", "qk_norm"]
+            split if config.attention.kind == "mla" else ["num_kv_heads", "head_dim", "qk_norm", "qkv_bias"]
         )
     if prefix == "model.rope":
-        yarn = ["factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
-        return ["theta", "interleaved", "scaling"] + (yarn if config.rope.scaling == "yarn" else [])
+        scalings = {
+            "none": [],
+            "yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"],
+            "llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"],
+        }
+        return ["theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[config.rope.scaling]]
     if prefix == "model.router":
         groups = ["topk_groups", "group_score_topk"] if config.router.num_groups > 1 else []
         return ["score", "norm_topk_prob", "routed_scaling_factor", "num_groups", "expert_bias", *groups]
-    return ["family", "norm_eps", "tie_embeddings", "num_experts_per_token", "first_k_dense", "num_layers"]
+    experts = ["num_experts_per_token", "num_shared_experts", "shared_expert_gate"]
+    return ["family", "norm_eps", "tie_embeddings", "first_k_dense", "num_layers"] + (
+        experts if config.first_k_dense < config.num_layers else []
+    )
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
@@ -131,7 +139,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
     theirs = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if config.tie_embeddings:
         theirs.pop("lm_head.weight", None)
-    ours = hf_tensors(config, FUSED)
+    ours = hf_tensors(config, family_of(config).keys.in_memory)
     if theirs != ours:
         differ = {key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)}
         raise CheckpointError(
@@ -148,10 +156,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
             computes other logits.
     """
     config = model_config_from_hf(catalog.folder)
-    if (
-        4 * sum(torch.Size(shape).numel() for shape in hf_tensors(config, FUSED).values())
-        > MAX_COMPARED_BYTES
-    ):
+    if 4 * count_params(config).total > MAX_COMPARED_BYTES:
         return None
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)

@@ -14,7 +14,7 @@ from torch import nn
 from automoe.config.schema import ModelConfig
 from automoe.model.linear import Linear
 from automoe.model.norm import RMSNorm
-from automoe.model.rope import rotary_cos_sin, rotate, softmax_scale
+from automoe.model.rope import rotary_cos_sin, rotary_dim, rotate, softmax_scale
 from automoe.rows import RowExchange, Rows, TokenSplit, WholeTokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
@@ -29,7 +29,7 @@ class AttentionContext:
 
     def __init__(self, config: ModelConfig, rows: Rows, dtype: torch.dtype, attend: AttentionFn) -> None:
         attention = config.attention
-        dim = attention.qk_rope_head_dim if attention.kind == "mla" else attention.head_dim
+        dim = rotary_dim(attention, config.rope)
         self.cos, self.sin = rotary_cos_sin(config.rope, dim, rows.positions, dtype)
         self.interleaved = config.rope.interleaved
         self.exchange: RowExchange = rows.exchange
@@ -80,15 +80,16 @@ def attend(
 
 
 class GroupedQueryAttention(nn.Module):
-    """num_heads query heads share num_kv_heads key and value heads; optional RMSNorm on q and k."""
+    """num_heads query heads share num_kv_heads key and value heads; optional biases, RMSNorm on q and k."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
         self.head_dim = attention.head_dim
-        self.q_proj = Linear(hidden, attention.num_heads * self.head_dim)
-        self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim)
-        self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim)
+        bias = attention.qkv_bias
+        self.q_proj = Linear(hidden, attention.num_heads * self.head_dim, bias)
+        self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias)
+        self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias)
         self.o_proj = Linear(attention.num_heads * self.head_dim, hidden)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()

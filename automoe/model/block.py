@@ -27,7 +27,7 @@ class Block(nn.Module):
             self.mlp = MLP(hidden, config.intermediate_size)
         else:
             width = config.num_shared_experts * config.moe_intermediate_size
-            shared = MLP(hidden, width) if width else None
+            shared = MLP(hidden, width, config.shared_expert_gate) if width else None
             self.mlp = MoE(config, moe, layer - config.first_k_dense, shared)
 
     def forward(self, x: torch.Tensor, context: AttentionContext, rows: Rows) -> torch.Tensor:

@@ -18,7 +18,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T`` without bias, weight [out, in].
+    """``x @ weight.T + bias``, weight [out, in], bias [out] or none.
 
     ``rows`` restricts the product to some output rows: where key/value heads are fewer than the ranks
     that share them, each rank keeps the whole weight and uses one head of it.
@@ -26,13 +26,16 @@ class Linear(nn.Module):
 
     rows: slice | None = None
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = local_part(self.weight)
-        return F.linear(x, weight if self.rows is None else weight[self.rows])
+        weight, bias = local_part(self.weight), None if self.bias is None else local_part(self.bias)
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        return F.linear(x, weight, bias)
 
 
 class Embedding(nn.Module):

@@ -11,15 +11,22 @@ from automoe.rows import TokenSplit, WholeTokens
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); x [..., H] -> [..., H]."""
+    """down(silu(gate(x)) * up(x)); x [B, S, H] -> [B, S, H].
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    With ``gated_output`` (Qwen2-MoE's shared expert) the result is multiplied by sigmoid(x @ w), one number
+    a token.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, gated_output: bool = False) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size)
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
+        self.output_gate = Linear(hidden_size, 1) if gated_output else None
         self.split: TokenSplit = WholeTokens()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.split.gather(x)
-        return self.split.reduce(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        whole = self.split.gather(x)
+        out = self.split.reduce(self.down_proj(F.silu(self.gate_proj(whole)) * self.up_proj(whole)))
+        # Where tokens are cut, the gate sees this rank's part of them, as the result here holds no others.
+        return out if self.output_gate is None else self.output_gate(x).sigmoid() * out

@@ -1,6 +1,7 @@
-"""Rotary position embeddings (arXiv 2104.09864) with YaRN scaling (arXiv 2309.00071, section 3).
+"""Rotary position embeddings (arXiv 2104.09864), scaled as in YaRN (arXiv 2309.00071, section 3) or Llama 3.1.
 
-D is the rotated width of a head. Angles are computed in float32, as published checkpoints were trained.
+D is the width of a head, R the rotated width, its first dims. Angles are computed in float32, as published
+checkpoints were trained.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-from automoe.config.schema import RopeConfig
+from automoe.config.schema import AttentionConfig, RopeConfig
+
+
+def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
+    """R: how many dims of a head turn with the position."""
+    if attention.kind == "mla":
+        return attention.qk_rope_head_dim
+    return int(attention.head_dim * rope.partial_rotary_factor)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -19,11 +27,13 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """[D/2] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
+    """[R/2] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
     if config.scaling == "none":
         return 1.0 / base, 1.0
+    if config.scaling == "llama3":
+        return _llama3_frequencies(config, 1.0 / base), 1.0
 
     def dim_with_rotations(rotations: float) -> float:
         return (
@@ -42,6 +52,15 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
     return inverse, scale
 
 
+def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+    """Dims that turn less than ``low_freq_factor`` times over the original context are stretched by ``factor``,
+    those that turn more than ``high_freq_factor`` times stay, and those between are mixed linearly."""
+    turns = config.original_seq_len * inverse / (2 * math.pi)
+    low, high = config.low_freq_factor, config.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inverse / config.factor + kept * inverse
+
+
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
     """1/sqrt(d), times mscale_all_dim's temperature squared where YaRN asks for it (DeepSeek)."""
     scale = qk_head_dim**-0.5
@@ -53,7 +72,7 @@ def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
 def rotary_cos_sin(
     config: RopeConfig, dim: int, positions: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, [B, S, 1, D/2] each, of positions [B, S]."""
+    """cos and sin, [B, S, 1, R/2] each, of positions [B, S]; ``dim`` is R."""
     inverse, scale = inverse_frequencies(config, dim, positions.device)
     angles = positions[..., None].to(torch.float32) * inverse
     return (angles.cos() * scale).to(dtype)[:, :, None], (angles.sin() * scale).to(dtype)[:, :, None]
@@ -69,7 +88,9 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate_pairs(_pairs(x, interleaved), cos, sin, _pairs(out, interleaved=False))
+        turning = 2 * cos.shape[-1]
+        _rotate_pairs(_pairs(x[..., :turning], interleaved), cos, sin, _pairs(out[..., :turning], False))
+        out[..., turning:] = x[..., turning:]
         return out
 
     @staticmethod
@@ -77,7 +98,10 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         cos, sin = ctx.saved_tensors
         grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        _rotate_pairs(_pairs(grad, interleaved=False), cos, -sin, _pairs(grad_x, ctx.interleaved))
+        turning = 2 * cos.shape[-1]
+        turned, into = grad[..., :turning], grad_x[..., :turning]
+        _rotate_pairs(_pairs(turned, False), cos, -sin, _pairs(into, ctx.interleaved))
+        grad_x[..., turning:] = grad[..., turning:]
         return grad_x, None, None, None
 
 
@@ -93,7 +117,7 @@ def _rotate_pairs(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate x [B, S, N, D] by the angles; pairs are (2i, 2i+1) or (i, i + D/2).
+    """Rotate the first R dims of x [B, S, N, D] by the angles; pairs are (2i, 2i+1) or (i, i + R/2).
 
     The result is always laid out in halves: queries and keys are permuted alike, so their products
     do not change, and one layout is enough for the rest of the attention.

@@ -54,7 +54,7 @@ class SequenceSplit:
 class SplitWeight(ParallelStyle):
     """Makes the weight of a linear layer or embedding a DTensor, cut over one mesh axis.
 
-    Dim 0 cuts output features (or vocabulary rows), dim 1 input features.
+    Dim 0 cuts output features (or vocabulary rows), a bias with them; dim 1 input features.
     """
 
     def __init__(self, dim: int) -> None:
@@ -62,8 +62,10 @@ class SplitWeight(ParallelStyle):
         self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut = distribute_tensor(module.weight.data, device_mesh, [Shard(self.dim)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(cut))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            assert self.dim < parameter.dim(), "a bias behind a sum over ranks would be added by each of them"
+            cut = distribute_tensor(parameter.data, device_mesh, [Shard(self.dim)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut))
         return module
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from automoe.config.schema import ModelConfig
+from automoe.hf.keys import hf_pieces
+from automoe.hf.registry import family_of
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -48,12 +53,41 @@ _MIXTRAL: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+_QWEN2: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 0,
+}
+_DENSE: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 48}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 8.0,
     "original_max_position_embeddings": 32,
     "beta_fast": 32,
     "beta_slow": 1,
+}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 
 # name -> (model_type, keys of config.json besides the sizes above)
@@ -91,6 +125,58 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         _MIXTRAL | {"vocab_size": 97, "intermediate_size": 36, "num_local_experts": 5, "hidden_size": 40},
     ),
+    # One direct query projection and one group, as Kimi-K2 and Moonlight have them; one expert a token.
+    "kimi": (
+        "deepseek_v3",
+        _MLA
+        | {"q_lora_rank": 12, "n_routed_experts": 12, "num_experts_per_tok": 1, "norm_topk_prob": False}
+        | {"rope_theta": 50000.0, "routed_scaling_factor": 2.827, "num_attention_heads": 2}
+        | {"rope_scaling": _YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "qwen2_moe": ("qwen2_moe", _QWEN2),
+    "qwen2_moe_odd": (
+        "qwen2_moe",
+        _QWEN2
+        | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 1, "num_experts": 5}
+        | {"intermediate_size": 37, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
+        | {"mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe_yarn": ("qwen2_moe", _QWEN2 | {"rope_scaling": _YARN, "qkv_bias": False, "num_experts": 4}),
+    "glm4_moe": ("glm4_moe", _GLM),
+    "glm4_moe_odd": (
+        "glm4_moe",
+        _GLM
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 20, "n_routed_experts": 6}
+        | {"intermediate_size": 37, "moe_intermediate_size": 20, "n_shared_experts": 2}
+        # What keys share cancels in a softmax but for the rotation: slow or few dims would leave the gradient
+        # of their bias to rounding.
+        | {
+            "first_k_dense_replace": 2,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 0.3,
+            "rope_theta": 50.0,
+        },
+    ),
+    "glm4_moe_groups": (
+        "glm4_moe",
+        _GLM
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "norm_topk_prob": False}
+        | {"attention_bias": False, "first_k_dense_replace": 0, "rope_scaling": _YARN},
+    ),
+    "llama": ("llama", _DENSE | {"head_dim": 8}),
+    "llama_odd": (
+        "llama",
+        _DENSE
+        | {"vocab_size": 97, "intermediate_size": 37, "head_dim": 10, "num_key_value_heads": 1}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+        # A context so short that dims lie below, between and above the two bounds.
+        | {"rope_scaling": _LLAMA3},
+    ),
+    "qwen3": ("qwen3", _DENSE),
+    "qwen3_odd": (
+        "qwen3",
+        _DENSE | {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 27, "rope_scaling": _YARN},
+    ),
 }
 
 
@@ -99,18 +185,36 @@ def small_hf_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, sizes = SMALL_MODELS[name]
-    config = AutoConfig.for_model(model_type, **(_SIZES | sizes))
+    config = AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes))  # it writes into nested dicts
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Large enough that experts differ and attention is not flat.
-            parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[-1] ** -0.5)
+            if key.endswith(".bias"):
+                parameter.copy_(0.2 * noise)
+            else:
+                # Large enough that experts differ and attention is not flat.
+                parameter.copy_(
+                    1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[-1] ** -0.5
+                )
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
+
+
+def as_our_tensor(
+    name: str, shape: torch.Size, theirs: dict[str, torch.Tensor], config: ModelConfig
+) -> torch.Tensor:
+    """Our tensor ``name`` of ``shape``, or its gradient, put together from transformers' tensors in memory."""
+    whole = torch.empty(shape)
+    for piece in hf_pieces(name, tuple(shape), family_of(config).keys.in_memory):
+        found = piece.overlap((0,) * len(shape), tuple(shape))
+        assert found is not None
+        source, target = found
+        whole[target] = theirs[piece.key][source]
+    return whole
 
 
 def save_small_hf(

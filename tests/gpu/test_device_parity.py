@@ -12,7 +12,6 @@ from device_models import relative
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig
-from automoe.hf.keys import FUSED, hf_pieces
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
 from automoe.mesh import build_meshes
@@ -20,7 +19,7 @@ from automoe.model.decoder import Decoder
 from automoe.moe.replay import RoutingRecorder
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.rows import IGNORE
-from automoe.testing.hf_models import save_small_hf
+from automoe.testing.hf_models import as_our_tensor, save_small_hf
 from automoe.testing.trajectory import whole
 
 # dtype -> relative error of logits and loss, of a gradient
@@ -33,15 +32,6 @@ def load(path: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
     model.to_empty(device=device)
     load_hf(model, path)
     return model.train()
-
-
-def their_gradient(name: str, shape: torch.Size, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The gradient of our tensor ``name``, put together from transformers' tensors."""
-    joined = torch.empty(shape)
-    for piece in hf_pieces(name, tuple(shape), FUSED):
-        source, target = piece.overlap((0,) * len(shape), tuple(shape))
-        joined[target] = theirs[piece.key][source]
-    return joined
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +57,7 @@ def test_equal_to_transformers(device: torch.device, name: str, tmp_path: Path) 
         loss.backward()
         assert abs(loss.item() - their_loss.item()) < tolerance * their_loss.item()
         for ours, parameter in model.named_parameters():
-            wanted = their_gradient(ours, parameter.shape, theirs)
+            wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
             assert relative(parameter.grad, wanted) < for_gradients, (dtype, ours)
 
 

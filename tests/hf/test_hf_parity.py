@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from automoe.config.schema import MoEConfig
-from automoe.hf.keys import FUSED, hf_pieces
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.parallelize import build_decoder
 from automoe.rows import IGNORE
-from automoe.testing.hf_models import SMALL_MODELS, save_small_hf
+from automoe.testing.hf_models import SMALL_MODELS, as_our_tensor, save_small_hf
 
 TOLERANCE = 1e-5
 ROWS, SEQ = 3, 40
@@ -38,15 +37,6 @@ def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.cat((tokens[:, 1:], torch.full((ROWS, 1), IGNORE)), dim=1)
 
 
-def their_gradient(name: str, shape: torch.Size, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The gradient of our tensor ``name``, put together from transformers' tensors."""
-    whole = torch.empty(shape)
-    for piece in hf_pieces(name, tuple(shape), FUSED):
-        source, target = piece.overlap((0,) * len(shape), tuple(shape))
-        whole[target] = theirs[piece.key][source]
-    return whole
-
-
 @pytest.mark.parametrize("name", SMALL_MODELS)
 @pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
@@ -64,6 +54,6 @@ def test_equal_to_transformers(name: str, fused: bool, tmp_path: Path) -> None:
     assert abs(loss.item() - their_loss.item()) < TOLERANCE * their_loss.item()
     theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
     for ours, parameter in model.named_parameters():
-        wanted = their_gradient(ours, parameter.shape, theirs)
+        wanted = as_our_tensor(ours, parameter.shape, theirs, model.config)
         assert wanted.norm() > 0
         assert relative(parameter.grad, wanted) < TOLERANCE, ours

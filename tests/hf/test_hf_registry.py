@@ -14,7 +14,7 @@ import yaml
 from automoe.config.convert import config_from_dict
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.registry import check_exportable, family_of, model_config_from_hf
+from automoe.hf.registry import FAMILIES, check_exportable, family_of, model_config_from_hf
 
 CONF = Path(__file__).parents[2] / "automoe" / "conf" / "model"
 
@@ -191,7 +191,7 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("hf", "needles"),
     [
-        ({"model_type": "llama"}, ["model_type=llama", "deepseek_v3", "qwen3_moe", "mixtral"]),
+        ({"model_type": "gemma3"}, ["model_type=gemma3", "kimi_k2", *FAMILIES]),
         (
             {k: v for k, v in MIXTRAL_8X22B.items() if k != "num_local_experts"},
             ["has no num_local_experts", "mixtral"],

@@ -1,0 +1,56 @@
+"""Qwen2-MoE (arXiv 2407.10671): ``config.json`` and key map."""
+
+from __future__ import annotations
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import ConfigError
+from automoe.hf.family import Family, Field, HFConfig, common_fields, head_dim, leading_dense
+from automoe.hf.keys import KeyMap
+
+
+def _num_shared(width: int, hf: HFConfig) -> int:
+    """Shared experts: the width of the shared FFN in routed ones."""
+    unit = hf["moe_intermediate_size"]
+    if width % unit:
+        raise ConfigError(
+            "model.hf_path",
+            hf["model_type"],
+            f"its config.json has shared_expert_intermediate_size={width}, and the shared FFN here is a "
+            f"multiple of moe_intermediate_size={unit}: {width} % {unit} = {width % unit}",
+            "Choose another checkpoint",
+        )
+    return width // unit
+
+
+def _shared_width(count: int, config: ModelConfig) -> int:
+    return count * config.moe_intermediate_size
+
+
+FAMILY = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    fields=common_fields(norm_eps=1e-6)
+    | {
+        "num_experts": Field("num_experts", aliases=("num_local_experts",)),
+        "moe_intermediate_size": Field("moe_intermediate_size"),
+        "num_shared_experts": Field("shared_expert_intermediate_size", read=_num_shared, write=_shared_width),
+        "first_k_dense": Field(
+            "mlp_only_layers", None, read=leading_dense, write=lambda count, config: list(range(count))
+        ),
+        "attention.head_dim": Field("head_dim", None, read=head_dim),
+        "attention.qkv_bias": Field("qkv_bias", True),
+        "router.norm_topk_prob": Field("norm_topk_prob", False),
+    },
+    fixed={
+        "attention.kind": "gqa",
+        "attention.qk_norm": False,
+        "shared_expert_gate": True,
+        "rope.interleaved": False,
+        "router.score": "softmax",
+        "router.expert_bias": False,
+        "router.num_groups": 1,
+        "router.routed_scaling_factor": 1.0,
+    },
+    only={"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1},
+    keys=KeyMap(shared_experts="mlp.shared_expert"),
+)
