@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ class TrainState:
         parts: this rank's pipeline stages, {stage number: part}; names inside are global.
         step: optimizer steps done (skipped ones included).
         tokens: tokens trained so far (labels that count), over all ranks.
-        skipped: steps in a row whose gradients were not finite.
+        skipped: steps in a row that were skipped.
+        recent_losses: what the next step's loss is compared with (``automoe.optim.skip``).
     """
 
     parts: dict[int, Decoder]
@@ -28,6 +29,7 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
+    recent_losses: list[float] = field(default_factory=list)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """This rank's parameters, in a fixed order."""
@@ -59,6 +61,7 @@ class TrainState:
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            "recent_losses": list(self.recent_losses),  # JSON keeps a float to the bit
             "loader": self.loader.state_dict(),
         }
 
@@ -70,3 +73,4 @@ class TrainState:
         """
         self.loader.load_state_dict(counters["loader"])
         self.step, self.tokens, self.skipped = (counters[key] for key in ("step", "tokens", "skipped"))
+        self.recent_losses = list(counters.get("recent_losses", []))  # checkpoints of 0.1 lack it

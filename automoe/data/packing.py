@@ -80,6 +80,17 @@ class PackedRows:
             self._fill(rows, chosen, int(epoch), indices[chosen] % self.num_rows)
         return rows
 
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Documents with tokens in the rows ``indices`` of the endless sequence, as sorted indices into ``starts``."""
+        found: list[np.ndarray] = []
+        for index in indices[indices >= 0]:
+            doc_order, doc_ends, row_order = self._epoch(int(index) // self.num_rows)
+            start = int(row_order[index % self.num_rows]) * self.seq_len
+            last = min(start + self.seq_len, self.num_tokens) - 1
+            first_doc, last_doc = np.searchsorted(doc_ends, [start, last], side="right")
+            found.append(doc_order[first_doc : last_doc + 1])
+        return np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         doc_order = seeded_order(len(self.lengths), self.seed, epoch, 0)
         row_order = seeded_order(self.num_rows, self.seed, epoch, 1)

@@ -25,6 +25,7 @@ from automoe.config.schema import Config
 from automoe.cost.flops import train_flops_per_token
 from automoe.data.loader import Loader
 from automoe.errors import AutomoeError
+from automoe.fault_points import reach
 from automoe.launch.ranks import RunContext
 from automoe.mesh import Meshes, build_meshes
 from automoe.observe.console import Console
@@ -34,6 +35,7 @@ from automoe.observe.trackers import make_tracker
 from automoe.optim.adamw import build_optimizer, set_learning_rate
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.schedule import learning_rate
+from automoe.optim.skip import reason_to_skip, remember
 from automoe.parallel.agree import same_on_all_ranks
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.routing import record_routing, replayed_routing
@@ -41,7 +43,7 @@ from automoe.parallel.shared_gradients import counted_parameters
 from automoe.parallel.stats import gather_stats, max_over_ranks, sum_over_ranks, update_balance_state
 from automoe.parallel.step import StepRunner, build_runner, prepare_inputs
 
-MAX_SKIPPED = 10  # steps in a row without a finite gradient before the run gives up
+NAMED_DOCUMENTS = 100  # of a skipped step's batch, in its record
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
@@ -95,31 +97,39 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
     while state.step < train.steps and not stopping:
         started = time.perf_counter()
         profiler.begin(state.step + 1)
+        reach("step_begin", state.step + 1)
 
         # forward and backward over the step's micro-batches
         batch = loader.next_step()
         forced_ids = replayed_routing(config, batch, state.step)
         inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+        reach("forward", state.step + 1)
         with record_routing(config, parts.values(), state.step):
             loss_share = runner.train(inputs)
+        reach("before_collective", state.step + 1)
         stats = gather_stats(loss_share, parts.values(), config)
 
         # one gradient norm over both meshes and all stages; every rank sees the same number
         lr = learning_rate(config.optim, state.step, train.steps)
         norm = global_grad_norm(counted_parameters(parts.values()), meshes.group("pp"))
-        if math.isfinite(float(norm)) and math.isfinite(stats.loss):
+
+        # the update, unless any rank has a reason against it
+        why_not = reason_to_skip(stats.loss, float(norm), state.recent_losses, train)
+        (skips,) = max_over_ranks(float(why_not is not None))
+        if not skips:
             clip_(state.parameters(), norm, train.grad_clip)
             set_learning_rate(optimizer, lr)
             optimizer.step()
             update_balance_state(stats, parts.values(), config)
+            remember(stats.loss, state.recent_losses, train)
             state.skipped = 0
         else:
             state.skipped += 1
-            console.warn(f"step {state.step + 1} skipped: loss {stats.loss}, gradient norm {float(norm)}")
         optimizer.zero_grad()
         state.step += 1
         state.tokens += trained
         objective = stats.loss
+        reach("step_end", state.step)
         profiler.end(state.step)
 
         # record
@@ -142,6 +152,9 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             "z_loss": stats.z_loss,
             "skipped": state.skipped,
         }
+        if skips:
+            record |= skip_record(why_not, loader)
+            console.warn(f"step {state.step} skipped: {skip_text(record)}")
         if peak:
             record["mfu"], record["mfu_full_attention"] = flops.mfu(
                 record["tokens_per_second"] / shape.world_size, peak
@@ -156,10 +169,12 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
         if log is not None and tracker is not None:
             log.write(record, stats.expert_counts)
             tracker.log(record)
-        if state.skipped >= MAX_SKIPPED:
+        reach("recorded", state.step)
+        if state.skipped >= train.max_skipped:
             raise AutomoeError(
-                f"{MAX_SKIPPED} steps in a row had no finite loss or gradient, the last step {state.step}. Lower "
-                f"optim.lr ({config.optim.lr}) or raise optim.warmup_steps ({config.optim.warmup_steps})"
+                f"{state.skipped} steps in a row were skipped (train.max_skipped), the last step {state.step}: "
+                f"{skip_text(record)}. metrics.jsonl names the rows and documents of each. Lower optim.lr "
+                f"({config.optim.lr}), raise optim.warmup_steps ({config.optim.warmup_steps}), or look at that data"
             )
 
         # save
@@ -179,6 +194,26 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
         tracker.finish()
     console.finish(paths)
     return objective
+
+
+def skip_record(why_not: str | None, loader: Loader) -> dict[str, Any]:
+    """What the record of a skipped step says besides: the reason, and the batch by rows and documents."""
+    first, last = loader.last_rows()
+    documents = loader.documents(first, last)
+    return {
+        "skip_reason": why_not or "another rank's loss or gradient is not finite",
+        "skipped_rows": [first, last],
+        "skipped_documents": documents[:NAMED_DOCUMENTS],
+        "num_skipped_documents": len(documents),
+    }
+
+
+def skip_text(record: Mapping[str, Any]) -> str:
+    """A skipped step's record in a line."""
+    (first, last), names = record["skipped_rows"], record["skipped_documents"]
+    more = record["num_skipped_documents"] - 3
+    listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    return f"{record['skip_reason']}; rows {first}-{last} of the training data, from {listed}"
 
 
 def validate(

@@ -44,6 +44,15 @@ def test_every_token_appears_once_in_an_epoch(lengths, seq_len, seed, epoch, doc
 
 
 @settings(deadline=None)
+@given(corpora, seq_lens, seeds, st.lists(st.integers(-1, 40), min_size=1, max_size=4))
+def test_the_documents_of_rows_are_those_their_tokens_come_from(lengths, seq_len, seed, indices):
+    rows = packed(lengths, seq_len, seed)
+    tokens = rows.take(np.array(indices)).tokens
+    came_from = np.searchsorted(np.cumsum(lengths), tokens[tokens != PAD], side="right")
+    assert rows.documents(np.array(indices)).tolist() == np.unique(came_from).tolist()
+
+
+@settings(deadline=None)
 @given(corpora, seq_lens, seeds, st.booleans())
 def test_labels_are_the_next_token_of_the_same_document(lengths, seq_len, seed, document_mask):
     rows = packed(lengths, seq_len, seed, document_mask)

@@ -92,7 +92,7 @@ def run(
 ) -> tuple[list[Outcome], list[dict[str, Any]]]:
     """Run the recipe; every rank's outcome, and ``metrics.jsonl``."""
     run_dir = Path(config.run_dir)
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)  # a run that goes on is in the directory of the first
     world_size = resolve_mesh(config.mesh, None).world_size
     outcomes = pool.run(run_rank, world_size, config, fault, at)
     return outcomes, [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -156,7 +156,17 @@ def infinite_expert_gradient(parts: Any) -> Iterator[None]:
     weight.grad.to_local()[0, 0, 0] = float("inf")
 
 
-FAULTS: dict[str, Callable[[Any], Any]] = {
+@contextlib.contextmanager
+def loss_spike(parts: Any) -> Iterator[None]:
+    """The last norm's output is far too large: so is the loss, and everything is finite."""
+    part = max(parts.items())[1]
+    handle = part.norm.register_forward_hook(lambda module, inputs, output: output * 100)
+    yield
+    handle.remove()
+
+
+NOT_FINITE: dict[str, Callable[[Any], Any]] = {
     "nan activation": nan_activation,
     "infinite expert gradient": infinite_expert_gradient,
 }
+FAULTS = NOT_FINITE | {"loss spike": loss_spike}

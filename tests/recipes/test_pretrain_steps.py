@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretrain_runs import FAULTS, Outcome, config, run
+from pretrain_runs import NOT_FINITE, Outcome, config, run
 
-from automoe.recipes.pretrain import MAX_SKIPPED
 from automoe.testing.pool import RankPool
 
 
@@ -21,7 +20,7 @@ def unchanged(outcome: Outcome, step: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("mesh", [dict(dp_shard=2, ep=2), dict(pp=2)], ids=["dp2-ep2", "pp2"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", NOT_FINITE)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     ranks: RankPool, tmp_path: Path, fault: str, mesh: dict[str, int]
 ) -> None:
@@ -42,14 +41,41 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert [record["tokens"] for record in records] == [128, 256, 384, 512, 640]
     assert "step 2 skipped" in outcomes[0].said and "step 3 skipped" in outcomes[0].said
     assert math.isfinite(records[-1]["val_loss"])
+    assert [record.get("skipped_rows") for record in records] == [None, [8, 15], [16, 23], None, None]
+    assert f"rows 8-15 of the training data, from {tmp_path}/text.txt" in outcomes[0].said
 
 
 def test_a_run_that_never_recovers_ends(ranks: RankPool, tmp_path: Path) -> None:
-    steps = tuple(range(2, MAX_SKIPPED + 2))
-    outcomes, records = run(ranks, config(tmp_path, steps=20, dp_shard=2), "nan activation", at=steps)
-    assert len(records) == MAX_SKIPPED + 1
+    settings = config(tmp_path, steps=20, dp_shard=2)
+    settings.train.max_skipped = 3
+    outcomes, records = run(ranks, settings, "nan activation", at=tuple(range(2, 20)))
+    assert len(records) == 4
     for outcome in outcomes:
-        assert f"{MAX_SKIPPED} steps in a row" in outcome.error and "optim.lr" in outcome.error
+        assert "3 steps in a row were skipped" in outcome.error and "optim.lr" in outcome.error
+        assert "the last step 4: loss nan" in outcome.error and "rows 24-31" in outcome.error
+
+
+def test_a_loss_spike_is_skipped_and_its_batch_named_also_right_after_a_resume(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    settings = config(tmp_path, steps=8, pp=2)
+    settings.train.spike_factor, settings.train.spike_window = 6.0, 4
+    settings.optim.schedule = "constant"
+    outcomes, straight = run(ranks, settings, "loss spike", at=(3, 7))
+    # Step 3 has too little before it to be judged by, and counts as one of the four that step 7 is judged by.
+    assert [record["skipped"] for record in straight] == [0, 0, 0, 0, 0, 0, 1, 0]
+    for outcome in outcomes:
+        assert all(unchanged(outcome, 7)) and not any(unchanged(outcome, 3))
+    assert straight[6]["skipped_rows"] == [48, 55]
+    assert straight[6]["skipped_documents"] == [f"{tmp_path}/text.txt"]
+    assert "step 7 skipped: loss" in outcomes[0].said and "is a spike: above" in outcomes[0].said
+
+    before, after = replace(settings, run_dir=str(tmp_path / "again")), replace(settings.train, steps=6)
+    before.checkpoint.every = 6
+    run(ranks, replace(before, train=after), "loss spike", at=(3,))
+    outcomes, joined = run(ranks, before, "loss spike", at=(1,))
+    assert [record["skip_reason"] for record in joined[6:7]] == [straight[6]["skip_reason"]]
+    assert [record["loss"] for record in joined] == [record["loss"] for record in straight]
 
 
 def test_accumulation_and_data_parallelism_change_nothing(ranks: RankPool, tmp_path: Path) -> None:
