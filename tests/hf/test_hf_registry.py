@@ -9,129 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
+from published_configs import DSV3, GLM45, LLAMA31_8B, MIXTRAL_8X22B, PUBLISHED, QWEN2_57B, QWEN3_30B
 
-from automoe.config.convert import config_from_dict
+from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.registry import FAMILIES, check_exportable, family_of, model_config_from_hf
-
-CONF = Path(__file__).parents[2] / "automoe" / "conf" / "model"
-
-# As published, before transformers 5.
-MOONLIGHT = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 163584,
-    "eos_token_id": 163585,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 11264,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 8192,
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.446,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 163840,
-}
-DSV3 = MOONLIGHT | {
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "topk_group": 4,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "vocab_size": 129280,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
-QWEN3_30B = {
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-MIXTRAL_8X22B = {
-    "model_type": "mixtral",
-    "hidden_act": "silu",
-    "hidden_size": 6144,
-    "intermediate_size": 16384,
-    "max_position_embeddings": 65536,
-    "num_attention_heads": 48,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 56,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "vocab_size": 32000,
-}
-PUBLISHED = {
-    "moonlight_16b_a3b": MOONLIGHT,
-    "dsv3_671b": DSV3,
-    "qwen3_30b_a3b": QWEN3_30B,
-    "mixtral_8x22b": MIXTRAL_8X22B,
-}
 
 
 def write(folder: Path, hf: object) -> Path:
@@ -141,7 +24,7 @@ def write(folder: Path, hf: object) -> Path:
 
 
 def preset(name: str) -> ModelConfig:
-    return config_from_dict({"model": yaml.safe_load((CONF / f"{name}.yaml").read_text())}).model
+    return compose_config(overrides=[f"model={name}"]).model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -163,8 +46,11 @@ def test_written_config_reads_back(name: str, tmp_path: Path) -> None:
     written = family_of(config).write_config(config, PUBLISHED[name])
     assert model_config_from_hf(write(tmp_path, written)) == config
     for key, value in PUBLISHED[name].items():
-        if key not in ("rope_scaling", "num_nextn_predict_layers"):
+        if key not in ("rope_scaling", "num_nextn_predict_layers", "model_type", "auto_map"):
             assert written[key] == value, key
+    # A family has one name of its own, and modelling code of the source's is not needed.
+    assert written["model_type"] == config.family
+    assert "auto_map" not in written
 
 
 def test_transformers_5_spelling(tmp_path: Path) -> None:
@@ -179,9 +65,27 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
     assert model_config_from_hf(write(tmp_path, qwen)).num_experts == 128
 
 
-@pytest.mark.parametrize("family", ["small_dsv3", "small_qwen3_moe", "small_mixtral"])
+def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
+    """GLM's default is half, where neither spelling says anything."""
+    silent = {
+        key: value for key, value in GLM45.items() if key not in ("partial_rotary_factor", "rope_theta")
+    }
+    for share in (0.25, 1.0):
+        old = silent | {"partial_rotary_factor": share, "rope_theta": 1e6}
+        new = silent | {"rope_parameters": {"partial_rotary_factor": share, "rope_theta": 1e6}}
+        read = model_config_from_hf(write(tmp_path, new))
+        assert read == model_config_from_hf(write(tmp_path, old))
+        assert read.rope.partial_rotary_factor == share
+        assert family_of(read).write_config(read, new)["partial_rotary_factor"] == share
+    assert model_config_from_hf(write(tmp_path, silent)).rope.partial_rotary_factor == 0.5
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "llama", "qwen3"],
+)
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
-    config = preset(family)
+    config = preset(f"small_{family}")
     check_exportable(config)
     read = model_config_from_hf(write(tmp_path, family_of(config).write_config(config)))
     assert read.router == config.router
@@ -202,6 +106,20 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
         (QWEN3_30B | {"attention_bias": True}, ["attention_bias=True"]),
         (QWEN3_30B | {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope type linear"]),
         (DSV3 | {"scoring_func": "softmax"}, ["scoring_func=softmax", "scoring_func=sigmoid"]),
+        (QWEN2_57B | {"decoder_sparse_step": 2}, ["decoder_sparse_step=2", "decoder_sparse_step=1"]),
+        (QWEN2_57B | {"mlp_only_layers": [27]}, ["mlp_only_layers=[27]"]),
+        (QWEN2_57B | {"use_sliding_window": True}, ["use_sliding_window=True"]),
+        (
+            QWEN2_57B | {"shared_expert_intermediate_size": 20000},
+            ["shared_expert_intermediate_size=20000", "20000 % 2560 = 2080"],
+        ),
+        (QWEN3_30B | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5", "qwen3_moe"]),
+        (LLAMA31_8B | {"attention_bias": True}, ["attention_bias=True", "llama"]),
+        (LLAMA31_8B | {"mlp_bias": True}, ["mlp_bias=True"]),
+        (
+            LLAMA31_8B | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            ["no low_freq_factor and no high_freq_factor"],
+        ),
         ([1, 2], ["not a JSON object"]),
     ],
     ids=lambda value: None,
@@ -225,6 +143,24 @@ def test_model_that_the_family_cannot_express() -> None:
     config = preset("small_mixtral")
     config.router.score = "sigmoid"
     with pytest.raises(ConfigError, match=r"model\.router\.score=sigmoid.*mixtral.*softmax"):
+        check_exportable(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("mixtral", "attention.qkv_bias", True),
+        ("qwen3_moe", "rope.partial_rotary_factor", 0.5),
+        ("dsv3", "shared_expert_gate", True),
+        ("llama", "first_k_dense", 3),
+        ("qwen2_moe", "shared_expert_gate", False),
+    ],
+)
+def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:
+    config = preset(f"small_{family}")
+    group, _, name = key.rpartition(".")
+    setattr(getattr(config, group) if group else config, name, value)
+    with pytest.raises(ConfigError, match=rf"model\.{key}={value}.*{config.family} checkpoint can only say"):
         check_exportable(config)
 
 
