@@ -96,6 +96,7 @@ class ModelConfig:
         "mixtral",
         "qwen2_moe",
         "glm4_moe",
+        "gpt_oss",
         "llama",
         "qwen3",
     ] = "deepseek_v3"
@@ -112,7 +113,9 @@ class ModelConfig:
     shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
     biased_experts: bool = False  # routed experts add a trained bias to both of their products
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
-    swiglu_alpha: float = 1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
+    swiglu_alpha: float = (
+        1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
+    )
     swiglu_limit: float = 7.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -209,9 +212,14 @@ class DataConfig:
 
 @dataclass
 class CheckpointConfig:
-    resume: Literal["auto", "never"] = "auto"  # auto: continue from run_dir's newest valid checkpoint
+    # auto: go on from run_dir's newest valid checkpoint; never: start over and set them aside; or the run
+    # or step directory of another run, to start from where run_dir has no checkpoint yet.
+    resume: str = "auto"
     every: int = 0  # steps between training-state saves; 0: none
+    async_save: bool = False  # write in the background, from a copy in CPU memory
     keep: int = 2  # newest checkpoints kept
+    keep_every: int = 0  # checkpoints of steps that divide by it are never deleted; 0: no such steps
+    keep_best: int = 0  # this many checkpoints with the lowest validation loss are kept as well
     export_hf: bool = True  # write a HuggingFace checkpoint at the end of the run
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from automoe.config.layer_kinds import window_of
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.cost.params import layer_params
 
@@ -36,23 +37,28 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, num_mtp: int = 0) ->
         num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
             and another use of the head (arXiv 2412.19437, section 2.2).
     """
-    last = model.num_layers - 1
-    num_dense = min(model.first_k_dense, model.num_layers)
-    num_last = model.num_layers - num_dense + num_mtp
-    matmul = num_dense * _layer_matmul_params(model, 0) + num_last * _layer_matmul_params(model, last)
+    layers = [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]
+    matmul = sum(_layer_matmul_params(model, layer) for layer in layers)
     head = model.hidden_size * model.vocab_size
     matmul += head * (1 + num_mtp) + num_mtp * 2 * model.hidden_size**2
-    attention = 6 * (model.num_layers + num_mtp) * seq_len * _score_dims(model.attention)
-    return TokenFlops(causal=6 * matmul + attention / 2, full_attention=6 * matmul + attention)
+    causal = full = 0.0
+    for layer in layers:
+        # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
+        keys = min(window_of(model.attention, layer) or seq_len, seq_len)
+        causal += 6 * _score_dims(model.attention) * keys * (1 - keys / (2 * seq_len))
+        full += 6 * _score_dims(model.attention) * keys
+    return TokenFlops(causal=6 * matmul + causal, full_attention=6 * matmul + full)
 
 
 def _layer_matmul_params(model: ModelConfig, layer: int) -> int:
     """Weights of ``layer`` that one token is multiplied by."""
     active = 0
     for param in layer_params(model, layer):
+        if not param.multiplies:
+            continue
         if param.part == "routed_experts":
             active += param.numel * model.num_experts_per_token // model.num_experts
-        elif param.part in ("attention", "dense_ffn", "shared_experts") and len(param.shape) > 1:
+        elif param.part in ("attention", "dense_ffn", "shared_experts"):
             active += param.numel
     return active
 

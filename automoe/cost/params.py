@@ -17,6 +17,9 @@ from automoe.config.schema import AttentionConfig, ModelConfig
 _TP_DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0)
 _TP_DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
+# Added or compared, not multiplied by: no matrix products, and no FLOPs worth counting.
+_ADDED = ("bias", "b_gate_up", "b_down", "sinks")
+
 Shape = tuple[str, tuple[int, ...], str]  # name within its layer, dims, part
 PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
 
@@ -40,11 +43,18 @@ class Param:
         """Whether it lives on the moe mesh: sharded over ep and ep_shard instead of dp_shard and cp."""
         return self.part == "routed_experts"
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether tokens are multiplied by it: not a bias."""
+        return self.name.rpartition(".")[2] not in _ADDED
+
     def tp_dim(self, tp: int) -> int | None:
         """The dim that ``tp`` ranks cut it on, or None where each keeps it whole."""
         if tp == 1 or (self.kv_heads is not None and self.kv_heads < tp):
             return None
-        return _TP_DIMS.get(self.name.split(".")[-2])
+        module, last = self.name.split(".")[-2:]
+        dim = 0 if last == "sinks" else _TP_DIMS.get(module)
+        return dim if dim is not None and dim < len(self.shape) else None  # a bias behind a sum stays whole
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,11 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
             ("mlp.experts.w_gate_up", (experts, 2, width, hidden), "routed_experts"),
             ("mlp.experts.w_down", (experts, hidden, width), "routed_experts"),
         ]
+        if model.router.logit_bias:
+            shapes.append(("mlp.router.bias", (experts,), "router"))
+        if model.biased_experts:
+            shapes.append(("mlp.experts.b_gate_up", (experts, 2, width), "routed_experts"))
+            shapes.append(("mlp.experts.b_down", (experts, hidden), "routed_experts"))
         if model.num_shared_experts:
             shapes += _ffn_shapes(
                 "mlp.shared_experts", hidden, model.num_shared_experts * width, "shared_experts"
@@ -138,6 +153,10 @@ def _attention_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
         if attention.qkv_bias:
             biased = (("q", heads), ("k", groups), ("v", groups))
             shapes += [(f"self_attn.{x}_proj.bias", (n * dim,), "attention") for x, n in biased]
+        if attention.o_bias:
+            shapes.append(("self_attn.o_proj.bias", (hidden,), "attention"))
+        if attention.sinks:
+            shapes.append(("self_attn.sinks", (heads,), "attention"))
         if attention.qk_norm:
             shapes += [(f"self_attn.{x}_norm.weight", (dim,), "norms") for x in ("q", "k")]
         return shapes

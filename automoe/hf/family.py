@@ -14,7 +14,17 @@ HFConfig = dict[str, Any]
 REQUIRED = object()
 
 # Parts of the decoder that a family has only if it declares them; otherwise they stay at their defaults.
-_OPTIONAL = ("attention.qkv_bias", "shared_expert_gate", "rope.partial_rotary_factor")
+_OPTIONAL = (
+    "attention.qkv_bias",
+    "attention.o_bias",
+    "attention.sinks",
+    "attention.full_attention_interval",
+    "biased_experts",
+    "expert_activation",
+    "router.logit_bias",
+    "shared_expert_gate",
+    "rope.partial_rotary_factor",
+)
 # What would contradict the rest of a written config if it stayed from a source's: other spellings, and
 # modelling code of the source's own.
 _ALIASES = (
@@ -57,6 +67,7 @@ class Family:
         written: keys of ``config.json`` that our files always have with this value.
         keys: tensor names of the published layout.
         rope_theta: transformers' default.
+        rope_scaling: transformers' default where config.json has none; None: plain rotary embeddings.
         mscale: the attention's scale follows YaRN's mscale_all_dim (DeepSeek).
         partial_rotary: transformers' default of partial_rotary_factor; None: every dim of a head turns.
         dense: no layer has experts.
@@ -71,6 +82,7 @@ class Family:
     written: dict[str, Any] = field(default_factory=dict)
     keys: KeyMap = KeyMap()
     rope_theta: float = 10000.0
+    rope_scaling: HFConfig | None = None
     mscale: bool = False
     partial_rotary: float | None = None
     dense: bool = False
@@ -124,7 +136,10 @@ class Family:
         hf |= {f.key: f.write(_get(config, ours), config) for ours, f in self.fields.items()}
         if self.partial_rotary is not None:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
-        return hf | _write_rope(config.rope, hf.get("max_position_embeddings"))
+        hf |= _write_rope(config.rope, hf.get("max_position_embeddings"))
+        if self.rope_scaling is not None and hf["rope_scaling"] is None:  # absent, it would mean the default
+            hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
+        return hf
 
     def _value(self, spec: Field, hf: HFConfig, path: str) -> Any:
         for key in (spec.key, *spec.aliases):
@@ -141,7 +156,7 @@ class Family:
 
     def _read_rope(self, hf: HFConfig, path: str) -> RopeConfig:
         """Both spellings: ``rope_theta`` with ``rope_scaling`` as published, ``rope_parameters`` of transformers 5."""
-        params = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        params = hf.get("rope_parameters") or hf.get("rope_scaling") or self.rope_scaling or {}
         kind = params.get("rope_type", params.get("type", "default"))
         max_positions = int(hf.get("max_position_embeddings", 4096))
         theta = float(params.get("rope_theta") or hf.get("rope_theta") or self.rope_theta)
@@ -149,7 +164,6 @@ class Family:
         refused = {
             "rope type": kind if kind not in ("default", "yarn", "llama3") else None,
             "attention_factor": params.get("attention_factor"),
-            "truncate": "false" if params.get("truncate") is False else None,
             "partial_rotary_factor": partial if self.partial_rotary is None and partial != 1 else None,
             "mscale_all_dim": None if self.mscale else params.get("mscale_all_dim"),
         }
@@ -191,6 +205,7 @@ class Family:
             beta_slow=float(params.get("beta_slow") or 1),
             mscale=float(params.get("mscale") or 0),
             mscale_all_dim=float(params.get("mscale_all_dim") or 0),
+            truncate=params.get("truncate") is not False,
         )
 
 
@@ -213,6 +228,7 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     else:
         scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
+        scaling |= {} if rope.truncate else {"truncate": False}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
@@ -253,6 +269,44 @@ def leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
             "Choose another checkpoint",
         )
     return len(layers)
+
+
+def full_interval(other: str, default: int) -> Callable[[Any, HFConfig], int]:
+    """Reads ``layer_types``: every how many layers one has full attention, all the rest being ``other``.
+
+    ``default`` is the family's interval where config.json has no ``layer_types``.
+
+    Raises:
+        ConfigError: there is no such interval, or a third kind.
+    """
+
+    def read(layers: list[str] | None, hf: HFConfig) -> int:
+        if layers is None:
+            return default
+        full = [layer for layer, kind in enumerate(layers) if kind == "full_attention"]
+        interval = full[0] + 1 if full else len(layers) + 1
+        expected = [_kind(layer, interval, other) for layer in range(len(layers))]
+        if layers != expected:
+            odd = next(layer for layer in range(len(layers)) if layers[layer] != expected[layer])
+            raise ConfigError(
+                "model.hf_path",
+                hf["model_type"],
+                f"its config.json has layer_types[{odd}]={layers[odd]}, and here every {interval} layers (the "
+                f"first is layer {interval - 1}) one has full_attention, the others {other}",
+                "Choose another checkpoint",
+            )
+        return interval
+
+    return read
+
+
+def layer_types(other: str) -> Callable[[int, ModelConfig], list[str]]:
+    """Writes what ``full_interval`` reads."""
+    return lambda interval, config: [_kind(layer, interval, other) for layer in range(config.num_layers)]
+
+
+def _kind(layer: int, interval: int, other: str) -> str:
+    return other if (layer + 1) % interval else "full_attention"
 
 
 def common_fields(norm_eps: float) -> dict[str, Field]:

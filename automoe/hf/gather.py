@@ -63,11 +63,11 @@ def gather(outgoing: Outgoing) -> torch.Tensor:
     assert found is not None, "called by a rank that does not hold the tensor"
     tensor = shard.local[found[1]].to(outgoing.dtype)
     if not isinstance(shard.tensor, DTensor):
-        return tensor
+        return piece.to_stored(tensor)
     mesh = shard.tensor.device_mesh
     for axis, dim, size in _gathered_axes(shard.tensor, piece):
         tensor = _join(tensor, dim, size, mesh.get_group(axis))
-    return tensor
+    return piece.to_stored(tensor)
 
 
 def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.cost.params import model_params
@@ -21,7 +22,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 class KeyMap:
     """Names below ``model.layers.N.`` that differ from ours; ``{expert}`` where there is one per expert.
 
-    With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first.
+    With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first. With ``transposed``
+    too (GPT-OSS) it is [E, H, 2I], gates and ups in turn, and ``down`` is [E, I, H]; biases likewise.
     """
 
     router: str = "mlp.gate.weight"
@@ -31,11 +33,17 @@ class KeyMap:
     down: str = "mlp.experts.{expert}.down_proj.weight"
     shared_experts: str = "mlp.shared_experts"  # of the module
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    router_bias: str = "mlp.gate.bias"
+    gate_up_bias: str = "mlp.experts.gate_up_proj_bias"  # transposed alone
+    down_bias: str = "mlp.experts.down_proj_bias"
     fused: bool = False
+    transposed: bool = False
 
     @property
     def in_memory(self) -> KeyMap:
         """The same family as transformers 5 holds it; also written with save_pretrained(save_original_format=False)."""
+        if self.transposed:
+            return self
         names = {
             name: getattr(FUSED, name) for name in ("router", "expert_bias", "gate", "up", "down", "fused")
         }
@@ -68,6 +76,9 @@ class Piece:
             both have; dims not listed are common too.
         offset: where the common dims start in the HuggingFace tensor, one number a dim.
         size: extent of the common dims.
+        order: the common dims in the order of the HuggingFace tensor, where that is another than ours; then
+            they are all our dims, and the HuggingFace tensor holds nothing else.
+        merged: the last two in that order are one in the HuggingFace tensor. The very last is never cut.
     """
 
     key: str
@@ -75,11 +86,13 @@ class Piece:
     select: tuple[int | None, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    merged: bool = False
 
     def overlap(
         self, start: tuple[int, ...], extent: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Where a shard of our tensor meets this piece.
+        """Where a shard of our tensor meets this piece. Between the two stand ``from_stored`` and ``to_stored``.
 
         Args:
             start, extent: the shard's first index and size on every dim of ours.
@@ -87,6 +100,8 @@ class Piece:
         Returns:
             (slices of the HuggingFace tensor, index into the shard), or None where they do not meet.
         """
+        if self.order:
+            return self._reordered(start, extent), tuple(slice(0, count) for count in extent)
         select = self.select + (None,) * (len(start) - len(self.select))
         source: list[slice] = []
         target: list[int | slice] = []
@@ -101,12 +116,41 @@ class Piece:
                 return None
         return tuple(source), tuple(target)
 
+    def _reordered(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[slice, ...]:
+        ranges = [(start[dim], start[dim] + extent[dim]) for dim in self.order]
+        if self.merged:
+            width = self.size[self.order[-1]]
+            assert ranges.pop() == (0, width), "a dim that the checkpoint keeps together is cut"
+            ranges[-1] = (ranges[-1][0] * width, ranges[-1][1] * width)
+        return tuple(slice(*bounds) for bounds in ranges)
+
+    def from_stored(self, tensor: Any) -> Any:
+        """A range of the HuggingFace tensor, a torch tensor, as the range of ours that it is; a view."""
+        if not self.order:
+            return tensor
+        if self.merged:
+            tensor = tensor.unflatten(-1, (-1, self.size[self.order[-1]]))
+        return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    def to_stored(self, tensor: Any) -> Any:
+        """The inverse of ``from_stored``."""
+        if not self.order:
+            return tensor
+        tensor = tensor.permute(self.order)
+        return tensor.flatten(-2) if self.merged else tensor
+
 
 def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
     """The HuggingFace tensors that together make our tensor ``name`` of ``shape``, in order."""
 
     def whole(key: str) -> list[Piece]:
         return [Piece(key, shape, (), (0,) * len(shape), shape)]
+
+    def reordered(key: str, *order: int, merged: bool = False) -> list[Piece]:
+        stored = [shape[dim] for dim in order]
+        if merged:
+            stored[-2:] = [stored[-2] * stored[-1]]
+        return [Piece(key, tuple(stored), (), (0,) * len(shape), shape, order, merged)]
 
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -116,7 +160,15 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
         return whole(prefix + keys.router)
     if rest == "mlp.router.expert_bias":
         return whole(prefix + keys.expert_bias)
+    if rest == "mlp.router.bias":
+        return whole(prefix + keys.router_bias)
+    if rest == "mlp.experts.b_gate_up":
+        return reordered(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
+    if rest == "mlp.experts.b_down":
+        return whole(prefix + keys.down_bias)
     if rest == "mlp.experts.w_gate_up":
+        if keys.transposed:
+            return reordered(prefix + keys.gate, 0, 3, 2, 1, merged=True)
         num_experts, _, width, hidden = shape
         if keys.fused:
             fused, half = (num_experts, 2 * width, hidden), (num_experts, width, hidden)
@@ -127,6 +179,8 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
             for i, key in enumerate((keys.gate, keys.up))
         ]
     if rest == "mlp.experts.w_down":
+        if keys.transposed:
+            return reordered(prefix + keys.down, 0, 2, 1)
         if keys.fused:
             return whole(prefix + keys.down)
         return [

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.files import StoredTensor, listed, read_headers
-from automoe.hf.keys import FUSED, KeyMap, hf_pieces, hf_tensors
+from automoe.hf.keys import FUSED, KeyMap, Piece, hf_pieces, hf_tensors
 from automoe.hf.registry import family_of
 from automoe.hf.shards import LocalShard, Parts, as_parts, local_shards, raise_everywhere
 from automoe.model.decoder import Decoder
@@ -43,10 +43,14 @@ class Read:
     """One range of one stored tensor and the place in a shard that it belongs to."""
 
     shard: LocalShard
-    key: str
+    piece: Piece
     stored: StoredTensor
     source: tuple[slice, ...]
     target: tuple[int | slice, ...]
+
+    @property
+    def key(self) -> str:
+        return self.piece.key
 
 
 def load_hf(parts: Parts | Decoder, path: str | Path, catalog: Catalog | None = None) -> None:
@@ -124,7 +128,7 @@ def visit(parts: Parts, catalog: Catalog, use: Callable[[Read, torch.Tensor, tor
             stored = file.get_slice(read.key)
             place = read.shard.local[read.target]
             for source, rows in _chunks(read, place):
-                use(read, stored[source], place[rows])
+                use(read, read.piece.from_stored(stored[source]), place[rows])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{catalog.folder / read.stored.file}: {read.key} cannot be read ({error}). Copy the file again"
@@ -148,7 +152,7 @@ def _plan(parts: Parts, catalog: Catalog) -> Iterator[Read]:
             continue
         for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), catalog.keys):
             if (found := piece.overlap(shard.start, tuple(shard.local.shape))) is not None:
-                yield Read(shard, piece.key, catalog.tensors[piece.key], *found)
+                yield Read(shard, piece, catalog.tensors[piece.key], *found)
 
 
 def config_of(parts: Parts) -> ModelConfig:

@@ -109,21 +109,40 @@ def _compare_config(config: ModelConfig, folder: Path) -> None:
 def _used(config: ModelConfig, prefix: str) -> list[str]:
     """Fields that decide what this model computes."""
     if prefix == "model.attention":
+        grouped = [
+            "num_kv_heads",
+            "head_dim",
+            "qk_norm",
+            "qkv_bias",
+            "o_bias",
+            "sinks",
+            "full_attention_interval",
+        ]
+        grouped += ["sliding_window"] if config.attention.full_attention_interval > 1 else []
         split = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        return ["kind", "num_heads"] + (
-            split if config.attention.kind == "mla" else ["num_kv_heads", "head_dim", "qk_norm", "qkv_bias"]
-        )
+        return ["kind", "num_heads"] + (split if config.attention.kind == "mla" else grouped)
     if prefix == "model.rope":
         scalings = {
             "none": [],
-            "yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"],
+            "yarn": [
+                "factor",
+                "original_seq_len",
+                "beta_fast",
+                "beta_slow",
+                "truncate",
+                "mscale",
+                "mscale_all_dim",
+            ],
             "llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"],
         }
         return ["theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[config.rope.scaling]]
     if prefix == "model.router":
         groups = ["topk_groups", "group_score_topk"] if config.router.num_groups > 1 else []
-        return ["score", "norm_topk_prob", "routed_scaling_factor", "num_groups", "expert_bias", *groups]
+        weights = ["score", "norm_topk_prob", "routed_scaling_factor", "logit_bias"]
+        return [*weights, "num_groups", "expert_bias", *groups]
     experts = ["num_experts_per_token", "num_shared_experts", "shared_expert_gate"]
+    experts += ["biased_experts", "expert_activation"]
+    experts += ["swiglu_alpha", "swiglu_limit"] if config.expert_activation == "clamped_swiglu" else []
     return ["family", "norm_eps", "tie_embeddings", "first_k_dense", "num_layers"] + (
         experts if config.first_k_dense < config.num_layers else []
     )
@@ -204,7 +223,7 @@ def _run_transformers(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor,
             )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith(".mlp.gate"):
+        if name.endswith((".mlp.gate", ".mlp.router")):
             module.register_forward_hook(
                 lambda _module, _inputs, output: chosen.append(output[2].view(*tokens.shape, -1))
             )

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from automoe.config.layer_kinds import window_of
 from automoe.config.schema import ModelConfig
-from automoe.model.linear import Linear
+from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rotary_cos_sin, rotary_dim, rotate, softmax_scale
 from automoe.rows import RowExchange, Rows, TokenSplit, WholeTokens
@@ -20,12 +21,15 @@ from automoe.rows import RowExchange, Rows, TokenSplit, WholeTokens
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
 LATENT_NORM_EPS = 1e-6
 
-# q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv], mask [B, 1, S, R] or None (causal), scale -> [B, S, N, Dv]
-AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+# q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv], mask [B, 1, S, R] or None (causal), scale,
+# sinks [N] or None -> [B, S, N, Dv]
+AttentionFn = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], torch.Tensor
+]
 
 
 class AttentionContext:
-    """What all layers of one forward share: rotation angles, the mask, how K and V are exchanged and used."""
+    """What all layers of one forward share: rotation angles, masks, how K and V are exchanged and used."""
 
     def __init__(self, config: ModelConfig, rows: Rows, dtype: torch.dtype, attend: AttentionFn) -> None:
         attention = config.attention
@@ -34,17 +38,31 @@ class AttentionContext:
         self.interleaved = config.rope.interleaved
         self.exchange: RowExchange = rows.exchange
         self.mask = attention_mask(rows)
+        self.window = attention.sliding_window
+        self.window_mask = attention_mask(rows, self.window) if self.window else None
         self._attend = attend
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         return rotate(x, self.cos, self.sin, self.interleaved)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        return self._attend(q, k, v, self.mask, scale)
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert window in (0, self.window)
+        return self._attend(q, k, v, self.window_mask if window else self.mask, scale, sinks)
 
 
-def attention_mask(rows: Rows) -> torch.Tensor | None:
-    """[B, 1, S, R] True where a query may look, or None where plain causality says it all."""
+def attention_mask(rows: Rows, window: int = 0) -> torch.Tensor | None:
+    """[B, 1, S, R] True where a query may look, or None where plain causality says it all.
+
+    With ``window`` no further back than that many positions of the row, its own included.
+    """
     whole = rows.exchange.whole
     doc_ids = rows.doc_ids
     if doc_ids is not None and doc_ids.device.type == "cpu" and bool((doc_ids == doc_ids[:, :1]).all()):
@@ -52,19 +70,32 @@ def attention_mask(rows: Rows) -> torch.Tensor | None:
         # the CPU: on a GPU the answer would cost a host sync. With a context axis this rank sees a
         # part of the row only, so ``whole`` decides below.
         doc_ids = None if whole else doc_ids
-    if doc_ids is None and whole:
+    if doc_ids is None and whole and not window:
         return None
     key_index = rows.exchange.gather(rows.index)
     allowed = key_index[:, None, :] <= rows.index[:, :, None]
+    if window:
+        allowed = allowed & (key_index[:, None, :] > rows.index[:, :, None] - window)
     if doc_ids is not None:
         allowed = allowed & (rows.exchange.gather(doc_ids)[:, None, :] == doc_ids[:, :, None])
     return allowed[:, None]
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv]."""
+    """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv].
+
+    ``sinks`` [N] are scores of one more key a head, which every query sees and which has no value.
+    """
+    if sinks is not None:
+        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale)
+        return out[:, out.shape[1] - q.shape[1] :, :, : v.shape[-1]]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     value_dim = v.shape[-1]
     if value_dim < q.shape[-1] and q.device.type == "cpu":
@@ -79,10 +110,39 @@ def attend(
     return out[..., :value_dim].transpose(1, 2)
 
 
-class GroupedQueryAttention(nn.Module):
-    """num_heads query heads share num_kv_heads key and value heads; optional biases, RMSNorm on q and k."""
+def _with_sink_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Arguments of an attention without sinks that computes one with them, so that fused kernels serve both.
 
-    def __init__(self, config: ModelConfig) -> None:
+    A key is put in front of all others, with a value of zeros. One more dim of the queries holds the head's
+    sink, and is one in that key and zero in the others. Without a mask a query of zeros goes in front as
+    well: the others then see the new key and what they saw before by causality alone.
+    """
+    extra = 8 - q.shape[-1] % 8  # at least one dim, and as many as fused kernels want
+    column = F.pad((sinks.to(q.dtype) / scale).unsqueeze(1), (0, extra - 1))
+    q = torch.cat((q, column.expand(*q.shape[:3], extra)), dim=-1)
+    dim = k.shape[-1]
+    k, v = F.pad(k, (0, extra, 0, 0, 1, 0)), F.pad(v, (0, q.shape[-1] - v.shape[-1], 0, 0, 1, 0))
+    k[:, 0, :, dim] = 1
+    if mask is None:
+        return F.pad(q, (0, 0, 0, 0, 1, 0)), k, v, None
+    return q, k, v, F.pad(mask, (1, 0), value=True)
+
+
+class GroupedQueryAttention(nn.Module):
+    """num_heads query heads share num_kv_heads key and value heads.
+
+    Optional: biases, RMSNorm on q and k, a sliding window (by layer), attention sinks (GPT-OSS, arXiv
+    2508.10925, section 2.3).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
         self.head_dim = attention.head_dim
@@ -90,7 +150,9 @@ class GroupedQueryAttention(nn.Module):
         self.q_proj = Linear(hidden, attention.num_heads * self.head_dim, bias)
         self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias)
         self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias)
-        self.o_proj = Linear(attention.num_heads * self.head_dim, hidden)
+        self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
+        self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
+        self.window = window_of(attention, layer)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
         self.split: TokenSplit = WholeTokens()
@@ -104,8 +166,10 @@ class GroupedQueryAttention(nn.Module):
         q = context.rotate(self.q_norm(self.q_proj(x).view(heads)))
         k = context.rotate(self.k_norm(self.k_proj(x).view(heads)))
         v = self.v_proj(x).view(heads)
-        out = self.attend(context, q, context.exchange.gather(k), context.exchange.gather(v), self.scale)
-        return self.split.reduce(self.o_proj(out.flatten(2)))
+        k, v = context.exchange.gather(k), context.exchange.gather(v)
+        sinks = None if self.sinks is None else local_part(self.sinks)
+        out = self.attend(context, q, k, v, self.scale, self.window, sinks)
+        return self.o_proj.summed(out.flatten(2), self.split)
 
 
 class LatentAttention(nn.Module):
@@ -162,6 +226,6 @@ class LatentAttention(nn.Module):
         return self.split.reduce(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
 
 
-def build_attention(config: ModelConfig) -> nn.Module:
-    """The attention that ``config.attention.kind`` names."""
-    return {"gqa": GroupedQueryAttention, "mla": LatentAttention}[config.attention.kind](config)
+def build_attention(config: ModelConfig, layer: int) -> nn.Module:
+    """The attention that ``config.attention.kind`` names, as layer number ``layer`` has it."""
+    return LatentAttention(config) if config.attention.kind == "mla" else GroupedQueryAttention(config, layer)

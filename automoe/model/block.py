@@ -20,7 +20,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.input_layernorm = RMSNorm(hidden, config.norm_eps)
-        self.self_attn = build_attention(config)
+        self.self_attn = build_attention(config, layer)
         self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps)
         self.mlp: nn.Module
         if layer < config.first_k_dense:

@@ -51,13 +51,16 @@ def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> N
 
 @torch.no_grad()
 def initialize(model: nn.Module, std: float, seed: int) -> None:
-    """Fill every parameter: matrices with normal(0, std), norm weights with one, biases with zero.
+    """Fill every parameter: matrices and sinks with normal(0, std), norm weights with one, biases with zero.
 
     ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any mesh.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            _local_part(parameter)[0].fill_(0.0 if name.endswith(".bias") else 1.0)
+        last = name.rpartition(".")[2]
+        if last in ("bias", "b_gate_up", "b_down"):
+            _local_part(parameter)[0].zero_()
+        elif parameter.dim() == 1 and last == "weight":
+            _local_part(parameter)[0].fill_(1.0)
         else:
             fill_normal_(parameter, name, std, seed)
 

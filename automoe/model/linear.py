@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automoe.rows import TokenSplit
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's slice of a DTensor, differentiable; any other tensor as it is."""
@@ -36,6 +38,11 @@ class Linear(nn.Module):
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         return F.linear(x, weight, bias)
+
+    def summed(self, x: torch.Tensor, split: TokenSplit) -> torch.Tensor:
+        """The product of ranks that each have some input features: their terms summed, then the bias, once."""
+        out = split.reduce(F.linear(x, local_part(self.weight)))
+        return out if self.bias is None else out + local_part(self.bias)
 
 
 class Embedding(nn.Module):

@@ -40,8 +40,10 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
             dim * math.log(config.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
         )
 
-    low = max(math.floor(dim_with_rotations(config.beta_fast)), 0)
-    high = min(math.ceil(dim_with_rotations(config.beta_slow)), dim - 1)
+    low, high = dim_with_rotations(config.beta_fast), dim_with_rotations(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / max(high - low, 0.001)
     interpolated = ramp.clamp(0, 1)  # 0: fast dims keep their frequency; 1: slow dims are stretched
     inverse = interpolated / (config.factor * base) + (1 - interpolated) / base

@@ -141,6 +141,7 @@ class Router(nn.Module):
         self.num_experts, self.top_k, self.moe_index = num_experts, config.num_experts_per_token, moe_index
         self.seed = 0  # of the jitter; a run sets its own
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if config.router.logit_bias else None
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.register_buffer("load_fractions", torch.empty(num_experts, dtype=torch.float64))
@@ -164,7 +165,10 @@ class Router(nn.Module):
         x = x.to(dtype)
         if self.training and self.moe.router_jitter:
             x = x * self._jitter(x, rows).to(dtype)
-        scores = score_experts(F.linear(x, self.weight.to(dtype)).to(wide), self.config)
+        logits = F.linear(x, self.weight.to(dtype)).to(wide)
+        if self.bias is not None:
+            logits = logits + self.bias.to(wide)
+        scores = score_experts(logits, self.config)
         with torch.no_grad():
             ids, plain_ids = decided(self._choose, scores.choice, rows)
         routing = Routing(ids, expert_weights(scores.choice, ids, self.config), plain_ids)

@@ -17,7 +17,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig) -> tor
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to mix
     meshes in an operation: experts and everything else are in different groups. Matrices decay; tensors of
-    one dimension (norm weights) do not. Groups and their parameters are in the order of
+    one dimension (norm weights, biases) and the biases of experts do not. Groups and their parameters are in the order of
     ``named_parameters`` over the parts, so every rank that holds the same parameters builds the same
     groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
     share is updated once.
@@ -27,12 +27,12 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig) -> tor
     groups: dict[tuple[object, bool], dict[str, Any]] = {}
     seen: set[int] = set()
     for part in model_parts:
-        for parameter in part.parameters():
+        for name, parameter in part.named_parameters():
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            decays = parameter.dim() > 1
+            decays = parameter.dim() > 1 and not name.endswith((".b_gate_up", ".b_down"))
             if (mesh, decays) not in groups:
                 groups[mesh, decays] = {
                     "params": [],

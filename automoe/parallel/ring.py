@@ -45,10 +45,18 @@ class RingAttention:
         _enable_context_parallel_dispatcher()
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] of this rank -> [B, S, N, Dv]."""
-        assert mask is None, "torch's ring attention has no mask but causality"
+        assert mask is None and sinks is None, (
+            "torch's ring attention has no mask but causality, and no sinks"
+        )
         value_dim, repeats = v.shape[-1], q.shape[2] // k.shape[2]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)

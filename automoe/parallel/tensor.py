@@ -54,7 +54,8 @@ class SequenceSplit:
 class SplitWeight(ParallelStyle):
     """Makes the weight of a linear layer or embedding a DTensor, cut over one mesh axis.
 
-    Dim 0 cuts output features (or vocabulary rows), a bias with them; dim 1 input features.
+    Dim 0 cuts output features (or vocabulary rows), a bias with them; dim 1 input features, and then a bias
+    stays whole: it is added to the sum (``Linear.summed``).
     """
 
     def __init__(self, dim: int) -> None:
@@ -63,10 +64,15 @@ class SplitWeight(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            assert self.dim < parameter.dim(), "a bias behind a sum over ranks would be added by each of them"
-            cut = distribute_tensor(parameter.data, device_mesh, [Shard(self.dim)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(cut))
+            if self.dim < parameter.dim():
+                _cut(module, name, device_mesh, self.dim)
         return module
+
+
+def _cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Make parameter ``name`` of ``module`` a DTensor, cut on ``dim``."""
+    cut = distribute_tensor(getattr(module, name).data, mesh, [Shard(dim)], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(cut))
 
 
 BY_OUTPUT, BY_INPUT = SplitWeight(0), SplitWeight(1)
@@ -98,6 +104,8 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
         plan = {name: style for name, style in plan.items() if getattr(module, name, None) is not None}
         if isinstance(module, GroupedQueryAttention):
             plan = _share_kv_heads(module, plan, split)
+            if module.sinks is not None:  # one a query head
+                _cut(module, "sinks", mesh, 0)
         parallelize_module(module, mesh, plan)
     model.first_id = split.rank * model.config.vocab_size // split.num_ranks
     if model.embed_tokens is not None:

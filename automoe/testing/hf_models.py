@@ -75,6 +75,15 @@ _GLM: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 _DENSE: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 48}
+_GPT_OSS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "intermediate_size": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_theta": 150000.0,
+}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 8.0,
@@ -163,6 +172,29 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "norm_topk_prob": False}
         | {"attention_bias": False, "first_k_dense_replace": 0, "rope_scaling": _YARN},
     ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS | {"rope_scaling": _YARN | {"truncate": False}}),
+    # Every third layer is full; a limit that some gates and ups exceed.
+    "gpt_oss_odd": (
+        "gpt_oss",
+        _GPT_OSS
+        | {
+            "vocab_size": 101,
+            "hidden_size": 40,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+        }
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.8, "swiglu_alpha": 1.3}
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
+        | {"rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": True},
+    ),
+    "gpt_oss_full": (
+        "gpt_oss",
+        _GPT_OSS
+        | {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 20, "num_hidden_layers": 2}
+        | {"layer_types": ["full_attention"] * 2, "attention_bias": False}
+        | {"rope_scaling": _YARN | {"truncate": False, "factor": 32.0}, "rope_theta": 50.0},
+    ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (
         "llama",
@@ -213,7 +245,7 @@ def as_our_tensor(
         found = piece.overlap((0,) * len(shape), tuple(shape))
         assert found is not None
         source, target = found
-        whole[target] = theirs[piece.key][source]
+        whole[target] = piece.from_stored(theirs[piece.key][source])
     return whole
 
 
