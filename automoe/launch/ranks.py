@@ -56,6 +56,9 @@ def init_ranks(
     import torch
     import torch.distributed as dist
 
+    from automoe.interop.gloo import use_one_worker
+
+    use_one_worker()
     if launch.threads_per_rank:
         torch.set_num_threads(launch.threads_per_rank)
     if launch.device == "cuda":

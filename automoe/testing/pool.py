@@ -222,6 +222,9 @@ def _join_world(case: int, rank: int, world_size: int, port: int, timeout_s: flo
     import torch
     import torch.distributed as dist
 
+    from automoe.interop.gloo import use_one_worker
+
+    use_one_worker()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
