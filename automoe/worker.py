@@ -22,7 +22,7 @@ from automoe.config.frozen import load_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import ConfigError, LaunchError
-from automoe.launch import ranks
+from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
 
 if TYPE_CHECKING:
@@ -82,11 +82,15 @@ def run_rank(
         stop.set()
     # Where this project's launcher outlives the ranks it writes the report, and under torchrun and srun rank 0.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
-    threading.Thread(target=_watch, args=(run_dir, report), daemon=True).start()
+    stuck.start_recording()
+    watch = stuck.StuckWatch(run_dir, rank, world_size)
+    threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
         config = config or load_config(run_dir)
+        watch.timeout_s = config.launch.timeout_s
         objective, preempted = _run_recipe(config, run_dir, rank, world_size, local_rank, store, stop)
     except BaseException as error:
+        watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
     if rank == 0:
         runs.write_status(run_dir, "preempted" if preempted else "done", objective=objective)
@@ -157,7 +161,7 @@ def _handle_signals(stop: threading.Event, run_dir: Path, launcher: int | None) 
         if launcher is not None and not (run_dir / runs.STOP_FILE).exists():
             # Not the launcher's request: torchrun is clearing up because another rank is gone, and
             # this one may be waiting for that rank in a collective.
-            threading.Thread(target=_leave_after, args=(_GRACE_S,), daemon=True).start()
+            threading.Thread(target=_leave_unless_asked, args=(run_dir,), daemon=True).start()
 
     signal.signal(signal.SIGTERM, ask_to_stop)
     signal.signal(signal.SIGINT, ask_to_stop if launcher is None else signal.SIG_IGN)
@@ -169,17 +173,19 @@ def _handle_signals(stop: threading.Event, run_dir: Path, launcher: int | None) 
             os._exit(1)
 
 
-def _watch(run_dir: Path, report: bool) -> None:
+def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
     """Leave soon after another rank has failed, even from inside a collective that nobody will join."""
     while not (run_dir / runs.ERROR_FILE).exists():
-        time.sleep(1)
+        watch.look()
+        time.sleep(0.5)
     time.sleep(_GRACE_S)
     _leave(run_dir, report)
 
 
-def _leave_after(seconds: float) -> None:
-    time.sleep(seconds)
-    os._exit(1)
+def _leave_unless_asked(run_dir: Path) -> None:
+    time.sleep(_GRACE_S)
+    if not (run_dir / runs.STOP_FILE).exists():  # a scheduler that signals every process of a job asks twice
+        os._exit(1)
 
 
 def _leave(run_dir: Path, report: bool) -> None:

@@ -86,6 +86,13 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
         LaunchError: more CUDA ranks on this node than it has GPUs.
         BackendError: a backend that this machine does not have.
     """
+    if config.launch.max_restarts:
+        raise ConfigError(
+            "launch.max_restarts",
+            config.launch.max_restarts,
+            f"{launch.launcher} started the ranks, so only it can start them again",
+            "Set launch.max_restarts=0 and use torchrun --max-restarts, or srun in a job that is requeued",
+        )
     device = resolve_device(config)
     started = f"{launch.launcher} started WORLD_SIZE={launch.world_size} ranks"
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +21,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.launch import environment
 from automoe.launch import run_dir as runs
+from automoe.launch.restarts import Restarts
 
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -32,6 +36,7 @@ class RunResult:
     objective: float | None
     error: dict[str, Any] | None
     signum: int | None = None  # the signal that ended it early
+    restarts: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -45,7 +50,9 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
     """Run every rank of ``shape`` on this machine and wait for the end.
 
     Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM and Ctrl-C as a request
-    to stop (a second Ctrl-C kills). Call it from the main thread: ranks die with the thread that made them.
+    to stop (a second Ctrl-C kills, and so does the end of ``launch.grace_s``). A run that fails is started
+    again, from its newest checkpoint, up to ``launch.max_restarts`` times. Call it from the main thread:
+    ranks die with the thread that made them.
 
     Raises:
         ConfigError: ``run_dir`` cannot be written.
@@ -55,7 +62,30 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
     with runs.locked(run_dir):
         runs.start_run(run_dir)
         save_config(resolved(config, shape, device), run_dir)
-        return _Launch(run_dir, shape.world_size, config).run()
+        launch = _Launch(run_dir, shape.world_size, config)
+        with launch.heeding_signals():
+            return _attempts(launch, config, shape, device)
+
+
+def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device) -> RunResult:
+    restarts = Restarts(launch.run_dir, config.launch.max_restarts)
+    while True:
+        result = launch.attempt()
+        if result.error is None or launch.signum is not None:
+            break
+        why_not = restarts.refusal(result.error)
+        if why_not is not None:
+            if config.launch.max_restarts:
+                print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
+            break
+        print(restarts.describe(), file=sys.stderr, flush=True)
+        runs.start_again(launch.run_dir, len(restarts.failures))
+        # Whatever the first attempt was told to start from, this one goes on where that one was.
+        again = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+        save_config(resolved(again, shape, device), launch.run_dir)
+    if config.launch.max_restarts:
+        runs.add_to_status(launch.run_dir, failed_attempts=restarts.failures)
+    return replace(result, restarts=max(0, len(restarts.failures) - (result.error is not None)))
 
 
 class _Launch:
@@ -63,7 +93,10 @@ class _Launch:
         self.run_dir, self.num_ranks = run_dir, num_ranks
         self.saves = config.checkpoint.every > 0
         self.log = run_dir / runs.LOG_FOLDER / "launcher.log"
+        self.grace_s = config.launch.grace_s
         self.signum: int | None = None
+        self.kill_at: float | None = None  # on the monotonic clock, once asked to stop
+        self.agent: subprocess.Popen[bytes] | None = None
         self.env = environment.clean(os.environ)
         self.env["AUTOMOE_LAUNCHER_PID"] = str(os.getpid())
         self.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_KILL_AFTER_S)
@@ -73,18 +106,27 @@ class _Launch:
             # torchrun sets 1 with a warning when the variable is absent; this says it without one.
             self.env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
 
-    def run(self) -> RunResult:
+    @contextlib.contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C ask the ranks to stop, between two attempts as well."""
         old = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            self._start_and_wait()
+            yield
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+    def attempt(self) -> RunResult:
+        """Start every rank, wait for the end, and say how it ended."""
+        self._start_and_wait()
         return self._judge()
 
     def _start_and_wait(self) -> None:
         # --standalone lets the kernel choose the rendezvous port: none to be taken, none to be stale.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        # A scheduler may send SIGTERM to every process of a job. torchrun would then kill ranks that are saving,
+        # so it is left deaf to it: what ends torchrun is this process.
+        command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
         command += ["--nproc-per-node", str(self.num_ranks), "-m", "automoe.worker", str(self.run_dir)]
         with open(self.log, "w") as log:
             self.agent = subprocess.Popen(
@@ -93,12 +135,16 @@ class _Launch:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=_prepare_agent,
             )
             try:
                 if self.signum is not None:
                     self._ask_to_stop()
-                self.agent.wait()
+                while self.agent.poll() is None:
+                    if self.kill_at is not None and time.monotonic() > self.kill_at:
+                        self._end_grace()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.agent.wait(timeout=1)
             finally:
                 self._kill_everything()
 
@@ -113,9 +159,20 @@ class _Launch:
             os.write(
                 2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode()
             )
+            self.kill_at = time.monotonic() + self.grace_s
         self.signum = signum
-        if hasattr(self, "agent"):
+        if self.agent is not None and self.agent.returncode is None:
             self._ask_to_stop()
+
+    def _end_grace(self) -> None:
+        print(
+            f"the ranks have not left in launch.grace_s={self.grace_s} s and are killed; what they did since the "
+            "newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.kill_at = None
+        self._kill_everything()
 
     def _ask_to_stop(self) -> None:
         """To the ranks, not to torchrun: that would kill them before they have saved."""
@@ -125,8 +182,9 @@ class _Launch:
 
     def _kill_everything(self) -> None:
         """No orphan behind: torchrun and every rank, each in a session of its own."""
-        pids = self._rank_pids() if self.agent.poll() is None else []
-        for pid in (*pids, *([self.agent.pid] if self.agent.poll() is None else [])):
+        if self.agent is None or self.agent.poll() is not None:
+            return
+        for pid in (*self._rank_pids(), self.agent.pid):
             _signal(pid, signal.SIGKILL)
 
     def _rank_pids(self) -> list[int]:
@@ -134,6 +192,7 @@ class _Launch:
         return [int(text) for text in texts if text]
 
     def _judge(self) -> RunResult:
+        assert self.agent is not None
         status = runs.read_status(self.run_dir)
         killed = self._killed_rank(status.get("error"))
         if killed is not None:
@@ -157,6 +216,7 @@ class _Launch:
 
         A rank that dies so cannot report; its peers report that the connection is gone.
         """
+        assert self.agent is not None
         if self.signum is not None or not self.agent.returncode:
             return None
         if recorded is not None and recorded["type"] not in _LOST_PEER_TYPES:
@@ -180,8 +240,11 @@ def _failure(rank: int | None, message: str) -> dict[str, Any]:
     return {"rank": rank, "type": "LaunchError", "message": message, "for_user": True, "traceback": []}
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _prepare_agent() -> None:
+    """In the child, before torchrun: die with the parent, and do not hear SIGTERM. Ranks set handlers of their own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _signal(pid: int, signum: int) -> None:

@@ -1,8 +1,9 @@
 """The run directory as the one place where ranks, launcher and user agree on what happened.
 
 ``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
-(rank, type, message, traceback) and ``pid``. A failed state is final: the first error wins, because
-what follows it on other ranks is a consequence (a peer that vanished from a collective).
+(rank, type, message, traceback) and ``pid``, and ``failed_attempts`` of a run that was started again. A
+failed state is final: the first error wins, because what follows it on other ranks is a consequence (a
+peer that vanished from a collective).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ State = Literal["starting", "running", "done", "failed", "preempted"]
 STATUS_FILE = "status.json"
 ERROR_FILE = "first_error.json"
 STOP_FILE = "stop_requested"
+STUCK_FILE = "stuck"  # a rank asks all others where they are
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 
@@ -65,11 +68,26 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 def start_run(run_dir: Path) -> None:
     """Forget an earlier run's outcome (its checkpoints and metrics stay) and write ``starting``."""
-    (run_dir / LOG_FOLDER).mkdir(exist_ok=True)
-    for name in (ERROR_FILE, STOP_FILE):
+    logs = run_dir / LOG_FOLDER
+    logs.mkdir(exist_ok=True)
+    for name in (ERROR_FILE, STOP_FILE, STUCK_FILE):
         (run_dir / name).unlink(missing_ok=True)
-    for old in (run_dir / LOG_FOLDER).glob("rank*"):  # of a run with more ranks, perhaps
+    for old in logs.glob("rank*"):  # of a run with more ranks, perhaps
         old.unlink(missing_ok=True)
+    for old in logs.glob("attempt-*"):
+        shutil.rmtree(old)
+    write_status(run_dir, "starting", pid=os.getpid())
+
+
+def start_again(run_dir: Path, attempt: int) -> None:
+    """Make room for another attempt of the same run: the logs of ``attempt`` go to ``logs/attempt-N``."""
+    logs = run_dir / LOG_FOLDER
+    aside = logs / f"attempt-{attempt}"
+    aside.mkdir()
+    for path in [*logs.glob("rank*"), *logs.glob("launcher.log")]:
+        path.rename(aside / path.name)
+    (run_dir / ERROR_FILE).rename(aside / ERROR_FILE)
+    (run_dir / STUCK_FILE).unlink(missing_ok=True)
     write_status(run_dir, "starting", pid=os.getpid())
 
 
@@ -84,6 +102,11 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     if state not in ("failed", "starting") and (run_dir / ERROR_FILE).exists():
         return
     _replace(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
+
+
+def add_to_status(run_dir: Path, **facts: Any) -> None:
+    """Add to a status that is final."""
+    _replace(run_dir / STATUS_FILE, read_status(run_dir) | facts)
 
 
 def report_error(run_dir: Path, error: BaseException, rank: int | None) -> bool:

@@ -61,8 +61,9 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
             "torchrun started WORLD_SIZE=2 ranks, and the mesh holds pp*dp_replicate*dp_shard*cp*tp = 1*1*4*1*1 = 4",
         ),
         (("-m", "mesh.ep=1,2"), "a sweep starts ranks of its own for every job, and torchrun has already"),
+        (("launch.max_restarts=1",), "torchrun started the ranks, so only it can start them again"),
     ],
-    ids=["wrong world size", "multirun"],
+    ids=["wrong world size", "multirun", "restarts"],
 )
 def test_torchrun_is_refused_once_with_the_reason(
     command: Command, overrides: tuple[str, ...], says: str

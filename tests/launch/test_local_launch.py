@@ -91,6 +91,17 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(command: Command) -> None
     command.wait_until_gone()
 
 
+def test_ranks_that_do_not_leave_within_the_grace_period_are_killed(command: Command) -> None:
+    process = command.start("recipe_deaf", *TWO_RANKS, "launch.grace_s=1")
+    read_until(process, "sleeping")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "the ranks have not left in launch.grace_s=1 s and are killed" in err
+    assert read_status(command.run_dir)["state"] == "preempted"
+    assert command.processes() == []
+
+
 def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
     read_until(process, "sleeping")

@@ -1,0 +1,286 @@
+"""A collective that does not come to its end: which rank stayed away, and where every rank is.
+
+Torch's flight recorder (gloo and NCCL) knows which collectives this rank has begun and not finished. A thread of
+every rank looks at it; the first to see one that is nearly its timeout old, or to have one time out, asks
+all ranks where they are. Each answers with a file, so a rank need not be able to communicate to take part, and the
+one that asked puts the answers together. Sends and receives of gloo are not in the recorder: of those the call
+stack tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from automoe.launch import run_dir as runs
+
+_RECORDED = "512"  # collectives that the recorder remembers: some steps' worth
+_NEARLY = 0.9  # of the timeout: before the backend gives up, which NCCL does by ending the process
+_ANSWER_S = 10.0  # for the other ranks to say where they are
+_PACKAGE = Path(__file__).parents[1]
+_NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
+
+
+@dataclass
+class Pending:
+    """A collective that a rank has entered and not left. ``number`` counts those of the group."""
+
+    op: str
+    number: int
+    group: str
+    ranks: list[int]
+    seconds: float  # since it began
+    timeout_s: float  # of the group: one that waits for slow disks has more than those of a step
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.number} of group {self.group} ({_ranks(self.ranks)})"
+
+
+@dataclass
+class Standing:
+    """Where a rank is: its unfinished collectives, oldest first, and its main thread's place in the code."""
+
+    rank: int
+    place: str
+    communicates: bool  # its main thread is in a function of torch.distributed
+    pending: list[Pending] = field(default_factory=list)
+
+    @property
+    def waits(self) -> bool:
+        return self.communicates or bool(self.pending)
+
+
+def start_recording() -> None:
+    """Switch torch's flight recorder on; before torch makes its first process group."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+
+
+class StuckWatch:
+    """One rank's part: ``look`` once a second, ``explain`` when a collective has failed.
+
+    Args:
+        run_dir: seen by all ranks.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, num_ranks: int) -> None:
+        self.run_dir, self.rank, self.num_ranks = run_dir, rank, num_ranks
+        self.timeout_s: float | None = None  # known once the configuration is read
+        self._next_look = 0.0
+        self._answer = threading.Lock()  # the watching thread and a failing main thread may both answer
+
+    def look(self) -> None:
+        """Answer where another rank has asked; ask where a collective of this rank is nearly out of time."""
+        if self._asked():
+            self._say_where(_live_frames())
+        elif self.timeout_s is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + min(30.0, self.timeout_s / 20)
+            late = [one for one in pending_collectives() if one.seconds >= _NEARLY * one.timeout_s]
+            if late and self._ask():
+                self._report(_live_frames(), late[0].seconds)
+
+    def explain(self, error: BaseException) -> None:
+        """If ``error`` is a collective's timeout, see that the outcome on record says who did not join it."""
+        if not self._asked() and _is_timeout(error) and self.timeout_s is not None and self._ask():
+            self._report([frame for frame, _ in traceback.walk_tb(error.__traceback__)], self.timeout_s)
+        deadline = time.monotonic() + 2 * _ANSWER_S
+        while self._asked() and not (self.run_dir / runs.ERROR_FILE).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)  # a rank is asking around: what this one has met is a consequence
+
+    def _asked(self) -> bool:
+        return (self.run_dir / runs.STUCK_FILE).exists()
+
+    def _ask(self) -> bool:
+        """Whether this rank is the first to ask."""
+        try:
+            os.close(os.open(self.run_dir / runs.STUCK_FILE, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _say_where(self, frames: list[FrameType]) -> None:
+        target = self._file(self.rank)
+        with self._answer:
+            if target.exists():
+                return
+            place, communicates = describe_place(frames)
+            standing = Standing(self.rank, place, communicates, pending_collectives())
+            scratch = target.with_suffix(".tmp")
+            scratch.write_text(json.dumps(asdict(standing), indent=1))
+            scratch.rename(target)
+
+    def _report(self, frames: list[FrameType], waited_s: float) -> None:
+        self._say_where(frames)
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            standings = self._standings()
+            if len(standings) == self.num_ranks:
+                break
+            time.sleep(0.1)
+        rank, message = who_is_missing(standings, self.num_ranks, self.rank, waited_s)
+        report = {
+            "rank": rank,
+            "type": "LaunchError",
+            "message": f"{message} Where every rank was is in logs/rank*.stuck.json; raise launch.timeout_s if one "
+            "was only slow",
+            "for_user": True,
+            "traceback": [],
+        }
+        runs.record_failure(self.run_dir, report)
+
+    def _file(self, rank: int) -> Path:
+        return self.run_dir / runs.LOG_FOLDER / f"rank{rank}.stuck.json"
+
+    def _standings(self) -> dict[int, Standing]:
+        found = {}
+        for rank in range(self.num_ranks):
+            if self._file(rank).exists():
+                facts = json.loads(self._file(rank).read_text())
+                pending = [Pending(**one) for one in facts.pop("pending")]
+                found[rank] = Standing(**facts, pending=pending)
+        return found
+
+
+def who_is_missing(
+    standings: Mapping[int, Standing], num_ranks: int, asking: int, waited_s: float
+) -> tuple[int, str]:
+    """The rank to blame and the sentences that say why.
+
+    Args:
+        standings: of the ranks that answered.
+        asking: the rank whose collective is out of time.
+    """
+    mine = standings[asking]
+    what = str(mine.pending[0]) if mine.pending else "a send or receive"
+    silent = [rank for rank in range(num_ranks) if rank not in standings]
+    elsewhere = [rank for rank, standing in standings.items() if not standing.waits and rank != asking]
+    concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
+    missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
+    waiting = "; ".join(_who_waits_where(standings, what))
+    if not missing:
+        return asking, (
+            f"{what} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
+            f"they wait for one another. {waiting}."
+        )
+    first = missing[0]
+    verb = "join" if first in concerned else "get to the point where others wait for it, in"
+    where = "it does not answer at all" if first in silent else f"it is at {standings[first].place}"
+    others = "".join(
+        f" Neither did rank {rank}, "
+        + ("which does not answer." if rank in silent else f"at {standings[rank].place}.")
+        for rank in missing[1:8]
+    )
+    return first, f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}."
+
+
+def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]:
+    """One phrase for each thing waited for, that of the asking rank first."""
+    groups: dict[str, list[Standing]] = {}
+    for standing in standings.values():
+        if standing.waits:
+            what = str(standing.pending[0]) if standing.pending else "a send or receive"
+            groups.setdefault(what, []).append(standing)
+    phrases = []
+    for what in sorted(groups, key=lambda what: what != first):
+        those = groups[what]
+        name = _ranks([standing.rank for standing in those]).capitalize()
+        phrases.append(
+            f"{name} {'wait' if len(those) > 1 else 'waits'} in {'it' if what == first else what}, "
+            f"at {those[0].place}"
+        )
+    return phrases
+
+
+def pending_collectives() -> list[Pending]:
+    """Collectives of this process that have begun and not ended, the oldest first."""
+    if "torch.distributed" not in sys.modules:  # nothing has begun before torch is there
+        return []
+    import torch._C._distributed_c10d as c10d
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return []
+    ranks = {
+        name: dist.get_process_group_ranks(group)
+        for group, name in list(dist.distributed_c10d._world.pg_names.items())
+    }
+    found = []
+    for dump in ("_dump_fr_trace", "_dump_nccl_trace"):  # gloo's recorder, and NCCL's where torch has it
+        if hasattr(c10d, dump):
+            record = pickle.loads(getattr(c10d, dump)(True, False, True))
+            found += [_pending(entry, ranks) for entry in record.get("entries", []) if _unfinished(entry)]
+    return sorted(found, key=lambda pending: -pending.seconds)
+
+
+def _unfinished(entry: Mapping[str, Any]) -> bool:
+    return not entry["retired"] and entry["state"] != "completed"
+
+
+def _pending(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) -> Pending:
+    name, description = entry["process_group"]
+    group = "world" if description == "default_pg" else description.removeprefix("mesh_")
+    return Pending(
+        op=entry["profiling_name"].split(":")[-1],
+        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        group=group,
+        ranks=ranks.get(name, []),
+        seconds=time.time() - entry["time_created_ns"] / 1e9,
+        timeout_s=entry["timeout_ms"] / 1000,
+    )
+
+
+def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
+    """``module of the model: file:line in function``, and whether torch.distributed is at work there.
+
+    Args:
+        frames: a call stack, outermost first. The place is the innermost that belongs to neither
+            Python nor an installed library.
+    """
+    place, communicates, modules = "the interpreter", False, []
+    for frame in frames:
+        path = frame.f_code.co_filename
+        self = frame.f_locals.get("self")
+        if hasattr(self, "named_modules"):
+            modules.append(self)
+        if path.startswith(str(_PACKAGE)) or not any(part in path for part in _NOT_A_PLACE):
+            shown = os.path.relpath(path, _PACKAGE.parent) if path.startswith(str(_PACKAGE)) else path
+            place, communicates = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}", False
+        elif "torch/distributed/" in path:
+            communicates = True
+    if modules:
+        names = {id(module): name for name, module in modules[0].named_modules()}
+        inside = [names[id(module)] for module in modules if names.get(id(module))]
+        if inside:
+            place = f"{inside[-1]}: {place}"
+    return place, communicates
+
+
+def _live_frames() -> list[FrameType]:
+    """The main thread's call stack, outermost first."""
+    main = threading.main_thread().ident
+    assert main is not None
+    frame: FrameType | None = sys._current_frames().get(main)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+
+
+def _ranks(ranks: list[int]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"

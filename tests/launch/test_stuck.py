@@ -1,0 +1,87 @@
+"""A rank that stays away from a collective is named, and so are the collective and where everybody is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from launch_command import RECIPES, TWO_RANKS, Command
+
+from automoe.launch.run_dir import read_status
+from automoe.launch.stuck import Pending, Standing, describe_place, who_is_missing
+
+DISPATCH = Pending("all_to_all", 7, "ep", [0, 1, 2], 30.0, 30.0)
+SUM = Pending("all_reduce", 3, "world", [0, 1, 2, 3], 29.0, 30.0)
+
+
+def standing(rank: int, *pending: Pending, communicates: bool = False) -> Standing:
+    return Standing(rank, f"file.py:{rank} in f", communicates, list(pending))
+
+
+def test_the_rank_outside_of_every_collective_is_to_blame() -> None:
+    standings = {0: standing(0, DISPATCH), 1: standing(1, DISPATCH), 2: standing(2), 3: standing(3, SUM)}
+    rank, message = who_is_missing(standings, 4, 0, 30.0)
+    assert rank == 2
+    assert message == (
+        "rank 2 did not join all_to_all 7 of group ep (ranks 0, 1, 2) in 30 s: it is at file.py:2 in f. "
+        "Ranks 0, 1 wait in it, at file.py:0 in f; Rank 3 waits in all_reduce 3 of group world "
+        "(ranks 0, 1, 2, 3), at file.py:3 in f."
+    )
+
+
+def test_a_rank_beyond_the_group_can_be_what_everybody_waits_for_in_the_end() -> None:
+    standings = {0: standing(0, DISPATCH), 1: standing(1, DISPATCH), 2: standing(2, SUM), 3: standing(3)}
+    rank, message = who_is_missing(standings, 4, 0, 30.0)
+    assert rank == 3
+    assert "rank 3 did not get to the point where others wait for it, in all_to_all 7" in message
+
+
+def test_a_rank_that_does_not_answer_is_named_before_one_that_does() -> None:
+    standings = {0: standing(0, DISPATCH), 1: standing(1), 3: standing(3)}
+    rank, message = who_is_missing(standings, 4, 0, 30.0)
+    assert rank == 1 and "Neither did rank 2, which does not answer. Neither did rank 3, at" in message
+    rank, message = who_is_missing({0: standings[0], 1: standing(1, DISPATCH)}, 3, 0, 30.0)
+    assert rank == 2 and "it does not answer at all" in message
+
+
+def test_ranks_that_wait_for_one_another() -> None:
+    standings = {0: standing(0, DISPATCH), 1: standing(1, SUM), 2: standing(2, communicates=True)}
+    rank, message = who_is_missing(standings, 3, 0, 30.0)
+    assert rank == 0 and "they wait for one another" in message
+    assert "Rank 1 waits in all_reduce 3" in message and "Rank 2 waits in a send or receive" in message
+
+
+def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
+    frames = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            frame = sys._getframe()
+            while frame is not None:
+                frames.insert(0, frame)
+                frame = frame.f_back  # type: ignore[assignment]
+            return x
+
+    torch.nn.Sequential(torch.nn.Identity(), torch.nn.Sequential(Layer()))(torch.ones(1))
+    place, communicates = describe_place(frames)
+    assert place.startswith("1.0: ") and place.endswith("in forward") and "test_stuck.py:" in place
+    assert not communicates
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("seed", "what"), [(0, "all_to_all 4 of group world (ranks 0, 1)"), (1, "a send or receive")]
+)
+def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> None:
+    code, _, err = command.run(
+        "recipe_stays_away", *TWO_RANKS, "launch.timeout_s=20", f"train.seed={seed}", "launch.max_restarts=0"
+    )
+    assert code == 1
+    assert f"error: rank 1: LaunchError: rank 1 did not join {what} in" in err
+    lines = (RECIPES / "recipe_stays_away.py").read_text().splitlines()
+    line = lines.index("            time.sleep(3600)") + 1
+    assert f"it is at 3: {RECIPES}/recipe_stays_away.py:{line} in forward. Rank 0 waits in it, at 3: " in err
+    assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err
+    assert read_status(command.run_dir)["error"]["rank"] == 1
+    assert command.processes() == []
