@@ -34,5 +34,9 @@ class CheckpointError(AutomoeError, RuntimeError):
     """A checkpoint or export that is missing, incomplete or not what it says."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; older ones are as they were, and training can go on."""
+
+
 class BackendError(AutomoeError, RuntimeError):
     """A backend that this machine does not have; the message names the one that it has."""

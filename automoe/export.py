@@ -72,7 +72,7 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     from automoe.parallel.data import PARAM_DTYPES
     from automoe.parallel.parallelize import build_decoder
 
-    step_dir = _newest_step(run_dir, config)
+    step_dir = _newest_step(run_dir)
     exported = run_dir / "hf"
     if step_dir is None:
         if not (exported / "config.json").is_file():
@@ -91,19 +91,19 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     return model
 
 
-def _newest_step(run_dir: Path, config: Config) -> Path | None:
+def _newest_step(run_dir: Path) -> Path | None:
     """The newest training checkpoint, or None where there is none.
 
     Raises:
         CheckpointError: it is damaged; which older one to take instead is not decided here.
     """
-    from automoe.checkpoint.store import CheckpointStore, damage
+    from automoe.checkpoint.folder import FOLDER, committed_steps
+    from automoe.checkpoint.manifest import damage
 
-    store = CheckpointStore(config, run_dir)
-    steps = store.steps()
+    steps = committed_steps(run_dir / FOLDER)
     if not steps:
         return None
-    newest = store.folder / steps[-1]
+    newest = run_dir / FOLDER / steps[-1]
     if (problem := damage(newest)) is not None:
         raise CheckpointError(
             f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"

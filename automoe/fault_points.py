@@ -92,6 +92,16 @@ def reach(name: str, step: int | None = None) -> None:
                 _happen(fault, name, step)
 
 
+def awaited(name: str) -> bool:
+    """Whether ``AUTOMOE_FAULT`` asks for a fault at point ``name``, on any rank.
+
+    Raises:
+        ConfigError: as ``reach``.
+    """
+    text = os.environ.get(VARIABLE)
+    return bool(text) and any(fault.at == name for fault in parse(text))
+
+
 @functools.cache
 def parse(text: str) -> tuple[Fault, ...]:
     """The faults that ``text`` asks for.

@@ -1,8 +1,9 @@
 """Training state on disk: written beside, renamed into place, verified before it is believed.
 
 torch.distributed.checkpoint moves the tensors (and reshards them on load); it is not a commit protocol.
-So a step is written to ``.tmp-step-N``, listed in a manifest with sizes and SHA-256, flushed, renamed to
-``step-N``, and only then named by ``LATEST``. An existing step is never written into.
+So a step is written to ``.tmp-step-N`` by all ranks, each flushing and hashing its own files, listed in a
+manifest with sizes and SHA-256, renamed to ``step-N``, and only then named by ``LATEST``. An existing step
+is never written into.
 
 The rename commits: the newest step that verifies is the one to resume from. ``LATEST`` says which one
 that ought to be, so a newest step that is lost or damaged is noticed and not quietly replaced by an
@@ -11,51 +12,174 @@ older one.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from automoe.checkpoint.agreement import Failure, Ranks, save_error, worst
+from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
+from automoe.checkpoint.folder import (
+    FOLDER,
+    LATEST,
+    clean,
+    commit,
+    committed_steps,
+    point_to,
+    promised_step,
+    retain,
+)
+from automoe.checkpoint.manifest import (
+    changed_settings,
+    check_model,
+    describe,
+    file_damage,
+    read_manifest,
+    write_manifest,
+)
+from automoe.checkpoint.resume import check_source, check_writable, named_source
+from automoe.checkpoint.rng import rng_state, set_rng_state
 from automoe.checkpoint.state import TrainState
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
+from automoe.fault_points import awaited, reach
 
-MANIFEST, LATEST = "manifest.json", "LATEST"
+_LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        step: optimizer steps done.
+        step_dir: the checkpoint that was loaded.
+        own: it is in the run's own directory, whose record goes on; else the run has a record of its own.
+    """
+
+    step: int
+    step_dir: Path
+    own: bool
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory; every rank calls every method.
+    """The checkpoints of one run directory; every rank makes one and calls every method.
 
     Args:
-        config: its model must be the checkpoint's; ``checkpoint.keep`` newest steps are kept.
+        config: its model must be the checkpoint's; ``config.checkpoint`` says what stays.
         run_dir: a directory that all ranks see; checkpoints live in ``run_dir/checkpoints``.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self.config = config
-        self.folder = run_dir / "checkpoints"
+        self.config, self.run_dir, self.folder = config, run_dir, run_dir / FOLDER
+        self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
+        self._stager: Any = None
+        self._in_flight: Future[Path] | None = None
 
-    def save(self, state: TrainState) -> Path:
+    def check(self) -> None:
+        """Find out what would stop a save or a resume, before anything large is loaded.
+
+        Raises:
+            CheckpointError: the folder cannot be written by every rank, or is not the same for all of
+                them; ``checkpoint.resume`` names no checkpoint.
+        """
+        if self.config.checkpoint.every:
+            check_writable(self.ranks, self.folder)
+        self.ranks.lead(lambda: check_source(self.config.checkpoint.resume, self.run_dir))
+
+    # ---------------------------------------------------------------- saving
+
+    def save(self, state: TrainState, val_loss: float | None = None) -> Path:
         """Write ``state`` and return its directory; it is there in full or not at all.
 
         A step that is there already is left as it is.
 
+        Args:
+            val_loss: the state's validation loss, for ``checkpoint.keep_best``.
+
         Raises:
-            OSError: it cannot be written; on every rank alike if rank 0 meets it.
+            SaveError: it cannot be written, on whichever rank; on every rank alike.
         """
-        final = self.folder / f"step-{state.step}"
-        temporary = self.folder / f".tmp-step-{state.step}"
+        assert self._in_flight is None, "poll(wait=True) ends the save in flight"
+        return self._write(state.tensors() | _generator_tensors(), self._content(state, val_loss), state.step)
+
+    def begin(self, state: TrainState, val_loss: float | None = None) -> None:
+        """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
+
+        One save is in flight at a time. The copy stays allocated for the next save.
+        """
+        assert self._in_flight is None, "poll(wait=True) ends the save in flight"
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            on_cuda = any(p.device.type == "cuda" for p in state.parameters())
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_cuda,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_cuda,
+                )
+            )
+        staged = self._stager.stage(state.tensors() | _generator_tensors())
+        executor = ThreadPoolExecutor(1, "save")
+        self._in_flight = executor.submit(self._write, staged, self._content(state, val_loss), state.step)
+        executor.shutdown(wait=False)
+
+    def poll(self, wait: bool = False) -> Path | None:
+        """The directory of a background save that is over on all ranks; None while it is written, or if there is none.
+
+        Args:
+            wait: until it is over.
+
+        Raises:
+            SaveError: it could not be written; on every rank in the same call.
+            Exception: whatever else went wrong in it.
+        """
+        if self._in_flight is None:
+            return None
+        if not wait and self.ranks.size > 1:
+            done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the group that the save itself uses
+            wait = bool(done.item())
+        if not (wait or self._in_flight.done()):
+            return None
+        over, self._in_flight = self._in_flight, None
+        return over.result()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was begun whose end ``poll`` has not told yet."""
+        return self._in_flight is not None
+
+    def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
+        """The manifest but for the files, of this moment."""
+        return {
+            "step": state.step,
+            "counters": state.counters(),
+            "config": describe(self.config),
+            "generators": self._generators(),
+            "val_loss": val_loss,
+        }
+
+    def _generators(self) -> dict[str, Any]:
+        """Whose random generators a checkpoint holds: those of a rank mean something on this mesh alone."""
+        shape = resolve_mesh(self.config.mesh, self.ranks.size)
+        return {
+            "mesh": [list(shape.sizes("default")), list(shape.sizes("moe"))],
+            "names": sorted(rng_state()),
+        }
+
+    def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
+        """Write, flush, list, commit, name, delete what is not kept: each by all ranks or by none."""
+        final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
 
         def prepare() -> bool:
             if final.exists():
@@ -64,198 +188,199 @@ class CheckpointStore:
             temporary.mkdir(parents=True)
             return True
 
-        if not _on_rank_0(prepare):
-            return final
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-            dcp.save(state.tensors(), checkpoint_id=temporary)
-        _on_rank_0(lambda: self._commit(temporary, final, state))
+        try:
+            self._reach("save_begin", step)
+            if not self.ranks.lead(prepare):
+                return final
+            files = self._write_tensors(tensors, temporary, step)
+            self.ranks.lead(lambda: write_manifest(temporary, content, files))
+            self._reach("manifest_written", step)
+            self.ranks.lead(lambda: commit(temporary, final))
+            self._reach("renamed", step)
+            self.ranks.lead(lambda: point_to(self.folder, final.name))
+            self._reach("latest_written", step)
+            self._warn(self.ranks.lead(lambda: retain(self.folder, final.name, self.config.checkpoint)))
+            self._reach("save_end", step)
+        except OSError as error:
+            newest = self.ranks.lead(lambda: _give_up(temporary, self.folder))
+            raise save_error(error, step, newest) from error
         return final
 
-    def load_latest(self, state: TrainState) -> bool:
+    def _write_tensors(
+        self, tensors: dict[str, torch.Tensor], target: Path, step: int
+    ) -> dict[str, FileFacts]:
+        """All ranks' files, flushed, in ``target``: name -> size and digest, on every rank."""
+        writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
+        writer.fs = files = HashingFileSystem(
+            half_written=lambda: reach("shard_write", step), written=lambda: reach("shard_written", step)
+        )
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self.ranks.group)
+        except CheckpointException as error:  # the same on every rank; not an Exception
+            raise _dcp_error(error) from None
+        facts: dict[str, FileFacts] = {}
+        for of_rank in self.ranks.all(lambda: files.facts):
+            facts |= of_rank
+        return facts
+
+    def _reach(self, name: str, step: int) -> None:
+        """A fault point of all ranks, whose outcome they share. Costs nothing unless a test asked for a fault there."""
+        if awaited(name):
+            self.ranks.all(lambda: reach(name, step))
+
+    # ---------------------------------------------------------------- resuming
+
+    def load_latest(self, state: TrainState) -> Resumed | None:
         """Fill ``state`` from the newest checkpoint that verifies, on whatever mesh it was written.
 
-        Damaged checkpoints newer than that one are named in a warning and set aside as
-        ``damaged-step-N.1``, out of the way of the run that goes on. Returns False when there is no
-        checkpoint, or when ``checkpoint.resume`` is ``never``; then those of an earlier run are set
-        aside as ``checkpoints.1``, and so on. Another ``train.dtype`` than the checkpoint's is
-        allowed, with a warning.
+        Those of the run's own directory come first, whatever ``checkpoint.resume`` says, unless that is
+        ``never``: then they are set aside as ``checkpoints.1``, and so on, and None is returned, as
+        where there is no checkpoint. A path is for a run that has none yet: a run directory, whose
+        newest valid step is taken, or a step directory.
+
+        Damaged checkpoints newer than the one loaded are named in a warning; in the run's own directory
+        they are set aside as ``damaged-step-N.1``, out of the way of the run that goes on. Settings that
+        change the numbers and differ from the checkpoint's are named in a warning.
 
         Raises:
             CheckpointError: it was written by another model (the message lists the fields that
                 differ), or there are checkpoints and none of them verifies.
             DataError: the data changed since the checkpoint.
         """
-        if self.config.checkpoint.resume == "never":
-            _on_rank_0(lambda: _set_aside(self.folder, self.folder.name))
-            return False
-        found = _on_rank_0(self._choose)
+        resume = self.config.checkpoint.resume
+        if resume == "never":
+            self.ranks.lead(self._start_over)
+            return None
+        self.ranks.lead(lambda: clean(self.folder))
+        found, own = self._newest_valid(self.folder, own=True), True
+        if resume not in ("auto", "never"):
+            source = named_source(resume)
+            if found is None:
+                found, own = self._from_path(source), False
+            elif self.run_dir.resolve() != source.resolve():
+                self._warn(
+                    f"{self.run_dir} has checkpoints of its own and goes on from {found[0].name}; "
+                    f"checkpoint.resume={resume} is where a run without any starts"
+                )
         if found is None:
-            return False
+            return None
         step_dir, manifest = found
-        self._check_model(step_dir, manifest["model"])
-        saved, now = manifest["dtype"], self.config.train.dtype
-        if saved != now and dist.get_rank() == 0:
-            _warn(f"{step_dir} was trained with train.dtype={saved}; it goes on with train.dtype={now}")
-        dcp.load(state.tensors(), checkpoint_id=step_dir)
-        state.load_counters(manifest["counters"])
-        return True
+        reach("resuming", manifest["step"])
+        self._load(state, step_dir, manifest)
+        reach("resumed", state.step)
+        return Resumed(state.step, step_dir, own)
 
-    def _commit(self, temporary: Path, final: Path, state: TrainState) -> None:
-        files = sorted(path for path in temporary.iterdir() if path.name != MANIFEST)
-        manifest: dict[str, Any] = {
-            "counters": state.counters(),
-            "model": _model_fields(self.config),
-            "dtype": self.config.train.dtype,
-            "files": {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files},
-        }
-        manifest["sha256"] = _digest(manifest)
-        _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        for path in (*files, temporary):
-            _flush(path)
-        temporary.rename(final)
-        _flush(self.folder)
-        self._point_to(final.name)
-        # The step just written verifies by construction, so what is deleted is never the last valid one.
-        for old in self.steps()[: -max(self.config.checkpoint.keep, 1)]:
-            shutil.rmtree(self.folder / old)
+    def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
+        check_model(step_dir, manifest["config"], self.config)
+        then, now = changed_settings(manifest["config"], self.config)
+        if then:
+            self._warn(f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}")
+        state.load_counters(manifest["counters"])  # first: it refuses data that changed
+        saved, here = manifest["generators"], self._generators()
+        generators: dict[str, torch.Tensor] = {}
+        if saved["mesh"] == here["mesh"]:
+            both = set(saved["names"]) & set(here["names"])
+            generators = {name: t for name, t in _generator_tensors().items() if name.split(".")[-1] in both}
+        try:
+            dcp.load(
+                state.tensors() | generators,
+                storage_reader=dcp.FileSystemReader(step_dir),
+                process_group=self.ranks.group,
+            )
+        except CheckpointException as error:
+            raise CheckpointError(f"{step_dir} cannot be loaded: {_dcp_error(error)}") from None
+        set_rng_state({name.split(".")[-1]: tensor for name, tensor in generators.items()})
 
-    def _point_to(self, name: str) -> None:
-        scratch = self.folder / f".{LATEST}"
-        _write_durably(scratch, f"{name}\n")
-        os.replace(scratch, self.folder / LATEST)
-        _flush(self.folder)
+    def _newest_valid(self, folder: Path, own: bool) -> tuple[Path, dict[str, Any]] | None:
+        """The newest step that verifies and its manifest; None where there is none at all.
 
-    def steps(self) -> list[str]:
-        """Names of committed steps, oldest first."""
-        names = [path.name for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-        return sorted(names, key=lambda name: int(name.removeprefix("step-")))
-
-    def _choose(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest step that verifies and its manifest; the folder is left as if it were the newest of all."""
-        for abandoned in self.folder.glob(".tmp-step-*"):  # the run directory is locked: no one writes there
-            shutil.rmtree(abandoned)
-        steps, latest = self.steps(), self.folder / LATEST
-        promised = latest.read_text(errors="replace").strip() if latest.exists() else None
+        The own folder is left as if that step were the newest of all.
+        """
+        steps, promised = self.ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
         if promised is not None and promised not in steps:
-            _warn(
-                f"{latest} names {promised!r}, which is not there; looking for the newest checkpoint that is"
+            self._warn(
+                f"{folder / LATEST} names {promised!r}, which is not there; looking for the newest checkpoint that is"
             )
         damaged: list[str] = []
         for name in reversed(steps):
-            problem = damage(self.folder / name)
+            manifest, problem = self._verify(folder / name)
             if problem is None:
                 break
             damaged.append(f"{name} ({problem})")
-            _warn(f"checkpoint {self.folder / name} is damaged ({problem}); trying the one before")
+            self._warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before")
         else:
             if damaged or promised is not None:
                 listed = "; ".join(damaged) or f"{LATEST} names {promised!r}, and there is none"
                 raise CheckpointError(
-                    f"{self.folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
+                    f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
                     "or start over with checkpoint.resume=never, which sets the folder aside"
                 )
             return None
-        for newer in steps[steps.index(name) + 1 :]:
-            _warn(f"{newer} is set aside as {_set_aside(self.folder / newer, f'damaged-{newer}')}")
-        if promised != name:
-            self._point_to(name)
-        return self.folder / name, json.loads((self.folder / name / MANIFEST).read_text())
+        if own:
+            newer = steps[steps.index(name) + 1 :]
+            for said in self.ranks.lead(lambda: _make_newest(folder, name, newer, promised)):
+                self._warn(said)
+        return folder / name, manifest
 
-    def _check_model(self, step_dir: Path, saved: dict[str, Any]) -> None:
-        now = _model_fields(self.config)
-        differing = [key for key in sorted(now.keys() | saved.keys()) if now.get(key) != saved.get(key)]
-        if differing:
-            listed = "; ".join(f"model.{key} was {saved.get(key)}, is {now.get(key)}" for key in differing)
+    def _from_path(self, source: Path) -> tuple[Path, dict[str, Any]]:
+        """The step that ``checkpoint.resume=PATH`` names, verified; nothing there is changed."""
+        step_dir, folder = self.ranks.lead(lambda: check_source(str(source), self.run_dir))
+        if folder is not None:
+            found = self._newest_valid(folder, own=False)
+            assert found is not None, "check_source saw a committed step"
+            return found
+        manifest, problem = self._verify(step_dir)
+        if problem is not None:
             raise CheckpointError(
-                f"{step_dir} holds another model: {listed}. Set them back, choose a new run_dir, or start over "
-                "with checkpoint.resume=never"
+                f"checkpoint.resume={step_dir} is damaged ({problem}). Name another step, or the run directory "
+                "to take its newest valid one"
             )
+        return step_dir, manifest
 
-
-def _on_rank_0(action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, on every rank; what it raises there, too. Collective."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except (CheckpointError, OSError) as error:  # the others wait for an answer
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-def _set_aside(path: Path, stem: str) -> str | None:
-    """Rename ``path`` to the first free of ``stem.1``, ``stem.2``, ... and say which; None if it is not there."""
-    if not path.exists():
-        return None
-    number = 1
-    while (target := path.with_name(f"{stem}.{number}")).exists():
-        number += 1
-    path.rename(target)
-    return target.name
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", flush=True)
-
-
-def _model_fields(config: Config) -> dict[str, Any]:
-    """Dotted key of ``config.model`` -> plain value, for all that shapes the model."""
-    fields = dict(_flat(asdict(config.model)))
-    del fields["hf_path"]  # where the first weights came from does not
-    return fields
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def damage(step_dir: Path) -> str | None:
-    """What is wrong with a committed step, or None: every listed file is there, whole and unchanged."""
-    try:
-        manifest = json.loads((step_dir / MANIFEST).read_bytes())
-        if manifest.pop("sha256") != _digest(manifest):
-            return f"{MANIFEST} is not as it was written"
+    def _verify(self, step_dir: Path) -> tuple[dict[str, Any], str | None]:
+        """A step's manifest, and None or what is wrong with the step. Ranks share the files to read."""
+        manifest, problem = self.ranks.lead(lambda: read_manifest(step_dir))
+        if problem is not None:
+            return manifest, problem
         files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: {type(error).__name__}: {error}"
-    for name, facts in files.items():
-        path = step_dir / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != facts["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, and {facts['bytes']} were written"
-        if _sha256(path) != facts["sha256"]:
-            return f"{name} has another SHA-256 than when it was written"
-    return None
+        mine = self.ranks.share({name: facts["bytes"] for name, facts in files.items()})
+
+        def check() -> list[str]:
+            return [
+                found for name in mine if (found := file_damage(step_dir / name, files[name])) is not None
+            ]
+
+        found = [text for of_rank in self.ranks.all(check) for text in of_rank]
+        return manifest, min(found, default=None)
+
+    def _start_over(self) -> None:
+        if self.folder.exists() and any(self.folder.iterdir()):
+            set_aside(self.folder, FOLDER)
+
+    def _warn(self, text: str | None) -> None:
+        if text is not None and self.ranks.rank == 0:
+            print(f"warning: {text}", flush=True)
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _generator_tensors() -> dict[str, torch.Tensor]:
+    """This rank's random generators under names of its own."""
+    return {f"generators.{dist.get_rank()}.{name}": tensor for name, tensor in rng_state().items()}
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _give_up(temporary: Path, folder: Path) -> str | None:
+    """Free the space of a save that failed; returns the newest step that is there."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    steps = committed_steps(folder)
+    return steps[-1] if steps else None
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
+    said = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
+    if promised != name:
+        point_to(folder, name)
+    return said
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _dcp_error(error: CheckpointException) -> Exception:
+    """What torch.distributed.checkpoint wraps, as one error that is the same on every rank."""
+    return worst(Failure.of(rank, wrapped[0]) for rank, wrapped in error.failures.items()).error()

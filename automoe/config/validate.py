@@ -13,6 +13,8 @@ from automoe.config.recompute import check_recompute
 from automoe.config.schema import Config
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.step_range import parse_profile_steps
+from automoe.config.validate_checkpoint import check_checkpoint
+from automoe.config.validate_layers import check_layers
 from automoe.config.validate_moe import check_moe
 from automoe.config.validate_numbers import check_numbers
 from automoe.errors import ConfigError
@@ -42,6 +44,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     _check_routing(config)
     check_moe(config)
     _check_attention(config)
+    check_layers(config, shape)
     _check_tensor(config, shape)
     _check_batch(config, shape)
     _check_pipeline(config, shape)
@@ -50,6 +53,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     check_recompute(config)
     _check_optimizer(config)
     _check_data(config)
+    check_checkpoint(config)
     parse_profile_steps(config.observe.profile_steps)
     _check_paths(config)
     return shape

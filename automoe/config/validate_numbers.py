@@ -46,6 +46,8 @@ _AT_LEAST = {
     "data.max_bytes": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
+    "checkpoint.keep_best": 0,
     "observe.log_every": 1,
     "launch.timeout_s": 1,
     "launch.grace_s": 1,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import MeshShape
@@ -54,11 +55,14 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
 def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: ExitStack) -> float | None:
     """``main``, with a place for what must be closed."""
+    reach("started")
     device, train = context.device, config.train
     lead = context.rank == 0
 
     # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
+    store = CheckpointStore(config, context.run_dir)
+    store.check()  # what would stop a save is found before weights are read
     parts = build_parts(config, meshes)
     if config.model.hf_path:
         from automoe.hf.reader import load_hf
@@ -74,7 +78,6 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
     loader = Loader(config, meshes.dp_rank, shape.dp)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(parts, optimizer, loader)
-    store = CheckpointStore(config, context.run_dir)
     resumed = store.load_latest(state)
 
     # ---------------------------------------------------------------- what the user sees
@@ -82,11 +85,13 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
     console.start(resume_step=state.step)
     log = None
     if lead:
-        log = open_files.enter_context(MetricsLog(context.run_dir, state.step if resumed else None))
+        record_ends = resumed.step if resumed and resumed.own else None  # another run's record is not this one's
+        log = open_files.enter_context(MetricsLog(context.run_dir, record_ends))
     tracker = make_tracker(config, context.run_dir, console.warn) if lead else None
     flops = train_flops_per_token(config.model, train.seq_len)
     peak = _peak_flops(config, device)
     profiler = open_files.enter_context(StepProfiler(config, context.run_dir, context.rank))
+    saver = Saver(store, config, console.note, console.warn)
 
     # ---------------------------------------------------------------- the loop
     objective = None
@@ -95,6 +100,7 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
         console.note(f"already at step {state.step} of {train.steps}")
     stopping = False
     while state.step < train.steps and not stopping:
+        saver.poll()  # a background save that failed is heard of here
         started = time.perf_counter()
         profiler.begin(state.step + 1)
         reach("step_begin", state.step + 1)
@@ -159,7 +165,7 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             record["mfu"], record["mfu_full_attention"] = flops.mfu(
                 record["tokens_per_second"] / shape.world_size, peak
             )
-        record |= asdict(load_summary(stats.expert_counts))
+        record |= asdict(load_summary(stats.expert_counts)) | saver.record(seconds)
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
         if train.val_every and (state.step % train.val_every == 0 or state.step == train.steps or stopping):
@@ -178,9 +184,8 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             )
 
         # save
-        every = config.checkpoint.every
-        if every and (state.step % every == 0 or state.step == train.steps or stopping):
-            console.note(f"checkpoint {store.save(state)}")
+        if saver.due(state.step, stopping):
+            saver.save(state, record.get("val_loss"), stopping)
 
     # ---------------------------------------------------------------- leave
     context.preempted = state.step < train.steps

@@ -32,6 +32,7 @@ from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.shared_gradients import counted_parameters
 from automoe.parallel.stats import gather_stats, update_balance_state
 from automoe.parallel.step import build_runner, prepare_inputs
 from automoe.testing.pool import RankPool
@@ -131,7 +132,7 @@ def run_rank(config: Config, run_dir: Path, until: int, save_at: Collection[int]
             return seen
         inputs, _ = prepare_inputs(state.loader.next_step(), meshes, config, torch.device("cpu"))
         stats = gather_stats(runner.train(inputs), state.parts.values(), config)
-        norm = global_grad_norm(state.parameters(), meshes.group("pp"))
+        norm = global_grad_norm(counted_parameters(state.parts.values()), meshes.group("pp"))
         clip_(state.parameters(), norm, config.train.grad_clip)
         state.optimizer.step()
         state.optimizer.zero_grad()

@@ -1,0 +1,121 @@
+"""Work that ranks do each by themselves, with one outcome for all of them.
+
+A disk can be full on one rank alone. The others must hear of it, or they would wait for that rank in the
+next collective, or take for saved what is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from automoe.errors import CheckpointError, SaveError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an action raised on one rank, in a form that travels; errors themselves do not all pickle."""
+
+    rank: int
+    kind: str
+    text: str
+    errno: int | None = None  # of an OSError
+
+    @staticmethod
+    def of(rank: int, error: BaseException) -> Failure:
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            text = f"{reason} ({error.filename})" if error.filename else reason
+            return Failure(rank, "OSError", text, error.errno or errno.EIO)
+        kind = "CheckpointError" if isinstance(error, CheckpointError) else type(error).__name__
+        return Failure(rank, kind, str(error))
+
+    def error(self) -> Exception:
+        """An error that says the same on every rank: OSError, CheckpointError, else RuntimeError."""
+        if self.errno is not None:
+            return OSError(self.errno, f"{self.text} on rank {self.rank}")
+        if self.kind == "CheckpointError":
+            return CheckpointError(self.text)
+        return RuntimeError(f"rank {self.rank}: {self.kind}: {self.text}")
+
+
+def worst(failures: Iterable[Failure]) -> Failure:
+    """The failure that decides for all ranks: one that is no write error if there is any, of the lowest rank."""
+    return min(failures, key=lambda failure: (failure.errno is not None, failure.rank))
+
+
+class Ranks:
+    """All ranks of the run, over a gloo group that training's own collectives never use.
+
+    A save in the background talks over it while training talks over the others. Every rank makes it and
+    calls its methods, in the same order.
+
+    Args:
+        timeout_s: longest wait for another rank, which may have a large file to write or to check.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all(self, action: Callable[[], T]) -> list[T]:
+        """What ``action`` returned on each rank, in rank order, on every rank.
+
+        Raises:
+            OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every rank.
+        """
+        mine, own = _attempt(self.rank, action)
+        outcomes: list[Any] = [None] * self.size
+        dist.all_gather_object(outcomes, mine, group=self.group)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            raise worst(failures).error() from own
+        return outcomes
+
+    def lead(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns on rank 0, the only one that runs it, on every rank.
+
+        Raises:
+            OSError, CheckpointError, RuntimeError: it raised; the same error on every rank.
+        """
+        outcome, own = _attempt(0, action) if self.rank == 0 else (None, None)
+        box: list[Any] = [outcome]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        if isinstance(box[0], Failure):
+            raise box[0].error() from own
+        return box[0]
+
+    def share(self, sizes: dict[str, int]) -> list[str]:
+        """This rank's part of named pieces of work of some size, about even over the ranks."""
+        load = [0] * self.size
+        mine: list[str] = []
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            rank = load.index(min(load))
+            load[rank] += sizes[name]
+            if rank == self.rank:
+                mine.append(name)
+        return mine
+
+
+def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # the others wait for an answer, whatever it is
+        return Failure.of(rank, error), error
+
+
+def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
+    """A write error in a save as what the user reads."""
+    kept = f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
+    reason = error.strerror or os.strerror(error.errno or errno.EIO)
+    return SaveError(
+        f"the checkpoint of step {step} was not saved: {reason}; {kept}. Free space or mend the disk"
+    )

@@ -1,0 +1,161 @@
+"""Files that are on the disk when they are said to be, with the SHA-256 of what was meant to be written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+_WORTH_A_THREAD = 1 << 20  # bytes of one write from which hashing beside it pays
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says of one file."""
+
+    bytes: int
+    sha256: str
+
+
+class HashingStream(io.RawIOBase):
+    """A new file that hashes what is written to it, while it is written.
+
+    A write error is kept and raised by ``seal``: torch's serializer calls ``write`` from C++ code that
+    an exception would leave half done.
+
+    Args:
+        half_written: called once, when half of the first write is on its way to the disk.
+    """
+
+    def __init__(self, path: Path, half_written: Callable[[], None] | None = None) -> None:
+        self._file = open(path, "wb", buffering=0)
+        self._sha = hashlib.sha256()
+        self._size = 0
+        self._error: BaseException | None = None
+        self._half_written = half_written
+        self._beside: ThreadPoolExecutor | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._size += len(view)
+        if self._error is not None:
+            return len(view)
+        if len(view) < _WORTH_A_THREAD:
+            self._sha.update(view)
+            self._put(view)
+            return len(view)
+        # Both let go of the interpreter lock, so one costs no time beside the other.
+        self._beside = self._beside or ThreadPoolExecutor(1, "hash")
+        hashing = self._beside.submit(self._sha.update, view)
+        self._put(view)
+        hashing.result()  # the memory is the caller's
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def seal(self) -> FileFacts:
+        """Flush to the disk, and say what was written.
+
+        Raises:
+            OSError: it was not.
+        """
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._file.fileno())
+        return FileFacts(self._size, self._sha.hexdigest())
+
+    def release(self) -> None:
+        """Close the file. ``close``, which torch calls before the file can be sealed, leaves it open."""
+        if self._beside is not None:
+            self._beside.shutdown()
+        self._file.close()
+
+    def _put(self, view: memoryview) -> None:
+        try:
+            if self._half_written is not None:
+                reached, self._half_written = self._half_written, None
+                half = len(view) // 2
+                self._put(view[:half])
+                reached()
+                view = view[half:]
+            while view:
+                view = view[self._file.write(view) :]
+        except Exception as error:
+            self._error = error
+
+
+class HashingFileSystem(FileSystem):
+    """torch.distributed.checkpoint's file system, whose new files are flushed and hashed.
+
+    Attributes:
+        facts: file name -> size and digest of every file written so far.
+    """
+
+    def __init__(self, half_written: Callable[[], None], written: Callable[[], None]) -> None:
+        self.facts: dict[str, FileFacts] = {}
+        self._half_written, self._written = half_written, written
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        path = Path(path)
+        is_shard = path.suffix == ".distcp"
+        stream = HashingStream(path, self._half_written if is_shard else None)
+        try:
+            yield stream
+            self.facts[path.name] = stream.seal()
+        finally:
+            stream.release()
+        if is_shard:
+            self._written()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.facts[Path(new_path).name] = self.facts.pop(Path(path).name)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_durably(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(path: Path, stem: str) -> str | None:
+    """Rename ``path`` to the first free of ``stem.1``, ``stem.2``, ... and say which; None if it is not there."""
+    if not path.exists():
+        return None
+    number = 1
+    while (target := path.with_name(f"{stem}.{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target.name

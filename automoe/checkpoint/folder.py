@@ -1,0 +1,107 @@
+"""A folder of checkpoints: ``step-N`` directories, ``LATEST``, and which steps stay. One process uses it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from automoe.checkpoint.files import flush, write_durably
+from automoe.checkpoint.manifest import MANIFEST, damage, read_manifest
+from automoe.config.schema import CheckpointConfig
+
+FOLDER, LATEST = "checkpoints", "LATEST"
+
+
+def step_number(name: str) -> int:
+    """N of ``step-N``."""
+    return int(name.removeprefix("step-"))
+
+
+def committed_steps(folder: Path) -> list[str]:
+    """Names of the steps that were renamed into place, oldest first."""
+    names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(names, key=step_number)
+
+
+def promised_step(folder: Path) -> str | None:
+    """What ``LATEST`` names; None where there is no such file."""
+    latest = folder / LATEST
+    return latest.read_text(errors="replace").strip() if latest.exists() else None
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Make ``LATEST`` name a step, in one go."""
+    scratch = folder / f".{LATEST}"
+    write_durably(scratch, f"{name}\n")
+    os.replace(scratch, folder / LATEST)
+    flush(folder)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed run left half written or half deleted; the caller holds the run directory's lock."""
+    for abandoned in folder.glob(".tmp-*"):
+        shutil.rmtree(abandoned) if abandoned.is_dir() else abandoned.unlink()
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Give a flushed directory its name; from here on it is a checkpoint."""
+    flush(temporary)
+    temporary.rename(final)
+    flush(final.parent)
+
+
+def remove(step_dir: Path) -> None:
+    """Delete a step; one that is half deleted must not be taken for a damaged one."""
+    doomed = step_dir.with_name(f".tmp-deleted-{step_dir.name}")
+    step_dir.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
+    """Delete the steps that ``checkpoint`` does not keep; returns a warning if it had to leave them.
+
+    Nothing is deleted unless ``newest``, just written, is there with every file in its size: an older
+    one may then be the only checkpoint left.
+    """
+    if (problem := damage(folder / newest, content=False)) is not None:
+        return (
+            f"checkpoint {folder / newest} is damaged right after it was written ({problem}); none is deleted"
+        )
+    names = committed_steps(folder)
+    losses: dict[str, float] = {}
+    if checkpoint.keep_best:
+        for name in names:
+            loss = read_manifest(folder / name)[0].get("val_loss")
+            if loss is not None:
+                losses[name] = loss
+    for name in superfluous(names, losses, checkpoint):
+        remove(folder / name)
+    return None
+
+
+def superfluous(names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig) -> list[str]:
+    """Steps to delete: not among the newest ``keep``, nor the ``keep_best`` best, nor a multiple of ``keep_every``.
+
+    Args:
+        names: committed steps, oldest first; the last one always stays.
+        val_losses: validation loss of the steps that were validated; of equal ones the newer is better.
+    """
+    kept = set(names[-max(checkpoint.keep, 1) :])
+    best = sorted(val_losses, key=lambda name: (val_losses[name], -step_number(name)))
+    kept |= set(best[: checkpoint.keep_best])
+    if checkpoint.keep_every:
+        kept |= {name for name in names if step_number(name) % checkpoint.keep_every == 0}
+    return [name for name in names if name not in kept]
+
+
+def step_or_folder(path: Path) -> tuple[Path | None, Path | None]:
+    """What ``checkpoint.resume=PATH`` means: a step directory, or the folder of a run directory; both None: neither."""
+    if (path / MANIFEST).is_file():
+        return path, None
+    for folder in (path / FOLDER, path):
+        if committed_steps(folder):
+            return None, folder
+    return None, None

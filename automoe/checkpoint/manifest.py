@@ -1,0 +1,127 @@
+"""What a checkpoint says of itself: its files with sizes and SHA-256, its counters, the run that wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from automoe.checkpoint.files import FileFacts, sha256, write_durably
+from automoe.config.convert import config_to_dict
+from automoe.config.schema import Config, ModelConfig
+from automoe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+
+# Sections whose values change the numbers of a run without making it another model.
+_NUMBERS = ("train", "optim", "moe")
+# What they hold of how a step is run, which changes nothing, or of how long and how often.
+_FREE = {"moe.dispatcher", "moe.experts", "moe.overlap_shared_experts", "moe.record_routing"} | {
+    f"train.{name}" for name in ("micro_batch_size", "val_every", "val_batches", "max_skipped")
+}
+
+
+def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
+    """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest over both."""
+    manifest: dict[str, Any] = {"format": FORMAT, **content}
+    manifest["files"] = {name: asdict(files[name]) for name in sorted(files)}
+    manifest["sha256"] = _digest(manifest)
+    write_durably(step_dir / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
+    """The manifest of a committed step, and None or what is wrong with it (then the manifest is empty)."""
+    try:
+        manifest = json.loads((step_dir / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            return {}, f"{MANIFEST} has format {manifest['format']}, and this version reads {FORMAT}"
+        if manifest["sha256"] != _digest({key: manifest[key] for key in manifest if key != "sha256"}):
+            return {}, f"{MANIFEST} is not as it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{MANIFEST}: {type(error).__name__}: {error}"
+    return manifest, None
+
+
+def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> str | None:
+    """What is wrong with one file of a manifest, or None; ``content=False`` looks at its size alone."""
+    try:
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            return f"{path.name} has {size} bytes, and {facts['bytes']} were written"
+        if content and sha256(path) != facts["sha256"]:
+            return f"{path.name} has another SHA-256 than when it was written"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None
+
+
+def damage(step_dir: Path, content: bool = True) -> str | None:
+    """What is wrong with a committed step, or None: every listed file is there, whole and unchanged.
+
+    One process reads all of it; ranks share the work in ``CheckpointStore``. ``content=False`` compares
+    sizes alone.
+    """
+    manifest, problem = read_manifest(step_dir)
+    if problem is not None:
+        return problem
+    for name, facts in manifest["files"].items():
+        if (problem := file_damage(step_dir / name, facts, content)) is not None:
+            return problem
+    return None
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """The run that writes a checkpoint, as plain values: the whole configuration."""
+    return config_to_dict(config)
+
+
+def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:
+    """Compare the model of a manifest's configuration with the one to load it into.
+
+    A field that the checkpoint does not know was added later and had its default then.
+
+    Raises:
+        CheckpointError: the fields that differ, with both values.
+    """
+    then, now = _flat(asdict(ModelConfig())) | _flat(saved["model"]), _flat(describe(config)["model"])
+    for fields in (then, now):
+        del fields["hf_path"]  # where the first weights came from does not shape the model
+    differing = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    if differing:
+        listed = "; ".join(f"model.{key} was {then.get(key)}, is {now.get(key)}" for key in differing)
+        raise CheckpointError(
+            f"{step_dir} holds another model: {listed}. Set them back, choose a new run_dir, or start over "
+            "with checkpoint.resume=never"
+        )
+
+
+def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
+    """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and now."""
+    now = _flat(describe(config))
+    then = _flat(describe(Config())) | _flat(saved)
+    keys = [
+        key for key in now if key.split(".")[0] in _NUMBERS and key not in _FREE and then.get(key) != now[key]
+    ]
+    return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(_pairs(fields, ""))
+
+
+def _pairs(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _pairs(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, list(value) if isinstance(value, tuple) else value
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
