@@ -50,7 +50,7 @@ def _fits_experts(shape: MeshShape, model: ModelConfig) -> bool:
     return (
         model.num_experts % shape.ep == 0
         and model.moe_intermediate_size % width_ranks == 0
-        and model.hidden_size % shape.ep_shard == 0
+        and model.hidden_size % (width_ranks if model.biased_experts else shape.ep_shard) == 0
     )
 
 

@@ -61,7 +61,9 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", [*PRESETS, "small_dsv3", "small_mixtral", "small_qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", [*PRESETS, "small_dsv3", "small_mixtral", "small_qwen3_moe", "small_gpt_oss"]
+)
 def test_names_and_shapes_are_those_of_the_model(name: str, tied: bool) -> None:
     config = replace(preset(name), tie_embeddings=tied)
     with torch.device("meta"):

@@ -76,6 +76,17 @@ def test_moonlight_has_its_parameters_to_a_ten_millionth() -> None:
         assert published - ours == 1728
 
 
+# Model card (arXiv 2508.10925), table 1: the active ones without the embedding. Checkpoints are quantised.
+CARDS = {"gpt_oss_20b": (20.91, 3.61), "gpt_oss_120b": (116.83, 5.13)}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_preset_has_the_sizes_of_the_model_card(name: str) -> None:
+    count, (total, active) = count_params(preset(name)), CARDS[name]
+    assert count.total / 1e9 == pytest.approx(total, abs=0.005)
+    assert (count.active - count.by_part["embedding"]) / 1e9 == pytest.approx(active, abs=0.005)
+
+
 def numbers_of(name: str) -> tuple[float | None, float | None]:
     """Billions in all and active, as the name says them: 8x7b says neither."""
     total = re.search(r"_(\d+(?:_\d+)?)([bt])(?:_|$)", name)

@@ -9,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_configs import DSV3, GLM45, LLAMA31_8B, MIXTRAL_8X22B, PUBLISHED, QWEN2_57B, QWEN3_30B
+from published_configs import (
+    DSV3,
+    GLM45,
+    GPT_OSS_20B,
+    LLAMA31_8B,
+    MIXTRAL_8X22B,
+    PUBLISHED,
+    QWEN2_57B,
+    QWEN3_30B,
+)
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
@@ -82,7 +91,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "llama", "qwen3"],
+    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "llama", "qwen3"],
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")
@@ -120,6 +129,11 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
             LLAMA31_8B | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             ["no low_freq_factor and no high_freq_factor"],
         ),
+        (
+            GPT_OSS_20B | {"layer_types": ["full_attention", "sliding_attention"] * 12},
+            ["layer_types[1]=sliding_attention", "every 1 layers", "full_attention"],
+        ),
+        (GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24}, ["layer_types[0]=chunked_attention"]),
         ([1, 2], ["not a JSON object"]),
     ],
     ids=lambda value: None,
@@ -154,6 +168,10 @@ def test_model_that_the_family_cannot_express() -> None:
         ("dsv3", "shared_expert_gate", True),
         ("llama", "first_k_dense", 3),
         ("qwen2_moe", "shared_expert_gate", False),
+        ("mixtral", "attention.sinks", True),
+        ("qwen3_moe", "biased_experts", True),
+        ("gpt_oss", "expert_activation", "swiglu"),
+        ("gpt_oss", "attention.sinks", False),
     ],
 )
 def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str, value: object) -> None:
@@ -172,3 +190,14 @@ def test_reading_a_config_needs_no_torch(tmp_path: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_gpt_oss_without_scaling_says_so(tmp_path: Path) -> None:
+    """Absent, its rotary embeddings are yarn with untruncated borders: transformers' default."""
+    silent = {key: value for key, value in GPT_OSS_20B.items() if key not in ("rope_scaling", "layer_types")}
+    read = model_config_from_hf(write(tmp_path, silent))
+    assert read == model_config_from_hf(write(tmp_path, GPT_OSS_20B))
+    assert (read.rope.scaling, read.rope.truncate) == ("yarn", False)
+    plain = replace(read, rope=replace(read.rope, scaling="none"))
+    written = write(tmp_path, family_of(plain).write_config(plain, GPT_OSS_20B))
+    assert model_config_from_hf(written).rope.scaling == "none"

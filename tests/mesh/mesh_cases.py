@@ -71,6 +71,29 @@ MODELS = {
         **_SIZES,
     ),
 }
+# Sinks, biases, a window of 5 every other layer, a limit that some gates and ups exceed.
+MODELS["gpt-oss"] = ModelConfig(
+    family="gpt_oss",
+    num_layers=4,
+    num_experts_per_token=3,
+    biased_experts=True,
+    expert_activation="clamped_swiglu",
+    swiglu_limit=0.5,
+    attention=AttentionConfig(
+        kind="gqa",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        full_attention_interval=2,
+        sliding_window=5,
+    ),
+    rope=RopeConfig(scaling="yarn", factor=4.0, original_seq_len=8, truncate=False),
+    router=RouterConfig(softmax_after_topk=True, logit_bias=True),
+    **_SIZES,
+)
 MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
 # Kimi's form: one direct query projection, no groups of experts; and more heads, for tp4.
 MODELS["deepseek-direct"] = replace(
@@ -78,6 +101,43 @@ MODELS["deepseek-direct"] = replace(
     num_shared_experts=2,
     attention=replace(MODELS["deepseek"].attention, q_lora_rank=None, num_heads=4, num_kv_heads=4),
     router=replace(MODELS["deepseek"].router, num_groups=1, topk_groups=1),
+)
+
+# Biases on queries, keys and values, a gated shared expert, weights that do not sum to one.
+MODELS["qwen2"] = ModelConfig(
+    family="qwen2_moe",
+    num_layers=4,
+    num_experts_per_token=3,
+    num_shared_experts=2,
+    shared_expert_gate=True,
+    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True),
+    router=RouterConfig(norm_topk_prob=False),
+    **_SIZES,
+)
+# Half of each head turns; biases and normalised queries and keys; sigmoid scores of one group.
+MODELS["glm"] = ModelConfig(
+    family="glm4_moe",
+    num_layers=5,
+    first_k_dense=1,
+    intermediate_size=24,
+    num_experts_per_token=3,
+    num_shared_experts=1,
+    attention=AttentionConfig(
+        kind="gqa", num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True
+    ),
+    rope=RopeConfig(theta=50.0, partial_rotary_factor=0.5),
+    router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
+    **_SIZES,
+)
+# No experts at all.
+MODELS["llama"] = ModelConfig(
+    family="llama",
+    num_layers=4,
+    first_k_dense=4,
+    intermediate_size=24,
+    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=6),
+    rope=RopeConfig(scaling="llama3", factor=4.0, original_seq_len=16),
+    **_SIZES,
 )
 
 

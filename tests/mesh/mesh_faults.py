@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,8 +30,10 @@ import automoe.testing.trajectory
 from automoe.config.schema import Config
 from automoe.data.batch import IGNORE
 from automoe.model.attention import GroupedQueryAttention
+from automoe.model.linear import Linear, local_part
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.dispatch import ExpertTensorDispatcher
+from automoe.moe.experts import GroupedExperts
 from automoe.moe.layer import MoE
 from automoe.parallel.data import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients
@@ -371,6 +374,29 @@ def terms_of_etp_ranks_averaged():
         ExpertTensorDispatcher,
         "_run",
         lambda original: lambda self, *args, **options: original(self, *args, **options) / self.num_ranks,
+    )
+
+
+def columns_of_the_first_etp_rank_believed_everywhere():
+    """Every rank adds its slice of the experts' last bias to the first columns."""
+
+    def first(self, bias):
+        return F.pad(bias, (0, self.hidden_size - bias.shape[1]))
+
+    return patch.object(GroupedExperts, "_whole_width", first)
+
+
+def output_bias_added_by_every_tp_rank():
+    def summed(self, x, split):
+        out = F.linear(x, local_part(self.weight))
+        return split.reduce(out if self.bias is None else out + local_part(self.bias))
+
+    return patch.object(Linear, "summed", summed)
+
+
+def window_ignored_across_cp():
+    return _replace(
+        automoe.model.attention, "attention_mask", lambda original: lambda rows, window=0: original(rows)
     )
 
 

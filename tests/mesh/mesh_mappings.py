@@ -32,7 +32,12 @@ CORE = [
     Case("deepseek", dict(dp_shard=2, ep_replicate=2), rows=2),
     Case("mixtral", dict(tp=2, etp=2), rows=2, moe=DROP),
     Case("qwen3-tied", dict(pp=2), rows=2),
+    Case("qwen2", dict(tp=2), rows=4),
+    Case("glm", dict(tp=2, ep=2), rows=2),
+    Case("llama", dict(tp=2), rows=4),
     # four ranks
+    Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL),
+    Case("glm", dict(pp=2, dp_shard=2, ep=2), rows=2),
     Case("mixtral", dict(cp=4, ep=4), rows=2),
     Case("deepseek", dict(dp_shard=4, ep=2), rows=1),
     Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1),
@@ -51,6 +56,10 @@ CORE = [
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
     Case("mixtral", dict(dp_replicate=2, dp_shard=2, tp=2, ep=2, ep_replicate=2), rows=2, parallel=FULL),
     Case("deepseek-direct", dict(dp_shard=2, cp=2, tp=2, ep=2, etp=2), rows=4, moe=PADDED),
+    # sinks, windows and biases
+    Case("gpt-oss", dict(cp=2, etp=2), rows=4),
+    Case("gpt-oss", dict(pp=2, tp=2, ep=2), rows=2, parallel=PARTS),
+    Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False),
 ]
 
 MORE = [
@@ -74,6 +83,24 @@ MORE = [
     Case("deepseek", dict(dp_replicate=2, dp_shard=2, cp=2, ep=4), rows=2, dispatcher="allgather"),
     Case("qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, ep=2), rows=1),
     Case("mixtral", dict(dp_shard=8, ep=2), rows=1),
+    # biases, gated shared experts, partial rotation, dense models
+    Case("qwen2", dict(dp_shard=2, cp=2, ep=2), rows=2, parallel=dict(recompute=["shared_experts"])),
+    Case("qwen2", dict(pp=2, tp=2, etp=2), rows=2, parallel=INTERLEAVED),
+    Case("qwen2", dict(dp_shard=4, ep=2), rows=1, dispatcher="allgather"),
+    Case("qwen2", dict(dp_replicate=2, dp_shard=2, tp=2, ep=4, ep_replicate=2), rows=2),
+    Case("glm", dict(tp=4, ep=2), rows=4),
+    Case("glm", dict(cp=2, tp=2, ep=4), rows=4, parallel=FULL),
+    Case("glm", dict(dp_shard=4, etp=2), rows=1),
+    Case("glm", dict(dp_replicate=2, dp_shard=2, ep=4), rows=2),
+    Case("llama", dict(pp=2, dp_shard=2), rows=2, parallel=INTERLEAVED),
+    Case("llama", dict(dp_replicate=2, cp=2, tp=2), rows=4, parallel=dict(recompute=["mlp"])),
+    # sinks, windows and biases
+    Case("gpt-oss", dict(tp=2), rows=8, document_mask=False),
+    Case("gpt-oss", dict(dp_shard=4, ep=2, etp=2), rows=1, dispatcher="allgather"),
+    Case("gpt-oss", dict(tp=4, etp=4), rows=4, parallel=FULL),
+    Case("gpt-oss", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2, moe=PADDED),
+    Case("gpt-oss", dict(pp=2, dp_shard=2, cp=2, ep=2, etp=2), rows=2, parallel=INTERLEAVED),
+    Case("gpt-oss", dict(dp_shard=2, cp=2, tp=2, etp=2), rows=2, moe=DROP),
     # tp
     Case("mixtral", dict(tp=2), rows=2, parallel=PER_MICRO_BATCH),
     Case("qwen3-tied", dict(tp=2, ep=2), rows=4),
