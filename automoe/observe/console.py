@@ -100,7 +100,7 @@ class Console:
             short_number(record["tokens_per_second"]),
             "-" if mfu is None else f"{100 * mfu:.1f}%",
             bytes_text(record["peak_memory_bytes"]),
-            f"{number(record['expert_max_load'], 2)}x",
+            f"{number(record['expert_max_load'], 2)}x" if record["expert_max_load"] else "-",  # dense models
             "-" if record.get("step_seconds") is None else seconds_text(record["step_seconds"]),
             duration(left) if step < steps else "-",
         ]

@@ -261,12 +261,13 @@ def last_objective(run_dir: str | os.PathLike[str]) -> float | None:
 
 
 def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Sampled expert counts of a run: steps [N] and counts [N, L, E]; N may be 0."""
+    """Sampled expert counts of a run: steps [N] and counts [N, L, E]; N may be 0, and L of a dense model is."""
     records = read_jsonl(Path(run_dir) / LOAD_FILE)
     if not records:
         return np.zeros(0, dtype=np.int64), np.zeros((0, 0, 0))
     steps = np.array([record["step"] for record in records])
-    return steps, np.array([record["counts"] for record in records], dtype=np.float64)
+    counts = np.array([record["counts"] for record in records], dtype=np.float64)
+    return steps, counts if counts.ndim == 3 else np.zeros((len(records), 0, 0))
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

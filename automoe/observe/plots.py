@@ -60,18 +60,20 @@ def draw_plots(
         figures.append(
             ("balance_loss", "Balance losses, with their coefficients", lambda: _balance_losses(records))
         )
-    figures += [
-        (
-            "expert_load",
-            "Load of every expert: 1 is an equal share of its layer's tokens",
-            lambda: _load_heat_map(load_steps, load_counts, first_moe_layer),
-        ),
-        (
-            "expert_balance",
-            "Busiest expert over the mean expert, per layer: 1 is balanced",
-            lambda: _load_over_time(records, load_steps, load_counts, first_moe_layer),
-        ),
-    ]
+    dense = len(load_steps) > 0 and load_counts.shape[1] == 0
+    if not dense:
+        figures += [
+            (
+                "expert_load",
+                "Load of every expert: 1 is an equal share of its layer's tokens",
+                lambda: _load_heat_map(load_steps, load_counts, first_moe_layer),
+            ),
+            (
+                "expert_balance",
+                "Busiest expert over the mean expert, per layer: 1 is balanced",
+                lambda: _load_over_time(records, load_steps, load_counts, first_moe_layer),
+            ),
+        ]
     directory.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(RC):
         return [(save(draw(), directory / f"{name}.png"), caption) for name, caption, draw in figures]

@@ -21,11 +21,12 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     model, train, optim = config.model, config.train, config.optim
     params, batch = count_params(model), plan_batch(config, mesh)
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
-    dense = f"{model.first_k_dense} dense + " if model.first_k_dense else ""
-    return [
+    num_moe = model.num_layers - model.first_k_dense
+    kinds = [f"{count} {kind}" for count, kind in ((model.first_k_dense, "dense"), (num_moe, "MoE")) if count]
+    facts = [
         (
             "model",
-            f"{model.family}, {dense}{model.num_layers - model.first_k_dense} MoE layers, hidden {model.hidden_size}, "
+            f"{model.family}, {' + '.join(kinds)} layers, hidden {model.hidden_size}, "
             f"{model.attention.kind.upper()} attention",
         ),
         (
@@ -54,6 +55,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         ),
         ("MoE layer", f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts"),
     ]
+    return facts if num_moe else [fact for fact in facts if fact[0] not in ("experts", "MoE layer")]
 
 
 def final_numbers(records: list[dict[str, Any]]) -> Facts:
@@ -74,7 +76,8 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     _, memory = series(records, "peak_memory_bytes")
     if len(memory):
         facts.append(("peak memory per rank", bytes_text(memory.max())))
-    facts.append(("busiest / mean expert", number(records[-1].get("expert_max_load"), 2)))
+    if (load := records[-1].get("expert_max_load")) != 0:  # of a dense model
+        facts.append(("busiest / mean expert", number(load, 2)))
     _, seconds = series(records, "step_seconds")
     if len(seconds):
         facts.append(("time in steps", duration(float(seconds.sum()))))

@@ -48,16 +48,17 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
     model = config.model
     num_layers, num_experts = model.num_layers - model.first_k_dense, model.num_experts
     device = loss_share.device
-    sums = torch.zeros(num_layers * LoadCounter.size(num_experts) + 1, dtype=torch.float64, device=device)
+    size = LoadCounter.size(num_experts)  # spelled out below: a dense model has no layer to tell it by
+    sums = torch.zeros(num_layers * size + 1, dtype=torch.float64, device=device)
     sums[-1] = loss_share
-    table = sums[:-1].view(num_layers, -1)
+    table = sums[:-1].view(num_layers, size)
     for part in parts:
         for _, layer in part.moe_layers():
             table[layer.router.moe_index] += layer.router.load.totals
             layer.router.load.totals.zero_()
     dist.all_reduce(sums)
     sums = sums.cpu()
-    table = sums[:-1].view(num_layers, -1)
+    table = sums[:-1].view(num_layers, size)
     losses = table[:, 2 * num_experts : -1].sum(0).tolist() if num_layers else [0.0] * len(LOSSES)
     chosen = table[:, :num_experts]
     return StepStats(

@@ -50,6 +50,8 @@ def counts_of(
 ) -> np.ndarray:
     """[L, E]: unbalanced at first, nearly balanced later, with a favourite expert in the middle layer."""
     spread = 0.15 + 1.0 * math.exp(-step / 60)
+    if not num_layers:  # a dense model
+        return np.zeros((0, num_experts))
     preference_LE = np.random.default_rng(7).normal(0, spread, (num_layers, num_experts))
     preference_LE[num_layers // 2, num_experts // 3] += 2 * spread
     shares_LE = np.exp(preference_LE + rng.normal(0, 0.03, preference_LE.shape))

@@ -106,6 +106,24 @@ def test_a_finished_run(tmp_path):
         assert words in page.words
 
 
+def test_a_dense_model_has_no_expert_load(tmp_path):
+    config = small_config(tmp_path)
+    config.model.first_k_dense = config.model.num_layers
+    write_run(tmp_path, steps=30, config=config, num_layers=0, status={"state": "done"})
+    page = page_of(tmp_path)
+    assert {path.stem for path in (tmp_path / "plots").glob("*.png")} == {
+        "loss",
+        "throughput",
+        "grad_norm",
+        "learning_rate",
+        "balance_loss",
+        "mesh",
+    }
+    assert f"{config.model.num_layers} dense layers" in page.words
+    for words in ("MoE layer", "busiest / mean expert", "experts "):
+        assert words not in page.words
+
+
 def test_a_run_that_died_before_its_first_step(tmp_path):
     write_run(tmp_path, steps=0, status={"state": "failed", "error": ERROR})
     page = page_of(tmp_path)
