@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from automoe.errors import CheckpointError
 
@@ -20,14 +19,14 @@ SINGLE_FILE = "model.safetensors"
 _LFS_MARK = b"version https://git-lfs.github.com"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies: file name, dtype as safetensors spells it (``BF16``), shape, first byte in the file."""
+class StoredTensor(NamedTuple):
+    """Where one tensor lies: file name, dtype as safetensors spells it (``BF16``), shape, its bytes in the file."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
+    num_bytes: int
 
 
 def listed(names: Iterable[str], shown: int = 4) -> str:
@@ -106,13 +105,13 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            tensors = {
-                name: StoredTensor(
-                    file.name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+            tensors = {}
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                tensors[name] = StoredTensor(
+                    file.name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin
                 )
-                for name, entry in header.items()
-            }
+            end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=8 + length)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
     if size < end:

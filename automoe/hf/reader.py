@@ -1,71 +1,76 @@
 """HuggingFace safetensors straight into the shards of a model on any mesh.
 
 Headers are parsed once, on rank 0, where the whole checkpoint is checked against the model; every
-rank then reads the ranges it owns, in file order. No rank ever holds a whole tensor that it owns a
-part of, and nothing is initialised first.
+rank then reads the ranges it owns, in file order, and ranges that several ranks of a machine need are read by one
+of them and sent on. No rank ever holds a whole tensor that it owns a part of, and nothing is initialised first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
-from automoe.hf.files import StoredTensor, listed, read_headers
-from automoe.hf.keys import FUSED, KeyMap, Piece, hf_pieces, hf_tensors
-from automoe.hf.registry import family_of
-from automoe.hf.shards import LocalShard, Parts, as_parts, local_shards, raise_everywhere
+from automoe.hf.catalog import Catalog, open_catalog
+from automoe.hf.progress import reading
+from automoe.hf.shards import Parts, as_parts, is_first_rank, raise_everywhere
+from automoe.hf.strips import Read, plan_strips, plan_units, rectangles
+from automoe.hf.transfer import Counts, Transfer, Use
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 
-_CHUNK_BYTES = 64 << 20  # read at once, which bounds the scratch memory
-FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
-
 
 @dataclass(frozen=True)
-class Catalog:
-    """What a checkpoint directory holds, and the names by which it does."""
+class Loaded:
+    """What a load moved, over all ranks.
 
-    folder: Path
-    tensors: dict[str, StoredTensor]
-    keys: KeyMap
+    Attributes:
+        bytes_read: from files.
+        bytes_owned: stored bytes of all ranks' shards; more than bytes_read where ranks have copies.
+        seconds: of the slowest rank.
+        counts: of this rank.
+    """
+
+    path: Path
+    bytes_read: int
+    bytes_owned: int
+    seconds: float
+    counts: Counts
+
+    def __str__(self) -> str:
+        rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
+        return (
+            f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+        )
 
 
-@dataclass(frozen=True)
-class Read:
-    """One range of one stored tensor and the place in a shard that it belongs to."""
-
-    shard: LocalShard
-    piece: Piece
-    stored: StoredTensor
-    source: tuple[slice, ...]
-    target: tuple[int | slice, ...]
-
-    @property
-    def key(self) -> str:
-        return self.piece.key
-
-
-def load_hf(parts: Parts | Decoder, path: str | Path, catalog: Catalog | None = None) -> None:
+def load_hf(
+    parts: Parts | Decoder, path: str | Path, catalog: Catalog | None = None, *, progress: bool = False
+) -> Loaded:
     """Fill a model, or this rank's pipeline stages of one, from a checkpoint directory.
 
     Collective, unless ``catalog`` (of the same directory) is given.
 
     Parameters may be DTensors on either mesh and need storage (``to_empty``) but no values; buffers
     that a checkpoint does not hold get their first values. Numbers are converted to each parameter's
-    dtype.
+    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantised on the way.
+
+    Args:
+        progress: show a bar, on rank 0 and on a terminal.
 
     Raises:
         CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys
-            missing or unexpected, another shape or number of experts.
+            missing or unexpected, another shape or number of experts, FP8 without scales.
     """
+    started = time.perf_counter()
     parts = as_parts(parts)
     for part in parts.values():
         reset_buffers(part)
@@ -74,141 +79,90 @@ def load_hf(parts: Parts | Decoder, path: str | Path, catalog: Catalog | None = 
         target.copy_(source)
 
     collective = catalog is None
-    failure = None
+    counts, failure = Counts(), None
     try:
         with torch.no_grad():
-            visit(parts, catalog or open_catalog(path, config_of(parts)), fill)
+            catalog = catalog or open_catalog(path, config_of(parts))
+            shown = progress and is_first_rank()
+            counts = visit(parts, catalog, fill, shared=collective, direct=True, progress=shown)
     except CheckpointError as error:
         failure = error
-    if collective:
-        raise_everywhere(failure)
-    elif failure is not None:
-        raise failure
+    if not collective:
+        if failure is not None:
+            raise failure
+        return Loaded(Path(path), counts.read, counts.owned, time.perf_counter() - started, counts)
+    raise_everywhere(failure)
+    totals = [(counts.read, counts.owned, time.perf_counter() - started)]
+    if dist.is_initialized():
+        everyone: list[tuple[int, int, float]] = [totals[0]] * dist.get_world_size()
+        dist.all_gather_object(everyone, totals[0])
+        totals = everyone
+    read, owned, seconds = zip(*totals, strict=True)
+    return Loaded(Path(path), sum(read), sum(owned), max(seconds), counts)
 
 
-def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
-    """Headers of every file, read and checked against the whole model on rank 0, for all ranks. Collective.
-
-    Raises:
-        CheckpointError: as ``load_hf``.
-    """
-    if not dist.is_initialized():
-        return _check_catalog(path, config)
-    outcome: list[Catalog | CheckpointError] = []
-    if dist.get_rank() == 0:
-        try:
-            outcome.append(_check_catalog(path, config))
-        except CheckpointError as error:  # the others wait for an answer
-            outcome.append(error)
-    else:
-        outcome.append(CheckpointError("no answer from rank 0"))
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], CheckpointError):
-        raise outcome[0]
-    return outcome[0]
-
-
-def visit(parts: Parts, catalog: Catalog, use: Callable[[Read, torch.Tensor, torch.Tensor], None]) -> None:
+def visit(
+    parts: Parts,
+    catalog: Catalog,
+    use: Use,
+    *,
+    shared: bool = True,
+    direct: bool = False,
+    progress: bool = False,
+) -> Counts:
     """Call ``use(read, stored range, place in the shard)`` for all that this rank owns, in file order.
 
-    Both tensors have the same shape; the first is on the CPU in the checkpoint's dtype and may be
-    changed or dropped.
+    Both tensors have the same shape; the first is on the CPU in the checkpoint's dtype (float32 where that is
+    quantised) and may be changed or dropped.
+
+    Args:
+        shared: collective: what several ranks of a machine need, one of them reads and sends on.
+        direct: ``use`` does nothing but copy; it is then not called where bytes can go straight to their place.
 
     Raises:
         CheckpointError: a file that was there when its header was read cannot be read any more.
     """
-    reads = sorted(_plan(parts, catalog), key=lambda read: (read.stored.file, read.stored.start))
-    opened = ""
-    file: Any = None
-    for read in reads:
-        try:
-            if read.stored.file != opened:
-                opened, file = read.stored.file, None  # one mapping at a time
-                file = safe_open(catalog.folder / opened, framework="pt", device="cpu")
-            stored = file.get_slice(read.key)
-            place = read.shard.local[read.target]
-            for source, rows in _chunks(read, place):
-                use(read, read.piece.from_stored(stored[source]), place[rows])
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{catalog.folder / read.stored.file}: {read.key} cannot be read ({error}). Copy the file again"
-            ) from error
+    strips = plan_strips(parts, catalog)
+    mine = rectangles(strips)
+    if not (shared and dist.is_initialized()):
+        units = plan_units(strips, [mine], [0], 0)
+        return _run(Transfer(catalog, 0, None, use, direct=direct), units, progress)
+    with _machine() as (ranks, group):
+        everyone = [mine] * len(ranks)
+        dist.all_gather_object(everyone, mine, group=group)
+        rank = dist.get_rank()
+        units = plan_units(strips, everyone, ranks, rank)
+        return _run(Transfer(catalog, rank, group, use, direct=direct), units, progress)
 
 
-def _chunks(read: Read, place: torch.Tensor) -> Iterator[tuple[tuple[slice, ...], slice]]:
-    """Cut a read along its first dim so that no piece is larger than ``_CHUNK_BYTES``."""
-    first = read.source[0]
-    rows = first.stop - first.start
-    row_bytes = max(1, place.numel() // rows * max(place.element_size(), 4))
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        yield (slice(first.start + begin, first.start + end), *read.source[1:]), slice(begin, end)
+def _run(transfer: Transfer, units: list, progress: bool) -> Counts:
+    with reading(transfer.catalog.folder.name, lambda: transfer.stored_bytes(units), progress) as advance:
+        transfer.advance = advance
+        return transfer.run(units)
 
 
-def _plan(parts: Parts, catalog: Catalog) -> Iterator[Read]:
-    for shard in local_shards(parts):
-        if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
-            continue
-        for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), catalog.keys):
-            if (found := piece.overlap(shard.start, tuple(shard.local.shape))) is not None:
-                yield Read(shard, piece, catalog.tensors[piece.key], *found)
+@contextmanager
+def _machine() -> Iterator[tuple[list[int], dist.ProcessGroup | None]]:
+    """Ranks of this machine and a group of them that carries CPU tensors; None: the default one."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, _machine_name())
+    ranks = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
+    if len(ranks) == len(names) and "gloo" in dist.get_backend_config():
+        yield ranks, None
+        return
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    try:
+        yield ranks, group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _machine_name() -> str:
+    """Equal on ranks that see one another's loopback, different on two that do not."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text() if boot.is_file() else "")
 
 
 def config_of(parts: Parts) -> ModelConfig:
     """The whole model's configuration, which every part carries."""
     return next(iter(parts.values())).config
-
-
-def _check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
-    folder = Path(path).expanduser()
-    tensors = read_headers(folder)
-    fused = any(key.endswith(f".{FUSED.gate}") for key in tensors)
-    keys = family_of(config).keys
-    keys = keys.in_memory if fused else keys
-    wanted = hf_tensors(config, keys)
-    _check_experts(folder, tensors, config, keys)
-    missing = [key for key in wanted if key not in tensors]
-    unexpected = [key for key in tensors if key not in wanted and not _ignored(key, config)]
-    if missing or unexpected:
-        found = [f"{len(missing)} tensors are missing: {listed(missing)}"] if missing else []
-        found += [f"{len(unexpected)} are not the model's: {listed(unexpected)}"] if unexpected else []
-        raise CheckpointError(
-            f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
-            f"{len(wanted)} tensors: {'; '.join(found)}. Compare the model's configuration with its config.json"
-        )
-    wrong = [key for key in wanted if tensors[key].shape != wanted[key]]
-    if wrong:
-        shapes = [f"{key} is {list(tensors[key].shape)}, not {list(wanted[key])}" for key in wrong[:4]]
-        raise CheckpointError(
-            f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
-            "Compare the model's configuration with its config.json"
-        )
-    quantised = [key for key in wanted if tensors[key].dtype not in FLOAT_DTYPES]
-    if quantised:
-        raise CheckpointError(
-            f"{folder}: {len(quantised)} tensors are quantised ({tensors[quantised[0]].dtype}): "
-            f"{listed(quantised)}. This version reads {', '.join(sorted(FLOAT_DTYPES))}: convert it to bfloat16"
-        )
-    return Catalog(folder, {key: tensors[key] for key in wanted}, keys)
-
-
-def _check_experts(folder: Path, tensors: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap) -> None:
-    """Another number of experts would show as thousands of missing or unexpected keys: say it plainly."""
-    numbers = {keys.expert_of(key) for key in tensors if not _ignored(key, config)} - {None}
-    count = len(numbers)
-    if keys.fused:
-        count = next(tensors[key].shape[0] for key in tensors if key.endswith(f".{FUSED.gate}"))
-    if count and count != config.num_experts:
-        raise CheckpointError(
-            f"{folder} holds {count} experts a layer, and the model has {config.num_experts} "
-            f"(model.num_experts). Set model.num_experts={count}, or complete the checkpoint"
-        )
-
-
-def _ignored(key: str, config: ModelConfig) -> bool:
-    """Stored but never ours: MTP modules behind the last layer, rotary tables, a second copy of a tied head."""
-    if key.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and key == "lm_head.weight"):
-        return True
-    parts = key.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= config.num_layers

@@ -79,7 +79,7 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits alone would not see it: the logits of transformers do."""
-    from automoe.hf import gather, reader
+    from automoe.hf import gather, strips
     from automoe.hf.keys import hf_pieces
 
     def swapped(name, shape, keys):
@@ -91,7 +91,7 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
 
     model = automoe.from_hf(source)
     monkeypatch.setattr(gather, "hf_pieces", swapped)
-    monkeypatch.setattr(reader, "hf_pieces", swapped)
+    monkeypatch.setattr(strips, "hf_pieces", swapped)
     with pytest.raises(CheckpointError, match="transformers computes other logits"):
         export_model(model, tmp_path / "out")
     assert entries(tmp_path) == ["source"]

@@ -9,67 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from hf_mesh_cases import MESHES, ROWS, SEQ, load_on_mesh, stored, world_size
 
-from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
+from automoe.config.schema import MeshConfig
 from automoe.data.batch import StepBatch
 from automoe.hf.keys import hf_pieces
-from automoe.hf.reader import load_hf
 from automoe.hf.registry import family_of, model_config_from_hf
 from automoe.hf.writer import save_hf
-from automoe.mesh import Meshes, build_meshes
-from automoe.model.decoder import Decoder
-from automoe.parallel.parallelize import build_parts
 from automoe.parallel.step import build_runner, prepare_inputs
 from automoe.rows import IGNORE
 from automoe.testing.hf_models import save_small_hf
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import named_parameters, whole
 
-ROWS, SEQ, TOLERANCE = 8, 16, 1e-5
-
-MESHES = {
-    "one": MeshConfig(dp_shard=1),
-    "ep2": MeshConfig(dp_shard=2, ep=2),
-    "ep_shard2": MeshConfig(dp_shard=2, ep_shard=2),
-    "pp2": MeshConfig(pp=2, dp_shard=1),
-    "cp2_ep2": MeshConfig(dp_shard=1, cp=2, ep=2),
-    "hsdp2x2_ep2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2, ep_shard=2),
-    "pp2_dp2_ep2": MeshConfig(pp=2, dp_shard=2, ep=2),
-    "dp4_ep2_ep_shard2": MeshConfig(dp_shard=4, ep=2, ep_shard=2),
-    "tp2": MeshConfig(dp_shard=1, tp=2),
-    "tp2_dp2_ep2_etp2": MeshConfig(dp_shard=2, tp=2, ep=2, etp=2),
-    "tp2_dp2_ep2_ep_shard2": MeshConfig(dp_shard=2, tp=2, ep=2, ep_shard=2),
-    "dp4_etp2": MeshConfig(dp_shard=4, ep_shard=2, etp=2),
-    "ep_replicate2_tp2": MeshConfig(dp_shard=2, tp=2, ep=2, ep_replicate=2),
-    "dp4_ep4": MeshConfig(dp_shard=4, ep=4),
-    "pp2_ep2_ep_shard2": MeshConfig(pp=2, dp_shard=4, ep=2, ep_shard=2),
-}
-
-
-def config_for(path: Path, mesh: MeshConfig) -> Config:
-    return Config(
-        mesh=mesh,
-        model=model_config_from_hf(path),
-        moe=MoEConfig(experts="loop"),
-        parallel=ParallelConfig(),
-        train=TrainConfig(seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=1, dtype="float32"),
-    )
-
-
-def load_on_mesh(path: Path, mesh: MeshConfig) -> tuple[dict[int, Decoder], Meshes, Config]:
-    config = config_for(path, mesh)
-    meshes = build_meshes(resolve_mesh(mesh, None), torch.device("cpu"))
-    parts = build_parts(config, meshes)
-    for part in parts.values():
-        part.to_empty(device="cpu")
-        part.train()
-        with torch.no_grad():
-            for parameter in part.parameters():
-                parameter.fill_(float("nan"))  # nothing may be left unread
-    load_hf(parts, path)
-    return parts, meshes, config
+TOLERANCE = 1e-5
 
 
 def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,20 +53,6 @@ def train_step(path: Path, mesh: MeshConfig) -> tuple[float, dict[str, torch.Ten
 def round_trip(path: Path, out: Path, mesh: MeshConfig, dtype: str) -> int:
     parts, _, _ = load_on_mesh(path, mesh)
     return save_hf(parts, out, dtype=dtype, max_shard_bytes=60_000).num_files
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint directory; a name in two files is a mistake."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for key, tensor in load_file(file).items():
-            assert key not in tensors, key
-            tensors[key] = tensor
-    return tensors
-
-
-def world_size(mesh: MeshConfig) -> int:
-    return resolve_mesh(mesh, None).world_size
 
 
 @pytest.mark.parametrize(

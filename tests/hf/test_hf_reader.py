@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from hf_mesh_cases import empty_on_mesh
 from safetensors.torch import load_file, save_file
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import CheckpointError
-from automoe.hf import reader
+from automoe.hf import transfer
 from automoe.hf.files import INDEX_FILE, read_headers
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
@@ -193,61 +193,6 @@ def test_converts_to_the_parameters_dtype(tmp_path: Path, dtype: torch.dtype) ->
     assert torch.equal(model.lm_head.weight, hf.lm_head.weight.to(dtype))
 
 
-def test_large_tensors_are_read_in_pieces(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, pieces = (empty_model(model_config_from_hf(single)) for _ in range(2))
-    load_hf(whole, single)
-    monkeypatch.setattr(reader, "_CHUNK_BYTES", 700)
-    load_hf(pieces, single)
-    for (name, one), (_, other) in zip(whole.named_parameters(), pieces.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def elements_read(path: Path, mesh: MeshConfig) -> tuple[int, int]:
-    """Numbers that this rank read from files, and numbers of its parameters and biases."""
-    config = Config(mesh=mesh, model=model_config_from_hf(path))
-    config.moe.experts = "loop"
-    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
-    read = 0
-
-    class Slice:
-        def __init__(self, inner: object) -> None:
-            self.inner = inner
-
-        def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-            nonlocal read
-            tensor = self.inner[index]  # type: ignore[index]
-            read += tensor.numel()
-            return tensor
-
-    class File:
-        def __init__(self, *args: object, **options: object) -> None:
-            self.inner = safe_open(*args, **options)
-
-        def get_slice(self, key: str) -> Slice:
-            return Slice(self.inner.get_slice(key))
-
-    reader.safe_open = File  # type: ignore[assignment,misc]
-    try:
-        for part in parts.values():
-            part.to_empty(device="cpu")
-        load_hf(parts, path)
-    finally:
-        reader.safe_open = safe_open
-    own = sum(p.to_local().numel() for part in parts.values() for p in part.parameters())
-    own += sum(
-        b.numel() for part in parts.values() for n, b in part.named_buffers() if n.endswith("expert_bias")
-    )
-    return read, own
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_rank_reads_what_it_owns_and_no_more(fused: bool, tmp_path: Path, ranks: RankPool) -> None:
-    save_small_hf("dsv3", tmp_path, save_original_format=not fused)
-    mesh = MeshConfig(pp=2, dp_shard=2, ep=2)
-    for read, own in ranks.run(elements_read, 4, tmp_path, mesh):
-        assert read == own > 0
-
-
 def failure(path: Path, mesh: MeshConfig) -> str:
     config = Config(mesh=mesh, model=replace(model_config_from_hf(path), num_experts=4))
     config.moe.experts = "loop"
@@ -267,26 +212,25 @@ def test_all_ranks_raise_the_same_error(single: Path, ranks: RankPool) -> None:
 
 def lose_a_file(path: Path, mesh: MeshConfig) -> str:
     """The last rank finds that a file is gone which was there when rank 0 read its header."""
-    config = Config(mesh=mesh, model=model_config_from_hf(path))
-    config.moe.experts = "loop"
-    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
-    for part in parts.values():
-        part.to_empty(device="cpu")
+    parts, _, _ = empty_on_mesh(path, mesh)
 
-    def gone(*args: object, **options: object) -> object:
+    def gone(*args: object) -> int:
         raise FileNotFoundError(2, "No such file or directory")
 
+    real = transfer.Files._handle
     if torch.distributed.get_rank() == 1:
-        reader.safe_open = gone  # type: ignore[assignment]
+        transfer.Files._handle = gone  # type: ignore[assignment,method-assign]
     try:
         with pytest.raises(CheckpointError) as caught:
             load_hf(parts, path)
     finally:
-        reader.safe_open = safe_open
+        transfer.Files._handle = real  # type: ignore[method-assign]
     return str(caught.value)
 
 
-def test_what_one_rank_cannot_read_stops_all(single: Path, ranks: RankPool) -> None:
-    messages = ranks.run(lose_a_file, 2, single, MeshConfig(dp_shard=2, ep=2))
+@pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=2, ep=2), MeshConfig(dp_replicate=2, dp_shard=1)])
+def test_what_one_rank_cannot_read_stops_all(mesh: MeshConfig, single: Path, ranks: RankPool) -> None:
+    """With replicas, the others also wait for what it should have sent them."""
+    messages = ranks.run(lose_a_file, 2, single, mesh)
     assert messages[0] == messages[1]
     assert "model.safetensors" in messages[0] and "cannot be read" in messages[0]
