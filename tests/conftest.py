@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from automoe.testing.pool import RankPool
+
+if not torch.cuda.is_available():  # read when triton is first imported, which any test may do
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # An example may take as long as a loaded machine makes it take.
 settings.register_profile("automoe", deadline=None)
@@ -28,7 +33,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         any(item.get_closest_marker("gpu") for item in session.items)
         and not session.config.option.collectonly
     ):
-        import torch
-
         if not torch.cuda.is_available():
             raise pytest.UsageError("tests marked gpu were selected, and torch sees no CUDA device here")

@@ -49,7 +49,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     _check_batch(config, shape)
     _check_pipeline(config, shape)
     _check_context(config, shape, device)
-    _check_backend(config, shape)
+    _check_backend(config, shape, device)
     check_recompute(config)
     _check_optimizer(config)
     _check_data(config)
@@ -334,16 +334,23 @@ def _check_context(config: Config, shape: MeshShape, device: str) -> None:
         )
 
 
-def _check_backend(config: Config, shape: MeshShape) -> None:
-    if config.moe.experts != "grouped_mm" or config.model.first_k_dense == config.model.num_layers:
+def _check_backend(config: Config, shape: MeshShape, device: str) -> None:
+    backend = config.moe.experts
+    if backend == "loop" or config.model.first_k_dense == config.model.num_layers:
         return
     if config.train.dtype == "float64":
         raise ConfigError(
-            "moe.experts",
-            "grouped_mm",
-            "grouped_mm has no float64, and train.dtype=float64",
-            "Set moe.experts=loop",
+            "moe.experts", backend, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
         )
+    if backend == "triton":
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                "moe.experts",
+                backend,
+                "Triton's kernels need CUDA, and this run is on cpu",
+                "Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly",
+            )
+        return
     size = ELEMENT_BYTES[config.train.dtype]
     for key, width in (
         ("model.hidden_size", config.model.hidden_size),

@@ -85,10 +85,21 @@ def expert_backend(name: str) -> ExpertFn:
     """The backend called ``name``.
 
     Raises:
-        BackendError: no such backend; names those that there are.
+        BackendError: no such backend, or one whose package is missing; names those that there are.
     """
+    if name == "triton":  # imports triton, which is heavy and not on every platform
+        try:
+            from automoe.moe.kernels.experts import triton_experts
+        except ImportError as error:
+            raise BackendError(
+                f"moe.experts=triton needs the package triton ({error}). Install it, or choose one of: "
+                + ", ".join(BACKENDS)
+            ) from None
+        return triton_experts
     if name not in BACKENDS:
-        raise BackendError(f"moe.experts={name}: no such expert backend. There are: {', '.join(BACKENDS)}")
+        raise BackendError(
+            f"moe.experts={name}: no such expert backend. There are: {', '.join(BACKENDS)}, triton"
+        )
     return BACKENDS[name]
 
 

@@ -41,13 +41,13 @@ class _GroupedExperts(torch.autograd.Function):
             return x.new_empty(0, x.shape[1])
         gate_up = F.grouped_mm(x.index_select(0, gather_idx), w_gate_up.transpose(1, 2), offs=offsets)
         if b_gate_up is not None:
-            gate_up += _of_each_row(b_gate_up, offsets, gate_up.shape[0])
+            gate_up += of_each_row(b_gate_up, offsets, gate_up.shape[0])
         gate, up = gate_up.chunk(2, dim=-1)
         scale = probs.unsqueeze(1).to(x.dtype)
         act = activation(gate, up).mul_(scale)
         ctx.save_for_backward(*args, gate_up)
         out = F.grouped_mm(act.contiguous(), w_down.transpose(1, 2), offs=offsets)
-        return out if b_down is None else out.addcmul_(_of_each_row(b_down, offsets, out.shape[0]), scale)
+        return out if b_down is None else out.addcmul_(of_each_row(b_down, offsets, out.shape[0]), scale)
 
     @staticmethod
     @once_differentiable
@@ -81,11 +81,11 @@ class _GroupedExperts(torch.autograd.Function):
         del act, grad_act
         grad_b_down = None
         if b_down is not None:
-            grad_b_down = _sum_by_expert(grad_out * scale, offsets)
-            products = grad_out * _of_each_row(b_down, offsets, grad_out.shape[0])
+            grad_b_down = sum_by_expert(grad_out * scale, offsets)
+            products = grad_out * of_each_row(b_down, offsets, grad_out.shape[0])
             grad_probs += products.sum(-1, dtype=probs.dtype)
             del products
-        grad_b_gate_up = None if b_gate_up is None else _sum_by_expert(grad_gate_up, offsets)
+        grad_b_gate_up = None if b_gate_up is None else sum_by_expert(grad_gate_up, offsets)
 
         rows = x.index_select(0, gather_idx)
         grad_w_gate_up = F.grouped_mm(grad_gate_up.transpose(0, 1), rows, offs=offsets)
@@ -105,14 +105,14 @@ class _GroupedExperts(torch.autograd.Function):
         )
 
 
-def _of_each_row(bias: torch.Tensor, offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
+def of_each_row(bias: torch.Tensor, offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
     """[E, N] -> [R, N], to each row what belongs to its expert; rows past the last offset get the last one's."""
     row = torch.arange(num_rows, dtype=offsets.dtype, device=offsets.device)
     expert = torch.searchsorted(offsets, row, right=True).clamp_(max=bias.shape[0] - 1)
     return bias.index_select(0, expert)
 
 
-def _sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """[R, N] -> [E, N] sums over each expert's rows; those past the last offset are left out.
 
     A product with ones: accumulated wide, in a fixed order, without atomics.

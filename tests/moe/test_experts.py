@@ -73,8 +73,11 @@ COMPUTED = pytest.mark.parametrize(
         ("loop", torch.float32, 1e-5),
         ("grouped_mm", torch.float32, 1e-5),
         ("grouped_mm", torch.bfloat16, 2e-2),
+        ("triton", torch.float32, 1e-5),
+        ("triton", torch.bfloat16, 1e-2),
+        ("triton", torch.float16, 2e-3),
     ],
-    ids=["loop64", "loop32", "grouped32", "grouped16"],
+    ids=["loop64", "loop32", "grouped32", "grouped16", "triton32", "triton-bf16", "triton-fp16"],
 )
 
 
@@ -125,7 +128,7 @@ def test_rows_past_the_last_offset_reach_no_bias() -> None:
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_an_expert_without_a_token_gets_a_gradient_of_zeros(backend: str) -> None:
     args = inputs(COUNTS["one expert"], torch.float32, biased=True)
     expert_backend(backend)(*args).sum().backward()
@@ -135,8 +138,8 @@ def test_an_expert_without_a_token_gets_a_gradient_of_zeros(backend: str) -> Non
 
 
 def test_an_unknown_backend_names_those_that_there_are() -> None:
-    with pytest.raises(BackendError, match="moe.experts=triton.*loop, grouped_mm"):
-        expert_backend("triton")
+    with pytest.raises(BackendError, match="moe.experts=cublas.*loop, grouped_mm, triton"):
+        expert_backend("cublas")
 
 
 def test_gate_and_up_are_a_view_of_their_fused_matrix() -> None:

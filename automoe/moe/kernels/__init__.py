@@ -1,0 +1,1 @@
+"""Triton kernels of the routed experts. Imported only where ``moe.experts=triton`` asks for them."""

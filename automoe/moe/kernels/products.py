@@ -1,0 +1,307 @@
+"""The matrix products of the routed experts, each with what stands before and after it fused in.
+
+Every product runs over tiles of rows that belong to one expert (``automoe.moe.kernels.tiles``), accumulates in
+float32 and writes each number once: no atomics, so a run repeats bit for bit. Shapes: R rows sorted by
+expert, E experts, H hidden, I expert width; ``pre`` is gate and up before the activation, [R, 2I].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Tiles of rows that share their weights stay together while all columns are computed: the weights of an
+# expert come from L2 then, and not once a tile from memory.
+_TILES_TOGETHER = tl.constexpr(8)
+
+
+@triton.jit
+def _tile_and_column(num_tiles, num_columns):
+    """Program id -> (tile of rows, block of columns)."""
+    pid = tl.program_id(0)
+    together = _TILES_TOGETHER * num_columns
+    first = (pid // together) * _TILES_TOGETHER
+    height = tl.minimum(num_tiles - first, _TILES_TOGETHER)
+    return first + (pid % together) % height, (pid % together) // height
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. ``ieee``: in full float32, which is also how the interpreter has to take bfloat16."""
+    if PRECISION == "ieee":
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
+    """``value`` (float32) as ``to``, to nearest even: GPUs do it so, the interpreter cuts bfloat16 off."""
+    if PRECISION == "ieee" and to == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return value.to(to)
+
+
+@triton.jit
+def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """The activation, and its derivatives by gate and by up."""
+    if CLAMPED:
+        low = tl.minimum(gate, limit)
+        raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        sigmoid = tl.sigmoid(alpha * low)
+        swish = low * sigmoid
+        by_gate = raised * sigmoid * (1.0 + alpha * low * (1.0 - sigmoid)) * (gate <= limit).to(tl.float32)
+        return raised * swish, by_gate, swish * (tl.abs(up) <= limit).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    swish = gate * sigmoid
+    return swish * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), swish
+
+
+@triton.jit
+def gather_up_activate(
+    x,  # [N, H]
+    gather_idx,  # [R]
+    w_gate_up,  # [E, 2, I, H]
+    b_gate_up,  # [E, 2, I], read if BIASED
+    probs,  # [R]
+    pre,  # [R, 2I], written
+    act,  # [R, I], written: probs * activation
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    H,
+    I,
+    alpha,
+    limit,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows are read through ``gather_idx`` into the product: there is no permuted copy of x."""
+    tile, column = _tile_and_column(num_tiles, tl.cdiv(I, BLOCK_N))
+    expert = tl.load(tile_expert + tile)
+    if expert >= num_experts:
+        return
+    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    real = rows < tl.load(offsets + expert)
+    rows = rows.to(tl.int64)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < I
+    k = tl.arange(0, BLOCK_K)
+    source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64)
+    a = x + source[:, None] * H + k[None, :]
+    base = w_gate_up + expert.to(tl.int64) * 2 * I * H
+    w = base + cols[None, :].to(tl.int64) * H + k[:, None]
+    to_up = I.to(tl.int64) * H
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, H, BLOCK_K):
+        in_k = k < H - start
+        row_block = tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0)
+        in_w = in_k[:, None] & inside[None, :]
+        gate = _dot(row_block, tl.load(w, mask=in_w, other=0.0), gate, PRECISION)
+        up = _dot(row_block, tl.load(w + to_up, mask=in_w, other=0.0), up, PRECISION)
+        a += BLOCK_K
+        w += BLOCK_K
+    if BIASED:
+        bias = b_gate_up + expert * 2 * I + cols
+        gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + I, mask=inside, other=0.0).to(tl.float32)[None, :]
+    mask = real[:, None] & inside[None, :]
+    to = pre + rows[:, None] * 2 * I + cols[None, :]
+    # What the backward will read is what is activated here.
+    gate, up = _narrow(gate, pre.dtype.element_ty, PRECISION), _narrow(up, pre.dtype.element_ty, PRECISION)
+    tl.store(to, gate, mask=mask)
+    tl.store(to + I, up, mask=mask)
+    value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
+    value *= tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)[:, None]
+    tl.store(act + rows[:, None] * I + cols[None, :], _narrow(value, act.dtype.element_ty, PRECISION), mask=mask)
+
+
+@triton.jit
+def rows_times_weights(
+    a,  # [R, K]
+    w,  # of each expert [N, K] or [K, N], by the strides
+    bias,  # [E, N], read if BIASED, weighted by probs
+    probs,  # [R], read if BIASED
+    out,  # [R, N], written
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    K,
+    N,
+    stride_w_k,
+    stride_w_n,
+    BIASED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out = a @ w of each row's expert: the down projection, and the gradient of the gathered rows."""
+    tile, column = _tile_and_column(num_tiles, tl.cdiv(N, BLOCK_N))
+    expert = tl.load(tile_expert + tile)
+    if expert >= num_experts:
+        return
+    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    real = rows < tl.load(offsets + expert)
+    rows = rows.to(tl.int64)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < N
+    acc = _product(
+        a + rows[:, None] * K,
+        w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * stride_w_n,
+        real, inside, K, stride_w_k, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if BIASED:
+        weight = tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)
+        acc += weight[:, None] * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + rows[:, None] * N + cols[None, :],
+        _narrow(acc, out.dtype.element_ty, PRECISION),
+        mask=real[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def _product(
+    a, w, real, inside, K, stride_w_k,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] of rows that start at ``a`` [BLOCK_M, 1] times columns at ``w`` [1, BLOCK_N]."""
+    k = tl.arange(0, BLOCK_K)
+    a += k[None, :]
+    w += k[:, None].to(tl.int64) * stride_w_k
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_k = k < K - start
+        acc = _dot(
+            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
+            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
+            acc,
+            PRECISION,
+        )
+        a += BLOCK_K
+        w += BLOCK_K * stride_w_k
+    return acc
+
+
+@triton.jit
+def grad_down_activate(
+    grad_out,  # [R, H]
+    w_down,  # [E, H, I]
+    probs,  # [R]
+    pre,  # [R, 2I]
+    grad_pre,  # [R, 2I], written
+    act,  # [R, I], written: probs * activation, for the gradient of w_down
+    grad_probs,  # [R, blocks of columns] float32, written: shares of each row's sum
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    H,
+    I,
+    alpha,
+    limit,
+    CLAMPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The gradient of the activation never leaves the chip; the router's is its product with the activation."""
+    num_columns = tl.cdiv(I, BLOCK_N)
+    tile, column = _tile_and_column(num_tiles, num_columns)
+    expert = tl.load(tile_expert + tile)
+    if expert >= num_experts:
+        return
+    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
+    real = rows < tl.load(offsets + expert)
+    rows = rows.to(tl.int64)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < I
+    grad = _product(
+        grad_out + rows[:, None] * H,
+        w_down + expert.to(tl.int64) * H * I + cols[None, :],
+        real, inside, H, I, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    mask = real[:, None] & inside[None, :]
+    at = rows[:, None] * 2 * I + cols[None, :]
+    gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
+    value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
+    share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
+    tl.store(grad_probs + rows * num_columns + column, share, mask=real)
+    weight = tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)[:, None]
+    grad *= weight
+    tl.store(grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(grad_pre + at + I, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(act + rows[:, None] * I + cols[None, :], _narrow(value * weight, act.dtype.element_ty, PRECISION), mask=mask)
+
+
+@triton.jit
+def grad_weights(
+    left,  # [R, M]
+    right,  # [R, N], or [tokens, N] read through gather_idx
+    gather_idx,  # [R], read if GATHERED
+    out,  # [E, M, N], written, zeros for an expert without rows
+    offsets,
+    M,
+    N,
+    GATHERED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """out[e] = left.T @ right over the rows of e."""
+    num_columns = tl.cdiv(N, BLOCK_N)
+    blocks = tl.cdiv(M, BLOCK_M) * num_columns
+    expert = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    first = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
+    m = (block // num_columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (block % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, end, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        real = rows < end
+        rows = rows.to(tl.int64)
+        source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
+        acc = _dot(
+            tl.load(left + rows[None, :] * M + m[:, None], mask=real[None, :] & (m < M)[:, None], other=0.0),
+            tl.load(right + source[:, None] * N + n[None, :], mask=real[:, None] & (n < N)[None, :], other=0.0),
+            acc,
+            PRECISION,
+        )
+    to = out + expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def sum_rows_of_token(
+    rows,  # [R, H]
+    order,  # [R], rows sorted by the token that they were read from
+    first,  # [N + 1], where each token's rows begin in ``order``
+    out,  # [N, H], written
+    H,
+    PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Each token's gradient from its copies, added in the order of the experts."""
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for at in range(tl.load(first + token), tl.load(first + token + 1)):
+        row = tl.load(order + at).to(tl.int64)
+        acc += tl.load(rows + row * H + h, mask=h < H, other=0.0).to(tl.float32)
+    tl.store(out + token * H + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < H)
