@@ -6,6 +6,7 @@ bytes a number (2 in bf16) and T tokens on the rank:
 
     residual stream and norms    4 b T H
     gqa                          b [2 T N D + 2 Tk G D] + 4 T N         N heads, G key-value heads
+    gqa with sinks               b [3 T N + 2 Tk G] D + 4 T N           heads wider by 8, and the output's copy
     mla                          b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
     ffn of width I               3 b T I                                gate, up, act
     gate of shared experts       b T (H + 1)                            their output, the gate
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from automoe.config.layer_kinds import window_of
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL
 from automoe.config.schema import AttentionConfig, Config, ModelConfig
@@ -78,6 +80,7 @@ class TokenLoad:
     kv_tokens: int  # keys and values that its attention reads
     expert_rows: float  # (token, expert) pairs
     mask_numbers: int  # of the attention masks, over the micro-batch's rows; 0: plain causality
+    window_numbers: int  # the same of layers with a sliding window, which always have a mask
     dispatched: bool = True  # expert rows arrive in a buffer; else experts read the rank's own tokens
 
     @classmethod
@@ -86,9 +89,10 @@ class TokenLoad:
         tokens = batch.tokens_per_micro_batch
         masked = config.data.document_mask or gathered > 1
         row = config.train.seq_len * gathered // mesh.cp
-        mask_numbers = tokens * row if masked else 0
+        numbers = tokens * row
         dispatched = mesh.ep * mesh.etp > 1
-        return cls(tokens, tokens * gathered, batch.expert_rows_per_rank, mask_numbers, dispatched)
+        mask_numbers = numbers if masked else 0
+        return cls(tokens, tokens * gathered, batch.expert_rows_per_rank, mask_numbers, numbers, dispatched)
 
 
 def layer_activation_bytes(
@@ -119,7 +123,7 @@ def layer_activation_bytes(
     kept_outputs = 1 if wide_router and not others_read else 2
     parts = {
         "norms": tokens * float(2 * _norm_input(hidden, size, kernels) + kept_outputs * size * hidden),
-        "attention": _attention_bytes(model.attention, load, size, kernels, "core_attn" in recompute),
+        "attention": _attention_bytes(model.attention, layer, load, size, kernels, "core_attn" in recompute),
     }
     ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
     again = ("shared_experts" if routed else "mlp") in recompute
@@ -136,7 +140,10 @@ def layer_activation_bytes(
     parts["experts"] = 0.0 if "moe" in recompute else size * load.expert_rows * per_row
     # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
-    parts["router"] = float(wide * tokens * model.num_experts + per_choice)
+    scored = (
+        1 + model.router.softmax_after_topk
+    )  # the gather of chosen logits keeps them all, beside the scores
+    parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
     if wide_router:
         parts["router"] += wide * tokens * hidden
     return parts
@@ -165,16 +172,21 @@ def _norm_input(width: int, size: int, kernels: Kernels) -> int:
 
 
 def _attention_bytes(
-    attention: AttentionConfig, load: TokenLoad, size: int, kernels: Kernels, again: bool
+    attention: AttentionConfig, layer: int, load: TokenLoad, size: int, kernels: Kernels, again: bool
 ) -> float:
     heads, tokens, kv_tokens = attention.num_heads, load.tokens, load.kv_tokens
     kept = 0.0 if again else 4.0 * tokens * heads  # log-sum-exp
     if kernels.mask and not again:
-        kept += size * load.mask_numbers
+        kept += size * (load.window_numbers if window_of(attention, layer) else load.mask_numbers)
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, attention.num_kv_heads
         if attention.qk_norm:
             kept += tokens * (heads + groups) * _norm_input(dim, size, kernels)
+        if attention.sinks and not again:
+            # A key more a row; one more dim, to a multiple of 8, holds the sinks; what leaves the kernel is cut.
+            kept += size * tokens * heads * dim
+            longer = 1 + tokens / load.window_numbers
+            return kept + longer * size * (dim + 8 - dim % 8) * (2 * tokens * heads + 2 * kv_tokens * groups)
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     padded = kernels.padded_values and value < qk

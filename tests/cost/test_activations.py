@@ -85,11 +85,14 @@ def token_load(config: Config, documents: bool) -> TokenLoad:
         kv_tokens=TOKENS,
         expert_rows=TOKENS * config.model.num_experts_per_token,
         mask_numbers=TOKENS * SEQ_LEN if documents else 0,
+        window_numbers=TOKENS * SEQ_LEN,
         dispatched=False,
     )
 
 
 LAYERS = [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1), ("small_mixtral", 1)]
+LAYERS += [("small_gpt_oss", 0), ("small_gpt_oss", 1)]  # with a window, and without
+LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3), ("small_llama", 1)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
