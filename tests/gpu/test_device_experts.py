@@ -1,16 +1,19 @@
-"""``grouped_mm`` on the device against the float64 loop: output and every gradient."""
+"""Expert backends on the device against the float64 loop: output and every gradient."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
 from device_models import relative
 
 from automoe.moe.dispatch.base import group_ends
-from automoe.moe.experts import grouped_mm_experts, loop_experts
+from automoe.moe.experts import expert_backend, loop_experts
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # tokens, hidden, width; both widths are multiples of 16 bytes in bfloat16, nothing else is round
+BACKENDS = {"cpu": ["grouped_mm"], "cuda": ["grouped_mm", "triton"]}  # tests/moe runs triton's interpreter
 SIZES = {"cpu": [(37, 40, 24)], "cuda": [(37, 40, 24), (4093, 2048, 768)]}
 
 
@@ -32,8 +35,8 @@ def rows_per_expert(kind: str, num_rows: int) -> list[int]:
 @pytest.mark.parametrize(
     "kind", ["random", "skewed", "one expert has all", "first and last are empty", "one row", "no row"]
 )
-def test_grouped_mm_equals_the_float64_loop(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    for num_tokens, hidden, width in SIZES[device.type]:
+def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    for name, (num_tokens, hidden, width) in product(BACKENDS[device.type], SIZES[device.type]):
         generator = torch.Generator().manual_seed(0)
         counts = rows_per_expert(kind, 2 * num_tokens)
         num_experts, num_rows = len(counts), sum(counts)
@@ -51,7 +54,7 @@ def test_grouped_mm_equals_the_float64_loop(device: torch.device, dtype: torch.d
 
         results = []
         for backend, to in (
-            (grouped_mm_experts, dict(device=device)),
+            (expert_backend(name), dict(device=device)),
             (loop_experts, dict(dtype=torch.float64)),
         ):
             leaves = [
@@ -62,14 +65,14 @@ def test_grouped_mm_equals_the_float64_loop(device: torch.device, dtype: torch.d
             out = backend(leaves[0], gather_idx.to(where), offsets.to(where), *leaves[1:])
             out.backward(upstream.to(**to))
             results.append([out, *(leaf.grad for leaf in leaves)])
-        for name, got, expected in zip(
+        for part, got, expected in zip(
             ("out", "dx", "dprobs", "dw_gate_up", "dw_down"), *results, strict=True
         ):
-            assert got.isfinite().all(), name
+            assert got.isfinite().all(), (name, part)
             if expected.norm() == 0:
-                assert got.norm() == 0, name
+                assert got.norm() == 0, (name, part)
             else:
-                assert relative(got, expected) < TOLERANCE[dtype], name
+                assert relative(got, expected) < TOLERANCE[dtype], (name, part)
         for expert, count in enumerate(counts):
             if count == 0:  # not what lay in the memory before
                 assert results[0][3][expert].norm() == 0 and results[0][4][expert].norm() == 0

@@ -71,8 +71,8 @@ def gather_up_activate(
     offsets,
     num_tiles,
     num_experts,
-    H,
-    I,
+    hidden,
+    width,
     alpha,
     limit,
     BIASED: tl.constexpr,
@@ -83,7 +83,7 @@ def gather_up_activate(
     BLOCK_K: tl.constexpr,
 ):
     """Rows are read through ``gather_idx`` into the product: there is no permuted copy of x."""
-    tile, column = _tile_and_column(num_tiles, tl.cdiv(I, BLOCK_N))
+    tile, column = _tile_and_column(num_tiles, tl.cdiv(width, BLOCK_N))
     expert = tl.load(tile_expert + tile)
     if expert >= num_experts:
         return
@@ -91,17 +91,17 @@ def gather_up_activate(
     real = rows < tl.load(offsets + expert)
     rows = rows.to(tl.int64)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < I
+    inside = cols < width
     k = tl.arange(0, BLOCK_K)
     source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64)
-    a = x + source[:, None] * H + k[None, :]
-    base = w_gate_up + expert.to(tl.int64) * 2 * I * H
-    w = base + cols[None, :].to(tl.int64) * H + k[:, None]
-    to_up = I.to(tl.int64) * H
+    a = x + source[:, None] * hidden + k[None, :]
+    base = w_gate_up + expert.to(tl.int64) * 2 * width * hidden
+    w = base + cols[None, :].to(tl.int64) * hidden + k[:, None]
+    to_up = width.to(tl.int64) * hidden
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, H, BLOCK_K):
-        in_k = k < H - start
+    for start in range(0, hidden, BLOCK_K):
+        in_k = k < hidden - start
         row_block = tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0)
         in_w = in_k[:, None] & inside[None, :]
         gate = _dot(row_block, tl.load(w, mask=in_w, other=0.0), gate, PRECISION)
@@ -109,18 +109,22 @@ def gather_up_activate(
         a += BLOCK_K
         w += BLOCK_K
     if BIASED:
-        bias = b_gate_up + expert * 2 * I + cols
+        bias = b_gate_up + expert * 2 * width + cols
         gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + I, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + width, mask=inside, other=0.0).to(tl.float32)[None, :]
     mask = real[:, None] & inside[None, :]
-    to = pre + rows[:, None] * 2 * I + cols[None, :]
+    to = pre + rows[:, None] * 2 * width + cols[None, :]
     # What the backward will read is what is activated here.
     gate, up = _narrow(gate, pre.dtype.element_ty, PRECISION), _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
-    tl.store(to + I, up, mask=mask)
+    tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
     value *= tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(act + rows[:, None] * I + cols[None, :], _narrow(value, act.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(
+        act + rows[:, None] * width + cols[None, :],
+        _narrow(value, act.dtype.element_ty, PRECISION),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -162,7 +166,10 @@ def rows_times_weights(
     )  # fmt: skip
     if BIASED:
         weight = tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)
-        acc += weight[:, None] * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += (
+            weight[:, None]
+            * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        )
     tl.store(
         out + rows[:, None] * N + cols[None, :],
         _narrow(acc, out.dtype.element_ty, PRECISION),
@@ -207,8 +214,8 @@ def grad_down_activate(
     offsets,
     num_tiles,
     num_experts,
-    H,
-    I,
+    hidden,
+    width,
     alpha,
     limit,
     CLAMPED: tl.constexpr,
@@ -218,7 +225,7 @@ def grad_down_activate(
     BLOCK_K: tl.constexpr,
 ):
     """The gradient of the activation never leaves the chip; the router's is its product with the activation."""
-    num_columns = tl.cdiv(I, BLOCK_N)
+    num_columns = tl.cdiv(width, BLOCK_N)
     tile, column = _tile_and_column(num_tiles, num_columns)
     expert = tl.load(tile_expert + tile)
     if expert >= num_experts:
@@ -227,24 +234,28 @@ def grad_down_activate(
     real = rows < tl.load(offsets + expert)
     rows = rows.to(tl.int64)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < I
+    inside = cols < width
     grad = _product(
-        grad_out + rows[:, None] * H,
-        w_down + expert.to(tl.int64) * H * I + cols[None, :],
-        real, inside, H, I, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        grad_out + rows[:, None] * hidden,
+        w_down + expert.to(tl.int64) * hidden * width + cols[None, :],
+        real, inside, hidden, width, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     mask = real[:, None] & inside[None, :]
-    at = rows[:, None] * 2 * I + cols[None, :]
+    at = rows[:, None] * 2 * width + cols[None, :]
     gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pre + at + width, mask=mask, other=0.0).to(tl.float32)
     value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
     share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
     tl.store(grad_probs + rows * num_columns + column, share, mask=real)
     weight = tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)[:, None]
     grad *= weight
     tl.store(grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
-    tl.store(grad_pre + at + I, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
-    tl.store(act + rows[:, None] * I + cols[None, :], _narrow(value * weight, act.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(grad_pre + at + width, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(
+        act + rows[:, None] * width + cols[None, :],
+        _narrow(value * weight, act.dtype.element_ty, PRECISION),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -279,7 +290,9 @@ def grad_weights(
         source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
         acc = _dot(
             tl.load(left + rows[None, :] * M + m[:, None], mask=real[None, :] & (m < M)[:, None], other=0.0),
-            tl.load(right + source[:, None] * N + n[None, :], mask=real[:, None] & (n < N)[None, :], other=0.0),
+            tl.load(
+                right + source[:, None] * N + n[None, :], mask=real[:, None] & (n < N)[None, :], other=0.0
+            ),
             acc,
             PRECISION,
         )
@@ -293,7 +306,7 @@ def sum_rows_of_token(
     order,  # [R], rows sorted by the token that they were read from
     first,  # [N + 1], where each token's rows begin in ``order``
     out,  # [N, H], written
-    H,
+    hidden,
     PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -303,5 +316,5 @@ def sum_rows_of_token(
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for at in range(tl.load(first + token), tl.load(first + token + 1)):
         row = tl.load(order + at).to(tl.int64)
-        acc += tl.load(rows + row * H + h, mask=h < H, other=0.0).to(tl.float32)
-    tl.store(out + token * H + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < H)
+        acc += tl.load(rows + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < hidden)

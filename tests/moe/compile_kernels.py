@@ -1,0 +1,85 @@
+"""Compile every kernel for Hopper, without a GPU, with the blocks it is launched with there; print JSON.
+
+Run in a process of its own without TRITON_INTERPRET: what triton decorates is either compiled or interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from automoe.moe.kernels import experts, products
+
+HEIGHT = 128
+POINTERS = {
+    **dict.fromkeys(
+        "x w_gate_up b_gate_up pre act a w bias out grad_out w_down grad_pre left right rows".split(), "*bf16"
+    ),
+    **dict.fromkeys("probs grad_probs".split(), "*fp32"),
+    **dict.fromkeys("gather_idx order first".split(), "*i64"),
+    **dict.fromkeys("tile_expert tile_row offsets".split(), "*i32"),
+    **dict.fromkeys("alpha limit".split(), "fp32"),
+}
+SIZES = {"hidden", "width", "K", "M", "N", "stride_w_k", "stride_w_n"}  # multiples of 16 in every model
+
+
+def kernels():
+    """(name, kernel, values of its constants, blocks)."""
+    row = dict(PRECISION="tf32", BLOCK_M=HEIGHT)
+    for kind, flags in (("swiglu", False), ("biased", True)):
+        up = row | dict(BIASED=flags, CLAMPED=flags, BLOCK_N=experts._UP.columns, BLOCK_K=experts._UP.summed)
+        yield f"up {kind}", products.gather_up_activate, up, experts._UP
+        back = row | dict(CLAMPED=flags, BLOCK_N=experts._BACK.columns, BLOCK_K=experts._BACK.summed)
+        yield f"back {kind}", products.grad_down_activate, back, experts._BACK
+    one = row | dict(BLOCK_N=experts._ONE.columns, BLOCK_K=experts._ONE.summed, BIASED=False)
+    yield "down", products.rows_times_weights, one | dict(stride_w_k=1), experts._ONE
+    yield "down biased", products.rows_times_weights, one | dict(stride_w_k=1, BIASED=True), experts._ONE
+    yield "grad of rows", products.rows_times_weights, one | dict(stride_w_n=1), experts._ONE
+    for gathered in (False, True):
+        blocks = experts._WEIGHT
+        constants = dict(GATHERED=gathered, PRECISION="tf32", BLOCK_R=blocks.summed)
+        constants |= dict(BLOCK_M=blocks.columns, BLOCK_N=blocks.columns)
+        yield f"grad of weights, gathered={gathered}", products.grad_weights, constants, blocks
+    constants = dict(PRECISION="tf32", BLOCK_H=experts._SUM_COLUMNS)
+    yield "sum", products.sum_rows_of_token, constants, experts._Blocks(0, 0, 4, 1)
+
+
+def compiled(kernel, constants, blocks) -> dict[str, object]:
+    """Shared memory in bytes, registers and spilled bytes of a thread, and whether matrix units are used."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    aligned = [
+        (place,)
+        for place, name in enumerate(names)
+        if name not in constants and (name in SIZES or signature[name].startswith("*"))
+    ]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
+    )
+    options = dict(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    [tool] = Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    return dict(
+        shared=made.metadata.shared,
+        registers=int(registers),
+        spilled=int(stack),
+        matrix_units="wgmma" in made.asm["ptx"],
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compiled(*rest) for name, *rest in kernels()}))
