@@ -9,6 +9,7 @@ Fields are separated by colons, several faults by semicolons. The first field is
     kill    SIGKILL to this process: no handler, no clean-up, as if the machine were gone
     raise   ``InjectedFault``
     sleep   ``seconds`` of sleep (default: an hour)
+    hold    wait until the file ``until`` exists
     enospc  the ``OSError`` of a full disk, where a test cannot have a real one
 
 ``at`` names the point; the other fields narrow it: ``rank`` (a number, or ``all``, the default), ``step``
@@ -32,7 +33,8 @@ from automoe.errors import ConfigError
 
 VARIABLE = "AUTOMOE_FAULT"
 
-KINDS = ("kill", "raise", "sleep", "enospc")
+KINDS = ("kill", "raise", "sleep", "hold", "enospc")
+FIELDS = ("at", "rank", "step", "hit", "seconds", "until", "once")
 
 # Point -> where in the code it is. The step of a point inside a step is the number of that step, of a point inside
 # a save the number of the step saved.
@@ -69,6 +71,7 @@ class Fault:
     step: int | None = None
     hit: int | None = None
     seconds: float = 3600.0
+    until: str | None = None
     once: str | None = None
 
 
@@ -119,13 +122,15 @@ def _parse_one(text: str) -> Fault:
     values: dict[str, str] = {}
     for field in fields:
         key, equals, value = field.partition("=")
-        if not equals or key not in ("at", "rank", "step", "hit", "seconds", "once") or key in values:
-            known = "Fields: at, rank, step, hit, seconds, once, each once, as key=value"
+        if not equals or key not in FIELDS or key in values:
+            known = f"Fields: {', '.join(FIELDS)}, each once, as key=value"
             raise _wrong(text, f"{field!r} is not a field", known)
         values[key] = value
     point = values.get("at", "")
     if point not in POINTS:
         raise _wrong(text, f"at={point!r} is not a fault point", f"Points: {', '.join(POINTS)}")
+    if kind == "hold" and not values.get("until"):
+        raise _wrong(text, "hold waits for a file, and none is named", "Add until=PATH")
     try:
         numbers = {
             key: int(values[key])
@@ -135,7 +140,8 @@ def _parse_one(text: str) -> Fault:
         seconds = float(values.get("seconds", Fault.seconds))
     except ValueError as error:
         raise _wrong(text, str(error), "rank, step and hit are whole numbers, seconds a number") from None
-    return Fault(kind, point, seconds=seconds, once=values.get("once"), **numbers)
+    paths = {key: values[key] for key in ("until", "once") if key in values}
+    return Fault(kind, point, seconds=seconds, **paths, **numbers)
 
 
 def _wrong(text: str, rule: str, remedy: str) -> ConfigError:
@@ -162,6 +168,9 @@ def _happen(fault: Fault, name: str, step: int | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "sleep":
         time.sleep(fault.seconds)
+    elif fault.kind == "hold":
+        while not os.path.exists(str(fault.until)):
+            time.sleep(0.01)
     elif fault.kind == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), where)
     else:

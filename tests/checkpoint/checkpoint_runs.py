@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh
@@ -27,7 +30,8 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import Loader
-from automoe.errors import CheckpointError
+from automoe.errors import AutomoeError
+from automoe.fault_points import VARIABLE
 from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
@@ -64,7 +68,9 @@ MODEL = ModelConfig(
 )
 
 
-def config(text: Path, dtype: str = "float64", keep: int = 2, **mesh: int) -> Config:
+def config(
+    text: Path, dtype: str = "float64", keep: int = 2, async_save: bool = False, **mesh: int
+) -> Config:
     """A run on ``mesh`` over the text file ``text``; all state that a step leaves behind is in play."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
@@ -78,7 +84,7 @@ def config(text: Path, dtype: str = "float64", keep: int = 2, **mesh: int) -> Co
         train=TrainConfig(seq_len=16, global_batch_size=8, micro_batch_size=1, dtype=dtype, val_every=0),
         optim=OptimConfig(lr=1e-2),
         data=DataConfig(kind="text", path=str(text), val_fraction=0.0),
-        checkpoint=CheckpointConfig(keep=keep),
+        checkpoint=CheckpointConfig(every=1, keep=keep, async_save=async_save),
     )
 
 
@@ -93,6 +99,8 @@ class Run:
             run and those that it saved.
         counters: step -> what the state holds besides tensors.
         said: standard output of rank 0.
+        notes, warnings: what the saver said on this rank.
+        in_flight: steps that began while a save was being written.
     """
 
     resumed_at: int | None = None
@@ -100,12 +108,14 @@ class Run:
     states: dict[int, Tensors] = field(default_factory=dict)
     counters: dict[int, dict[str, Any]] = field(default_factory=dict)
     said: str = ""
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)
 
 
-def run(pool: RankPool, config: Config, run_dir: Path, until: int, save_at: Collection[int] = ()) -> Run:
-    """Resume what ``run_dir`` holds, or start, and train until step ``until``."""
-    world_size = resolve_mesh(config.mesh, None).world_size
-    runs = pool.run(run_rank, world_size, config, run_dir, until, tuple(save_at))
+def run(pool: RankPool, config: Config, run_dir: Path, until: int, *args: Any, **kwargs: Any) -> Run:
+    """Resume what ``run_dir`` holds, or start, and train until step ``until``; arguments as ``run_rank``."""
+    runs = run_ranks(pool, config, run_dir, until, *args, **kwargs)
     merged = runs[0]
     for other in runs[1:]:
         for step, tensors in other.states.items():
@@ -113,12 +123,46 @@ def run(pool: RankPool, config: Config, run_dir: Path, until: int, save_at: Coll
     return merged
 
 
-def run_rank(config: Config, run_dir: Path, until: int, save_at: Collection[int]) -> Run:
-    """One rank of ``run``."""
+def run_ranks(
+    pool: RankPool, config: Config, run_dir: Path, until: int, *args: Any, **kwargs: Any
+) -> list[Run]:
+    """``run`` with what every rank saw."""
+    world_size = resolve_mesh(config.mesh, None).world_size
+    return pool.run(run_rank, world_size, config, run_dir, until, *args, **kwargs)
+
+
+def run_rank(
+    config: Config,
+    run_dir: Path,
+    until: int,
+    save_at: Collection[int] = (),
+    fault: str = "",
+    before_step: Callable[[int, Saver], None] | None = None,
+) -> Run:
+    """One rank of ``run``.
+
+    Args:
+        save_at: steps after which the state is saved.
+        fault: what ``AUTOMOE_FAULT`` says meanwhile.
+        before_step: called before each step with its number and the saver, after the saver was polled.
+    """
+    with mock.patch.dict(os.environ, {VARIABLE: fault} if fault else {}):
+        return _run_rank(config, run_dir, until, save_at, before_step)
+
+
+def _run_rank(
+    config: Config,
+    run_dir: Path,
+    until: int,
+    save_at: Collection[int],
+    before_step: Callable[[int, Saver], None] | None,
+) -> Run:
     state, meshes, runner = build_state(config, run_dir)
     store, seen, said = CheckpointStore(config, run_dir), Run(), io.StringIO()
+    saver = Saver(store, config, seen.notes.append, seen.warnings.append)
     with contextlib.redirect_stdout(said):
-        seen.resumed_at = state.step if store.load_latest(state) else None
+        resumed = store.load_latest(state)
+    seen.resumed_at = resumed.step if resumed else None
     first = state.step
 
     while True:
@@ -126,10 +170,16 @@ def run_rank(config: Config, run_dir: Path, until: int, save_at: Collection[int]
             seen.states[state.step] = {name: whole(tensor) for name, tensor in state.tensors().items()}
             seen.counters[state.step] = state.counters()
         if state.step in save_at and state.step > first:
-            store.save(state)
+            saver.save(state, None, stopping=False)
         if state.step == until:
+            saver.finish()
             seen.said = said.getvalue()
             return seen
+        saver.poll()
+        if before_step is not None:
+            before_step(state.step + 1, saver)
+        if store.in_flight:
+            seen.in_flight.append(state.step + 1)
         inputs, _ = prepare_inputs(state.loader.next_step(), meshes, config, torch.device("cpu"))
         stats = gather_stats(runner.train(inputs), state.parts.values(), config)
         norm = global_grad_norm(counted_parameters(state.parts.values()), meshes.group("pp"))
@@ -161,7 +211,7 @@ def refusal(config: Config, run_dir: Path) -> str:
     state, _, _ = build_state(config, run_dir)
     try:
         CheckpointStore(config, run_dir).load_latest(state)
-    except CheckpointError as error:
+    except AutomoeError as error:
         return str(error)
     return ""
 

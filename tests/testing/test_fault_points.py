@@ -6,6 +6,7 @@ import errno
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from automoe.errors import ConfigError
 from automoe.fault_points import POINTS, VARIABLE, Fault, InjectedFault, parse, reach
 
 WRONG = {
-    "explode:at=renamed": "'explode' is not a kind of fault. Kinds: kill, raise, sleep, enospc",
+    "explode:at=renamed": "'explode' is not a kind of fault. Kinds: kill, raise, sleep, hold, enospc",
     "kill": "at='' is not a fault point. Points: started, resuming",
     "kill:at=nowhere": "at='nowhere' is not a fault point. Points: started, resuming",
     "kill:at=renamed:foo=1": "'foo=1' is not a field. Fields: at, rank, step",
+    "hold:at=renamed": "none is named. Add until=PATH",
     "kill:at=renamed:step": "'step' is not a field",
     "kill:at=renamed:step=1:step=2": "'step=2' is not a field",
     "kill:at=renamed:step=two": "invalid literal .* rank, step and hit are whole numbers",
@@ -72,7 +74,7 @@ def test_hit_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (tmp_path / "fired.rank0").exists()
 
 
-def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, "enospc:at=shard_write")
     with pytest.raises(OSError) as full:
         reach("shard_write", 1)
@@ -81,6 +83,11 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     before = time.monotonic()
     reach("forward", 1)
     assert time.monotonic() - before >= 0.2
+    there = tmp_path / "there"
+    monkeypatch.setenv(VARIABLE, f"hold:at=forward:until={there}")
+    threading.Timer(0.2, there.touch).start()
+    reach("forward", 1)
+    assert there.exists()
     monkeypatch.setenv(VARIABLE, "kill:at=started")
     code = "from automoe.fault_points import reach; reach('started'); print('alive')"
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

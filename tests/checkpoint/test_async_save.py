@@ -1,0 +1,151 @@
+"""Saves in the background: training goes on, the state of the step is what is written, failures are heard of."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_runs import build_state, config, run, run_ranks
+
+from automoe.checkpoint.saver import Saver
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.schema import Config
+from automoe.fault_points import VARIABLE
+from automoe.testing.pool import RankError, RankPool
+
+TWO = dict(dp_shard=2, ep=2)
+
+
+def touch_before(path: Path, at: int, step: int, saver: Saver) -> None:
+    if step == at:
+        path.touch()
+
+
+def test_training_goes_on_while_the_state_of_the_step_is_written(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    """The save of step 1 is held before its first byte until steps 2 and 3 have changed every tensor."""
+    release, run_dir = tmp_path / "release", tmp_path / "run"
+    settings = config(text, async_save=True, **TWO)
+    seen = run_ranks(
+        ranks,
+        settings,
+        run_dir,
+        4,
+        (1,),
+        f"hold:at=save_begin:step=1:until={release}",
+        partial(touch_before, release, 4),
+    )
+    assert all(rank.in_flight[:2] == [2, 3] for rank in seen)
+    assert all([note.rsplit("/", 1)[1] for note in rank.notes] == ["step-1"] for rank in seen)
+    saved = {name: tensor for rank in seen for name, tensor in rank.states[1].items()}
+    resumed = run(ranks, settings, run_dir, 4)
+    assert resumed.resumed_at == 1
+    assert [name for name in saved if not torch.equal(resumed.states[1][name], saved[name])] == []
+    assert resumed.losses == seen[0].losses[1:]
+
+
+def test_one_save_is_in_flight_at_a_time(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    """The save of step 1 takes a second; those of steps 2 and 3 wait, in order, and none is lost."""
+    fault = "sleep:at=shard_written:step=1:seconds=1"
+    seen = run_ranks(
+        ranks, config(text, async_save=True, keep=3, **TWO), tmp_path / "run", 3, (1, 2, 3), fault
+    )
+    for rank in seen:
+        assert [note.rsplit("/", 1)[1] for note in rank.notes] == ["step-1", "step-2", "step-3"]
+
+
+def poll_until_over(text: Path, run_dir: Path, fault: str) -> tuple[int, list[str]]:
+    """Begin a save that fails, and poll as a loop does at each step: number of polls, and warnings."""
+    settings = config(text, async_save=True, dp_shard=2)
+    state, _, _ = build_state(settings, run_dir)
+    said: list[str] = []
+    saver = Saver(CheckpointStore(settings, run_dir), settings, said.append, said.append)
+    with mock.patch.dict(os.environ, {VARIABLE: fault}):
+        saver.save(state, None, stopping=False)
+        polls = 0
+        while saver.store.in_flight:
+            time.sleep(0.05 * dist.get_rank())  # ranks do not come at the same time
+            saver.poll()
+            polls += 1
+    assert saver.failures == len(said)
+    return polls, said
+
+
+def test_a_write_error_surfaces_in_the_same_poll_on_every_rank(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    outcomes = ranks.run(poll_until_over, 2, text, tmp_path / "run", "enospc:rank=1:at=shard_write")
+    assert outcomes[0] == outcomes[1]
+    ((_, (warning,)), _) = outcomes
+    assert "of step 0 was not saved: No space left on device" in warning and "on rank 1" in warning
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["shard_written", "manifest_written"])
+def test_any_other_error_ends_the_run_on_every_rank(
+    ranks: RankPool, text: Path, tmp_path: Path, point: str
+) -> None:
+    """The peers do not wait for the rank that raised: each raises its error, with its number."""
+    with pytest.raises(RankError, match=f"rank 1: InjectedFault: .*raise on rank 1 at {point}"):
+        ranks.run(poll_until_over, 2, text, tmp_path / "run", f"raise:rank=1:at={point}")
+
+
+def test_the_last_save_is_not_left_in_the_background(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = config(text, async_save=True, **TWO)
+    settings = replace(settings, train=replace(settings.train, steps=2))
+    for in_flight in ranks.run(save_first_and_last, 2, settings, tmp_path / "run"):
+        assert in_flight == [True, False]
+
+
+def save_first_and_last(settings: Config, run_dir: Path) -> list[bool]:
+    state, _, _ = build_state(settings, run_dir)
+    saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
+    in_flight = []
+    for state.step in (1, 2):
+        saver.save(state, None, stopping=False)
+        in_flight.append(saver.store.in_flight)
+    assert (run_dir / "checkpoints" / "step-2").is_dir()
+    return in_flight
+
+
+def record_costs(settings: Config, run_dir: Path) -> list[dict[str, Any]]:
+    state, _, _ = build_state(settings, run_dir)
+    saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
+    records = [saver.record(1.0)]
+    release = run_dir / "release"
+    with mock.patch.dict(os.environ, {VARIABLE: f"hold:at=save_begin:until={release}"}):
+        saver.save(state, None, stopping=False)
+        records.append(saver.record(1.0))
+        release.touch()
+        saver.finish()
+    return [*records, saver.record(1.0)]
+
+
+def test_what_a_save_costs_the_loop_is_recorded(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    ((before, during, after),) = ranks.run(record_costs, 1, config(text, async_save=True), tmp_path / "run")
+    assert before == {
+        "checkpoint_seconds": 0.0,
+        "checkpoint_share": 0.0,
+        "checkpoint_in_flight": False,
+        "checkpoint_failures": 0,
+    }
+    assert during["checkpoint_in_flight"] and not after["checkpoint_in_flight"]
+    for record in (during, after):
+        blocked = record["checkpoint_seconds"]
+        assert blocked > 0 and record["checkpoint_share"] == pytest.approx(blocked / (1 + blocked))
+    never = replace(config(text), checkpoint=replace(config(text).checkpoint, every=0))
+    assert ranks.run(record_nothing, 1, never, tmp_path / "run") == [{}]
+
+
+def record_nothing(settings: Config, run_dir: Path) -> dict[str, Any]:
+    return Saver(CheckpointStore(settings, run_dir), settings, print, print).record(1.0)

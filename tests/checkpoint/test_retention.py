@@ -1,0 +1,117 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from checkpoint_runs import build_state, config
+
+from automoe.checkpoint.folder import superfluous
+from automoe.checkpoint.saver import Saver
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.schema import CheckpointConfig, Config
+from automoe.fault_points import VARIABLE
+from automoe.testing.pool import RankPool
+
+STEPS = [f"step-{n}" for n in (2, 4, 6, 8, 10, 12)]
+LOSSES = dict(zip(STEPS, (5.0, 3.0, 4.0, 3.0, 9.0, 8.0), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        (dict(keep=2), [10, 12]),
+        (dict(keep=1), [12]),
+        (dict(keep=0), [12]),  # the newest always stays
+        (dict(keep=9), [2, 4, 6, 8, 10, 12]),
+        (dict(keep=1, keep_every=4), [4, 8, 12]),
+        (dict(keep=2, keep_every=6), [6, 10, 12]),
+        (dict(keep=1, keep_best=1), [8, 12]),  # of equal losses the newer
+        (dict(keep=1, keep_best=3), [4, 6, 8, 12]),
+        (dict(keep=1, keep_best=1, keep_every=6), [6, 8, 12]),
+    ],
+)
+def test_rules(settings: dict[str, int], kept: list[int]) -> None:
+    gone = superfluous(STEPS, LOSSES, CheckpointConfig(**settings))
+    assert [name for name in STEPS if name not in gone] == [f"step-{n}" for n in kept]
+
+
+def test_steps_without_a_validation_loss_are_no_best() -> None:
+    gone = superfluous(STEPS, {"step-6": 4.0}, CheckpointConfig(keep=1, keep_best=2))
+    assert [name for name in STEPS if name not in gone] == ["step-6", "step-12"]
+
+
+def save_losses(settings: Config, run_dir: Path, losses: list[float]) -> list[list[str]]:
+    """Save steps 1, 2, ... with these validation losses: the folder after each."""
+    state, _, _ = build_state(settings, run_dir)
+    store = CheckpointStore(settings, run_dir)
+    folders = []
+    for step, loss in enumerate(losses, 1):
+        state.step = step
+        store.save(state, loss)
+        folders.append(sorted(path.name for path in store.folder.iterdir()))
+    return folders
+
+
+def test_the_best_is_kept_until_there_is_a_better_one(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = config(text, keep=1)
+    settings.checkpoint.keep_best = 1
+    (folders,) = ranks.run(save_losses, 1, settings, tmp_path / "run", [3.0, 2.0, 4.0, 1.0])
+    assert folders == [
+        ["LATEST", "step-1"],
+        ["LATEST", "step-2"],
+        ["LATEST", "step-2", "step-3"],
+        ["LATEST", "step-4"],
+    ]
+
+
+def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[str], int | None]:
+    """Step 2 loses its end between LATEST and the deletion of step 1; then a new run resumes."""
+    state, _, _ = build_state(settings, run_dir)
+    store = CheckpointStore(settings, run_dir)
+    saver = Saver(store, settings, print, print)
+    state.step = 1
+    saver.save(state, None, stopping=True)
+    release, latest = run_dir / "release", store.folder / "LATEST"
+    with mock.patch.dict(os.environ, {VARIABLE: f"hold:at=latest_written:until={release}"}):
+        state.step = 2
+        saver.save(state, None, stopping=False)
+        while latest.read_text() != "step-2\n":
+            time.sleep(0.01)
+        (shard,) = (store.folder / "step-2").glob("*.distcp")
+        os.truncate(shard, 1000)
+        release.touch()
+        saver.finish()
+    left = sorted(path.name for path in store.folder.iterdir())
+    state.step = 0
+    resumed = store.load_latest(state)
+    return left, resumed.step if resumed else None
+
+
+def test_the_only_valid_checkpoint_is_never_deleted(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = config(text, keep=1, async_save=True)
+    ((left, resumed),) = ranks.run(damage_what_was_just_written, 1, settings, tmp_path / "run")
+    assert left == ["LATEST", "step-1", "step-2"]
+    assert resumed == 1
+
+
+def test_a_deletion_that_was_cut_short_leaves_no_damaged_step(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    """A killed run left step-1 half deleted, under the name that it has while it is deleted."""
+    ranks.run(save_losses, 1, config(text), tmp_path / "run", [1.0, 2.0])
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-1").rename(folder / ".tmp-deleted-step-1")
+    (folder / ".tmp-deleted-step-1" / "manifest.json").unlink()
+    (folder / ".tmp-probe-0").write_text("")
+    ranks.run(load, 1, config(text), tmp_path / "run")
+    assert sorted(path.name for path in folder.iterdir()) == ["LATEST", "step-2"]
+
+
+def load(settings: Config, run_dir: Path) -> None:
+    state, _, _ = build_state(settings, run_dir)
+    CheckpointStore(settings, run_dir).load_latest(state)

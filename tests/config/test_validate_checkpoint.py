@@ -1,0 +1,41 @@
+"""The checkpoint section: what is refused before a rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from automoe.config.schema import Config
+from automoe.config.validate_checkpoint import check_checkpoint
+from automoe.errors import ConfigError
+
+
+def settings(val_every: int = 5, **checkpoint: object) -> Config:
+    config = Config()
+    config.train.val_every = val_every
+    for name, value in checkpoint.items():
+        setattr(config.checkpoint, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (settings(resume="atuo"), r"checkpoint.resume=atuo: no such directory .*Set auto, never, or the run"),
+        (settings(keep_every=10), r"keep_every=10: no checkpoints are written: checkpoint.every=0"),
+        (settings(every=4, keep_every=10), r"divide by checkpoint.every=4. Nearest .*keep_every=12"),
+        (settings(keep_best=1), r"keep_best=1: .*checkpoint.every=0 is not a multiple of train.val_every=5"),
+        (settings(every=4, keep_best=1), r"checkpoint.every=4 is not a multiple of train.val_every=5"),
+        (settings(every=4, keep_best=1, val_every=0), r"train.val_every=0. Set train.val_every=4"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_checkpoint(config)
+
+
+def test_what_can_be_is_not(tmp_path: Path) -> None:
+    check_checkpoint(settings(resume=str(tmp_path)))
+    check_checkpoint(settings(resume="never", every=4, keep_every=12))
+    check_checkpoint(settings(every=10, keep_best=2))
