@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,10 @@ def round_trip(path: Path, out: Path, mesh: MeshConfig, dtype: str) -> int:
     return save_hf(parts, out, dtype=dtype, max_shard_bytes=60_000).num_files
 
 
+def exhaustive(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -69,6 +74,12 @@ def round_trip(path: Path, out: Path, mesh: MeshConfig, dtype: str) -> int:
         ("dsv3", "hsdp2x2_ep2"),
         ("dsv3", "tp2_dp2_ep2_etp2"),
         ("qwen3_moe", "tp2_dp2_ep2_ep_shard2"),
+        ("gpt_oss", "tp2_dp2_ep2_etp2"),
+        *(exhaustive("gpt_oss", mesh) for mesh in ("ep2", "ep_shard2", "pp2_ep2_ep_shard2", "cp2_ep2")),
+        exhaustive("gpt_oss", "dp4_etp2"),
+        exhaustive("gpt_oss_odd", "pp2"),
+        exhaustive("gpt_oss_odd", "ep_shard2"),
+        exhaustive("gpt_oss_full", "hsdp2x2_ep2"),
     ],
 )
 def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
@@ -104,6 +115,11 @@ def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, r
         # FSDP inside tp and etp.
         *product(["dsv3", "qwen3_moe"], ["tp2_dp2_ep2_etp2", "dp4_etp2", "ep_replicate2_tp2"]),
         ("dsv3_odd", "dp4_ep2_ep_shard2"),  # six router rows over four ranks: one of them has none
+        ("gpt_oss", "dp4_etp2"),  # gates and ups in turn, cut by etp and by FSDP
+        *(exhaustive("gpt_oss", mesh) for mesh in ("one", "tp2_dp2_ep2_etp2", "pp2_ep2_ep_shard2")),
+        exhaustive("gpt_oss_odd", "pp2"),
+        exhaustive("gpt_oss_odd", "ep_shard2"),
+        exhaustive("gpt_oss_full", "hsdp2x2_ep2"),
     ],
 )
 def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
@@ -121,7 +137,7 @@ def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks:
     assert model_config_from_hf(tmp_path / "out") == replace(source, hf_path=str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("name", ["dsv3_odd", "qwen3_moe", "mixtral_odd"])
+@pytest.mark.parametrize("name", ["dsv3_odd", "qwen3_moe", "mixtral_odd", exhaustive("gpt_oss_odd")])
 def test_bfloat16_survives_float32_master_weights(name: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf(name, tmp_path / "in", dtype=torch.bfloat16)
     ranks.run(round_trip, 2, tmp_path / "in", tmp_path / "out", MESHES["ep_shard2"], "bfloat16")

@@ -1,0 +1,68 @@
+"""Rules of layers that differ and of biased experts: what is refused, with its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig
+from automoe.config.validate import validate
+from automoe.config.validate_layers import check_layers
+from automoe.errors import ConfigError
+
+
+def config(model: str = "small_gpt_oss", mesh: dict[str, int] | None = None, **keys: Any) -> Config:
+    overrides = [f"model={model}", *(f"{key.replace('__', '.')}={value}" for key, value in keys.items())]
+    return replace(compose_config(overrides=overrides), mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))))
+
+
+@pytest.mark.parametrize(
+    ("broken", "key", "needles"),
+    [
+        (config(model__attention__full_attention_interval=0), "model.attention.full_attention_interval", ["1"]),
+        (
+            config(model__attention__sliding_window=0),
+            "model.attention.full_attention_interval",
+            ["sliding_window=0", "full_attention_interval=2"],
+        ),
+        (
+            config(model__attention__full_attention_interval=1),
+            "model.attention.full_attention_interval",
+            ["sliding_window=64"],
+        ),
+        (config("small_dsv3", model__attention__sinks=True), "model.attention.sinks", ["gqa alone", "sinks=false"]),
+        (
+            config(mesh=dict(cp=2), parallel__context="ring"),
+            "parallel.context",
+            ["causality alone", "sinks=True", "context=gather"],
+        ),
+        (config(model__swiglu_limit=0), "model.swiglu_limit", ["larger than 0"]),
+        (
+            config(mesh=dict(dp_shard=8, etp=4, ep_shard=2), model__hidden_size=180),
+            "model.hidden_size",
+            ["mesh.etp*mesh.ep_shard = 4*2 = 8", "180 % 8 = 4"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_rule_is_named(broken: Config, key: str, needles: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layers(broken, resolve_mesh(broken.mesh, None))
+    assert caught.value.key == key
+    for needle in needles:
+        assert needle in str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(cp=2), dict(tp=2), dict(dp_shard=4, etp=2, ep_shard=2)])
+def test_what_is_legal_passes(mesh: dict[str, int]) -> None:
+    fine = config(mesh=mesh)
+    assert validate(fine, None, "cpu") == resolve_mesh(fine.mesh, None)
+
+
+def test_experts_without_biases_need_no_even_columns() -> None:
+    plain = config("small_qwen3_moe", mesh=dict(dp_shard=8, etp=8), model__hidden_size=180)
+    check_layers(plain, resolve_mesh(plain.mesh, None))
