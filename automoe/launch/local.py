@@ -69,6 +69,7 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
 
 def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device) -> RunResult:
     restarts = Restarts(launch.run_dir, config.launch.max_restarts)
+    earlier = _identity(launch.run_dir / "checkpoints")
     while True:
         result = launch.attempt()
         if result.error is None or launch.signum is not None:
@@ -80,9 +81,10 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
             break
         print(restarts.describe(), file=sys.stderr, flush=True)
         runs.start_again(launch.run_dir, len(restarts.failures))
-        # Whatever the first attempt was told to start from, this one goes on where that one was.
-        again = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-        save_config(resolved(again, shape, device), launch.run_dir)
+        if config.checkpoint.resume == "never" and earlier != _identity(launch.run_dir / "checkpoints"):
+            # The first attempt has set aside what was there; the next goes on from its checkpoints.
+            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+            save_config(resolved(config, shape, device), launch.run_dir)
     if config.launch.max_restarts:
         runs.add_to_status(launch.run_dir, failed_attempts=restarts.failures)
     return replace(result, restarts=max(0, len(restarts.failures) - (result.error is not None)))
@@ -234,6 +236,10 @@ class _Launch:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
             return int(rank), what
         return None
+
+
+def _identity(folder: Path) -> int | None:
+    return folder.stat().st_ino if folder.exists() else None
 
 
 def _failure(rank: int | None, message: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_torchrun_is_refused_once_with_the_reason(
     assert code != 0
     assert err.count(says) == 1
     assert not command.run_dir.exists(), "refused before anything was written"
-    assert command.processes() == []
+    assert command.pids() == []
 
 
 def test_an_error_under_torchrun_reaches_the_terminal_and_the_status(command: Command) -> None:

@@ -24,7 +24,7 @@ def test_rank_0_writes_the_report_when_another_rank_fails(command: Command, reci
     code, _, _ = command.run(recipe, *ON_CPU, before=TORCHRUN)
     assert code != 0
     assert "the seventh seal is broken" in (command.run_dir / "report.html").read_text()
-    assert command.processes() == []
+    assert command.pids() == []
 
 
 def test_no_report_where_none_is_wanted(command: Command) -> None:

@@ -29,7 +29,7 @@ def test_a_run_that_ends_well_leaves_status_config_and_logs_even_under_stale_var
     config = load_config(command.run_dir)
     assert (config.mesh.dp_shard, config.mesh.ep_shard) == (2, 2), "nothing is left to derive"
     assert config.train.steps == 5 and config.launch.num_ranks == 2
-    assert command.processes() == []
+    assert command.pids() == []
 
 
 def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None:
@@ -41,7 +41,7 @@ def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None
     assert f"{command.run_dir}/logs" in err
     error = read_status(command.run_dir)["error"]
     assert (error["rank"], error["type"]) == (1, "ValueError")
-    assert command.processes() == []
+    assert command.pids() == []
 
 
 def test_a_rank_killed_by_a_signal_is_named_although_its_peers_complain_first(command: Command) -> None:
@@ -64,7 +64,7 @@ def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command
     assert read_status(command.run_dir)["state"] == "preempted"
     steps = [(command.run_dir / f"stopped{rank}").read_text() for rank in range(2)]
     assert steps[0] == steps[1], "both ranks left at the same step"
-    assert command.processes() == []
+    assert command.pids() == []
 
 
 def test_a_request_to_stop_before_the_ranks_listen_is_not_lost(command: Command) -> None:
@@ -99,13 +99,13 @@ def test_ranks_that_do_not_leave_within_the_grace_period_are_killed(command: Com
     assert process.returncode == 128 + signal.SIGTERM
     assert "the ranks have not left in launch.grace_s=1 s and are killed" in err
     assert read_status(command.run_dir)["state"] == "preempted"
-    assert command.processes() == []
+    assert command.pids() == []
 
 
 def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
     read_until(process, "sleeping")
-    assert len(command.processes()) == 4, "parent, torchrun, two ranks"
+    assert len(command.pids()) == 4, "parent, torchrun, two ranks"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     command.wait_until_gone()

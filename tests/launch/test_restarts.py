@@ -72,4 +72,4 @@ def test_a_bug_that_strikes_in_the_same_step_ends_the_run(command: Command) -> N
     kept = command.run_dir / "logs" / "attempt-1"
     assert "seventh seal" in (kept / "rank1.log").read_text() + (kept / "rank0.log").read_text()
     assert json.loads((kept / "first_error.json").read_text())["type"] == "ValueError"
-    assert command.processes() == []
+    assert command.pids() == []

@@ -84,4 +84,4 @@ def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> 
     assert f"it is at 3: {RECIPES}/recipe_stays_away.py:{line} in forward. Rank 0 waits in it, at 3: " in err
     assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err
     assert read_status(command.run_dir)["error"]["rank"] == 1
-    assert command.processes() == []
+    assert command.pids() == []

@@ -1,0 +1,201 @@
+"""Kill training runs at random moments, for as long as asked, and check that nothing is lost.
+
+One job after the other, on meshes in turn: its uninterrupted record first, then the same command again and again,
+each start killed by SIGKILL at a random moment (a rank, all ranks, torchrun, or the launching process), until one
+comes to its end. After every kill no process may be left and the record so far must be the uninterrupted one's to the
+bit; at the end the whole record must.
+
+    make soak                                  # ten minutes; writes benchmarks/results/soak.json
+    make soak SOAK_SECONDS=3600 SOAK_SEED=7    # the same victims again, at the same fractions of a run
+
+Exit status 1 where anything was lost or left behind; the run directory is kept then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from automoe.testing.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402
+
+STEPS, EVERY = 24, 3
+VICTIMS = ("a rank", "all ranks", "torchrun", "the launcher")
+
+
+class Lost(AssertionError):
+    """A promise that did not hold."""
+
+
+@dataclass
+class Kill:
+    """One SIGKILL: whom, how long after the start, and what the record held then."""
+
+    mesh: str
+    async_save: bool
+    victim: str
+    seconds: float
+    recorded_steps: int
+    newest_checkpoint: str | None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "600")))
+    parser.add_argument(
+        "--seed", type=int, default=int(os.environ.get("SOAK_SEED", str(time.time_ns() % 10**6)))
+    )
+    parser.add_argument("--kills", type=int, default=10**9, help="leave off after this many")
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "soak.json")
+    args = parser.parse_args()
+    print(f"soak: seed {args.seed}, {args.seconds:.0f} s", flush=True)
+    draw, kills, finished = random.Random(args.seed), [], 0
+    started, load = time.monotonic(), os.getloadavg()
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    problem = None
+    straight: dict[str, tuple[list[dict[str, Any]], float]] = {}
+
+    def time_is_up() -> bool:
+        return time.monotonic() - started > args.seconds or len(kills) >= args.kills
+
+    try:
+        while not time_is_up():
+            mesh = args.meshes[finished % len(args.meshes)]
+            if mesh not in straight:
+                straight[mesh] = uninterrupted(folder / f"straight-{mesh}", mesh)
+            kills_before = len(kills)
+            run_until_done(folder / f"run-{finished}", mesh, *straight[mesh], draw, kills, time_is_up)
+            finished += 1
+            print(f"soak: job {finished} on {mesh} done after {len(kills) - kills_before} kills", flush=True)
+    except Lost as error:
+        problem = str(error)
+        print(f"soak: {problem}\nsoak: kept in {folder}", flush=True)
+    report = {
+        "what": "training runs killed at random; joined records compared with uninterrupted ones to the bit",
+        "seed": args.seed,
+        "commit": commit(),
+        "seconds": round(time.monotonic() - started),
+        "load_average_before": load,
+        "cores": os.cpu_count(),
+        "torch": version("torch"),
+        "steps_per_job": STEPS,
+        "checkpoint_every": EVERY,
+        "jobs_finished": finished,
+        "num_kills": len(kills),
+        "kills_by_victim": Counter(one.victim for one in kills),
+        "kills_by_mesh": Counter(one.mesh for one in kills),
+        "kills_before_the_first_recorded_step": sum(one.recorded_steps == 0 for one in kills),
+        "lost": problem,
+        "kills": [asdict(one) for one in kills],
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"soak: {len(kills)} kills, {finished} jobs finished, {problem or 'nothing lost'}", flush=True)
+    if problem is None:
+        shutil.rmtree(folder)
+    return int(problem is not None)
+
+
+def job(run_dir: Path, mesh: str) -> TrainCommand:
+    steps = (f"train.steps={STEPS}", f"checkpoint.every={EVERY}")
+    cache = {"XDG_CACHE_HOME": str(run_dir.parent / "cache")}
+    return TrainCommand(run_dir, (*TINY, *MESHES[mesh], *steps), cache)
+
+
+def uninterrupted(run_dir: Path, mesh: str) -> tuple[list[dict[str, Any]], float]:
+    """The record of the job left alone, and the seconds that it took."""
+    began = time.monotonic()
+    command = job(run_dir, mesh)
+    code, _, err = command.run()
+    if code:
+        raise Lost(f"{mesh}: the uninterrupted run ended with status {code}: {err}")
+    record = command.record()
+    assert len(record) == STEPS
+    return record, time.monotonic() - began
+
+
+def run_until_done(
+    run_dir: Path,
+    mesh: str,
+    expected: list[dict[str, Any]],
+    seconds: float,
+    draw: random.Random,
+    kills: list[Kill],
+    time_is_up: Any,
+) -> None:
+    """Start, kill and start again, until a start comes to its end; once time is up, one is let alone."""
+    command = job(run_dir, mesh)
+    while True:
+        async_save = draw.random() < 0.5
+        delay, victim, pick = draw.uniform(0.1, 1.0) * seconds, draw.choice(VICTIMS), draw.random()
+        process = command.start(f"checkpoint.async_save={async_save}".lower())
+        output = ""
+        try:
+            output = process.communicate(timeout=PATIENCE_S if time_is_up() else delay)[0]
+        except subprocess.TimeoutExpired:
+            if not strike(command, process, victim, pick):
+                victim = "nobody"  # the run ended in this very moment, or had no such process yet
+            output = process.communicate(timeout=PATIENCE_S)[0]
+        deadline = time.monotonic() + PATIENCE_S
+        while command.pids():
+            if time.monotonic() > deadline:
+                raise Lost(f"{mesh}: processes {command.pids()} outlived their run, {victim} killed")
+            time.sleep(0.1)
+        record = command.record()
+        if record != expected[: len(record)]:
+            step = next(a["step"] for a, b in zip(record, expected, strict=False) if a != b)
+            raise Lost(f"{mesh}: step {step} differs from the uninterrupted run's, after {victim} was killed")
+        if process.returncode == 0:
+            if record != expected:
+                raise Lost(f"{mesh}: the run is done with {len(record)} of {len(expected)} steps recorded")
+            return
+        if victim == "nobody" or process.returncode not in (1, -9):
+            raise Lost(f"{mesh}: ended with status {process.returncode}, {victim} killed: {output[-2000:]}")
+        steps = [name for name in command.checkpoints() if name.startswith("step-")]
+        newest = max(steps, key=lambda name: int(name.removeprefix("step-")), default=None)
+        kills.append(Kill(mesh, async_save, victim, round(delay, 2), len(record), newest))
+        print(
+            f"soak: kill {len(kills)}: {victim} after {delay:.1f} s, {len(record)} steps, {newest}",
+            flush=True,
+        )
+
+
+def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, pick: float) -> bool:
+    """Kill ``victim``; the launcher where ranks or torchrun have not started yet. False if nothing was there."""
+    ranks = command.rank_pids()
+    agents = [pid for pid in command.pids() if pid != process.pid and pid not in ranks]
+    chosen = {
+        "a rank": ranks[int(pick * len(ranks)) :][:1],
+        "all ranks": ranks,
+        "torchrun": agents,
+        "the launcher": [],
+    }[victim] or [process.pid]
+    return any([kill(pid) for pid in chosen])
+
+
+def commit() -> str:
+    """Of the checkout; with a plus where files differ from it."""
+    git = ["git", "-C", str(HERE)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+    return head + ("+" if changed.strip() else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
