@@ -16,6 +16,7 @@ from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConf
 MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
 MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
+MAX_WINDOW = 16
 
 
 def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:
@@ -106,7 +107,14 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
         kv_heads = heads
     else:
         kv_heads = 1 if attention.num_kv_heads == 1 else max(heads // 2, 1)
-    return replace(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=min(attention.head_dim, 16))
+    return replace(
+        attention,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=min(attention.head_dim, 16),
+        full_attention_interval=min(attention.full_attention_interval, MAX_LAYERS),
+        sliding_window=min(attention.sliding_window, MAX_WINDOW),
+    )
 
 
 def _cut_router(model: ModelConfig, num_experts: int) -> RouterConfig:

@@ -32,6 +32,8 @@ def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> Non
     assert (small.first_k_dense > 0) == (full.first_k_dense > 0)
     assert (small.num_shared_experts > 0) == (full.num_shared_experts > 0)
     assert small.attention.kind == full.attention.kind
+    assert (small.attention.full_attention_interval > 1) == (full.attention.full_attention_interval > 1)
+    assert (0 < small.attention.sliding_window < proxy.train.seq_len) == (full.attention.sliding_window > 0)
     assert (small.attention.num_kv_heads == small.attention.num_heads) == (
         full.attention.num_kv_heads == full.attention.num_heads
     )

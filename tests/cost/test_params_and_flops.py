@@ -130,6 +130,18 @@ def test_mfu_is_the_share_of_the_peak_in_both_conventions() -> None:
     assert mfu_full / mfu == pytest.approx(flops.full_attention / flops.causal)
 
 
+def test_a_window_costs_the_band_that_it_leaves() -> None:
+    """Two layers, one with a window of 3 over rows of 10: 1 + 2 + 8 * 3 scores, and half of 100 for the other;
+    the middle of a border's triangle is counted, as half of the matrix is for whole rows."""
+    model = preset("small_gpt_oss")
+    model = replace(model, num_layers=2, attention=replace(model.attention, sliding_window=3))
+    whole = replace(model, attention=replace(model.attention, full_attention_interval=1, sliding_window=0))
+    with_window, without = (train_flops_per_token(m, seq_len=10) for m in (model, whole))
+    score = 6 * model.attention.num_heads * 2 * model.attention.head_dim
+    assert without.causal - with_window.causal == pytest.approx(score * (10 / 2 - (3 - 9 / 20)))
+    assert without.full_attention - with_window.full_attention == pytest.approx(score * (10 - 3))
+
+
 def test_dense_layers_cost_their_own_width() -> None:
     model = preset("moonlight_16b_a3b")
     wider = replace(model, intermediate_size=model.intermediate_size + 1)

@@ -39,7 +39,7 @@ def entries(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("name", ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd"])
+@pytest.mark.parametrize("name", ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd", "gpt_oss"])
 def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -> None:
     save_small_hf(name, tmp_path / "source")
     model = automoe.from_hf(tmp_path / "source")
@@ -82,12 +82,12 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
     from automoe.hf import gather, strips
     from automoe.hf.keys import hf_pieces
 
-    def swapped(name, shape, keys):
+    def swapped(name, *args):
         names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         for old, new in names.items():
             if f"layers.3.mlp.shared_experts.{old}" in name:
-                return hf_pieces(name.replace(old, new), shape, keys)
-        return hf_pieces(name, shape, keys)
+                return hf_pieces(name.replace(old, new), *args)
+        return hf_pieces(name, *args)
 
     model = automoe.from_hf(source)
     monkeypatch.setattr(gather, "hf_pieces", swapped)
