@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_mesh_cases import MESHES, ROWS, SEQ, load_on_mesh, stored, world_size
+from hf_mesh_cases import MESHES, ROWS, SEQ, config_for, load_on_mesh, stored, world_size
 
 from automoe.config.schema import MeshConfig
+from automoe.config.validate import validate
 from automoe.data.batch import StepBatch
+from automoe.errors import ConfigError
 from automoe.hf.keys import hf_pieces
 from automoe.hf.registry import family_of, model_config_from_hf
 from automoe.hf.writer import save_hf
 from automoe.parallel.step import build_runner, prepare_inputs
 from automoe.rows import IGNORE
-from automoe.testing.hf_models import save_small_hf
+from automoe.testing.hf_models import SMALL_MODELS, save_small_hf
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import named_parameters, whole
 
@@ -80,9 +83,74 @@ def exhaustive(*case: str) -> Any:
         exhaustive("gpt_oss_odd", "pp2"),
         exhaustive("gpt_oss_odd", "ep_shard2"),
         exhaustive("gpt_oss_full", "hsdp2x2_ep2"),
+        ("qwen2_moe", "tp2_dp2_ep2_etp2"),
+        ("qwen2_moe_odd", "ep_shard2"),
+        ("glm4_moe", "pp2_dp2_ep2"),
+        ("glm4_moe_odd", "dp4_ep2_ep_shard2"),
+        ("llama_odd", "pp2"),
+        ("qwen3", "tp2"),
     ],
 )
 def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    check_gradients(name, tmp_path, MESHES[mesh], ranks)
+
+
+# Every family with even and with odd sizes, on the meshes whose axes differ most.
+SWEEP = list(
+    product(
+        [name for name in SMALL_MODELS if not name.endswith("_yarn")],
+        ["one", "tp2", "dp4_ep4", "hsdp2x2_ep2", "pp2_ep2_ep_shard2", "tp2_dp2_ep2_ep_shard2"],
+    )
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "mesh"), SWEEP)
+def test_every_family_is_equal_on_a_mesh_or_refused(
+    name: str, mesh: str, tmp_path: Path, ranks: RankPool
+) -> None:
+    """What does not fit is refused before a rank starts, with the numbers; all else has transformers' gradients."""
+    save_small_hf(name, tmp_path / "in")
+    refusal = refusal_of(tmp_path / "in", MESHES[mesh])
+    if refusal:
+        assert re.search(r"\d+ % \d+ = [1-9]", refusal), refusal
+        return
+    check_gradients(name, tmp_path / "in", MESHES[mesh], ranks)
+    check_round_trip(tmp_path / "in", tmp_path / "out", MESHES[mesh], ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "numbers"),
+    [
+        ("qwen2_moe_yarn", MeshConfig(dp_shard=8, ep=8), "4 % 8 = 4"),  # more ranks than experts
+        ("qwen2_moe_odd", MeshConfig(dp_shard=2, ep=2), "5 % 2 = 1"),
+        ("qwen2_moe_odd", MeshConfig(dp_shard=8, ep_shard=8), "12 % 8 = 4"),  # rows of the experts
+        ("glm4_moe_odd", MeshConfig(dp_shard=8, etp=4, ep_shard=2), "20 % 8 = 4"),
+        ("glm4_moe_odd", MeshConfig(dp_shard=1, tp=2), "303 % 2 = 1"),
+        ("llama_odd", MeshConfig(dp_shard=1, tp=2), "291 % 2 = 1"),
+        ("kimi", MeshConfig(dp_shard=1, tp=4), "2 % 4 = 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    name: str, mesh: MeshConfig, numbers: str, tmp_path: Path
+) -> None:
+    save_small_hf(name, tmp_path)
+    assert numbers in refusal_of(tmp_path, mesh)
+
+
+def refusal_of(path: Path, mesh: MeshConfig) -> str:
+    """What a run from this checkpoint on ``mesh`` is told before it starts; empty where it may start."""
+    config = config_for(path, mesh)
+    # Bytes need more ids than small models have: three times as many, which are as odd.
+    model = replace(config.model, vocab_size=3 * config.model.vocab_size)
+    try:
+        validate(replace(config, model=model, run_dir=str(path / "run")), None, "cpu")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool) -> None:
     hf = save_small_hf(name, tmp_path)
     tokens, labels = tokens_and_labels(hf.config.vocab_size)
     logits = hf(tokens).logits
@@ -90,7 +158,7 @@ def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, r
     their_loss.backward()
     theirs = {key: parameter.grad for key, parameter in hf.named_parameters()}
 
-    results = ranks.run(train_step, world_size(MESHES[mesh]), tmp_path, MESHES[mesh])
+    results = ranks.run(train_step, world_size(mesh), tmp_path, mesh)
     loss = sum(share for share, _ in results)
     assert abs(loss - their_loss.item()) < TOLERANCE * their_loss.item()
     gradients = {key: gradient for _, mine in results for key, gradient in mine.items()}
@@ -115,6 +183,11 @@ def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, r
         # FSDP inside tp and etp.
         *product(["dsv3", "qwen3_moe"], ["tp2_dp2_ep2_etp2", "dp4_etp2", "ep_replicate2_tp2"]),
         ("dsv3_odd", "dp4_ep2_ep_shard2"),  # six router rows over four ranks: one of them has none
+        ("qwen2_moe", "tp2_dp2_ep2_etp2"),
+        ("qwen2_moe_odd", "pp2"),  # tied
+        ("glm4_moe_odd", "dp4_ep2_ep_shard2"),
+        ("llama_odd", "pp2_dp2_ep2"),  # tied
+        ("qwen3_odd", "hsdp2x2_ep2"),
         ("gpt_oss", "dp4_etp2"),  # gates and ups in turn, cut by etp and by FSDP
         *(exhaustive("gpt_oss", mesh) for mesh in ("one", "tp2_dp2_ep2_etp2", "pp2_ep2_ep_shard2")),
         exhaustive("gpt_oss_odd", "pp2"),
@@ -124,20 +197,25 @@ def test_gradients_equal_to_transformers(name: str, mesh: str, tmp_path: Path, r
 )
 def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf(name, tmp_path / "in")
-    results = ranks.run(
-        round_trip, world_size(MESHES[mesh]), tmp_path / "in", tmp_path / "out", MESHES[mesh], "keep"
-    )
-    assert results[0] >= world_size(MESHES[mesh])  # every rank wrote something
-    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    check_round_trip(tmp_path / "in", tmp_path / "out", MESHES[mesh], ranks)
+
+
+def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -> None:
+    results = ranks.run(round_trip, world_size(mesh), path, out, mesh, "keep")
+    assert results[0] >= world_size(mesh)  # every rank wrote something
+    before, after = stored(path), stored(out)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert after[key].dtype == tensor.dtype
         assert torch.equal(after[key], tensor), key
-    source = model_config_from_hf(tmp_path / "in")
-    assert model_config_from_hf(tmp_path / "out") == replace(source, hf_path=str(tmp_path / "out"))
+    assert model_config_from_hf(out) == replace(model_config_from_hf(path), hf_path=str(out))
 
 
-@pytest.mark.parametrize("name", ["dsv3_odd", "qwen3_moe", "mixtral_odd", exhaustive("gpt_oss_odd")])
+@pytest.mark.parametrize(
+    "name",
+    ["dsv3_odd", "qwen3_moe", "mixtral_odd", "qwen2_moe"]
+    + [exhaustive(name) for name in ("gpt_oss_odd", "glm4_moe", "llama")],
+)
 def test_bfloat16_survives_float32_master_weights(name: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf(name, tmp_path / "in", dtype=torch.bfloat16)
     ranks.run(round_trip, 2, tmp_path / "in", tmp_path / "out", MESHES["ep_shard2"], "bfloat16")
