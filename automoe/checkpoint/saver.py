@@ -41,8 +41,9 @@ class Saver:
         Raises:
             Exception: what ended that save, unless it was a write error.
         """
-        with self._blocking():
-            self._finish(wait=False)
+        if self.store.in_flight:
+            with self._blocking():
+                self._finish(wait=False)
 
     def due(self, step: int, stopping: bool) -> bool:
         """Whether the state after ``step`` is to be saved."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from checkpoint_runs import Run, Tensors, config, on_mesh, run
+import torch.distributed as dist
+from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, refusal, run
 
+from automoe.checkpoint.manifest import changed_settings, check_model, describe
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.schema import Config
+from automoe.data.loader import Loader
+from automoe.errors import CheckpointError
 from automoe.testing.pool import RankPool
 
 PP2_DP2_EP2 = dict(pp=2, dp_shard=2, ep=2)
@@ -50,24 +58,38 @@ def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype
     assert straight.counters[6]["loader"]["consumed_rows"] == 48
 
 
-def test_other_meshes(ranks: RankPool, text: Path, tmp_path: Path) -> None:
-    """pp2 x dp2 x ep2 saves at step 3, dp4 x ep4 goes on to 6, one rank to 8: as one rank from the start."""
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Six steps of one rank that nobody interrupts, and its states after 2, 4 and 6."""
+    return run(ranks, config(text), tmp_path_factory.mktemp("one") / "run", until=6, save_at=[2, 4])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(dict(dp_shard=4, ep=4), id="dp4 x ep4"),
+        pytest.param({}, id="one rank"),
+        pytest.param(dict(cp=2, dp_shard=2), id="cp2 x dp2", marks=pytest.mark.exhaustive),
+        pytest.param(dict(tp=2), id="tp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_to_another_mesh_and_back(
+    ranks: RankPool, text: Path, tmp_path: Path, one_rank: Run, other: dict[str, int]
+) -> None:
+    """pp2 x dp2 x ep2 saves at step 2, the other mesh at 4, the first goes on to 6: as one rank from the start."""
     settings = config(text, **PP2_DP2_EP2)
-    one = on_mesh(settings)
-    straight = run(ranks, one, tmp_path / "straight", until=8, save_at=[3, 6])
+    first = run(ranks, settings, tmp_path / "run", until=2, save_at=[2])
+    second = run(ranks, on_mesh(settings, **other), tmp_path / "run", until=4, save_at=[4])
+    third = run(ranks, settings, tmp_path / "run", until=6)
 
-    first = run(ranks, settings, tmp_path / "run", until=3, save_at=[3])
-    second = run(ranks, on_mesh(settings, dp_shard=4, ep=4), tmp_path / "run", until=6, save_at=[6])
-    third = run(ranks, one, tmp_path / "run", until=8)
-
-    assert (second.resumed_at, third.resumed_at) == (3, 6)
-    assert_equal_bits(second.states[3], first.states[3])
-    assert_equal_bits(third.states[6], second.states[6])
-    for step, part in ((3, first), (6, second), (8, third)):
-        assert_close(part.states[step], straight.states[step])
-        assert part.counters[step] == straight.counters[step]
+    assert (second.resumed_at, third.resumed_at) == (2, 4)
+    assert_equal_bits(second.states[2], first.states[2])
+    assert_equal_bits(third.states[4], second.states[4])
+    for step, part in ((2, first), (4, second), (6, third)):
+        assert_close(part.states[step], one_rank.states[step])
+        assert part.counters[step] == one_rank.counters[step]
     losses = first.losses + second.losses + third.losses
-    assert losses == pytest.approx(straight.losses, rel=TOLERANCE)
+    assert losses == pytest.approx(one_rank.losses, rel=TOLERANCE)
 
 
 def test_sharded_experts_and_replicas(ranks: RankPool, text: Path, tmp_path: Path) -> None:
@@ -103,3 +125,82 @@ def test_another_dtype_is_said(ranks: RankPool, text: Path, tmp_path: Path) -> N
     assert resumed.resumed_at == 1
     assert "trained with train.dtype=float32" in resumed.said and "train.dtype=bfloat16" in resumed.said
     assert resumed.said.count("warning") == 1
+
+
+def draws() -> list[float]:
+    """Of every generator, a normal deviate last, of which Python's and NumPy's make two at a time."""
+    uniform = [*torch.rand(2).tolist(), random.random(), *np.random.rand(2).tolist()]
+    return [*uniform, random.gauss(0, 1), np.random.randn()]
+
+
+def save_and_draw(settings: Config, run_dir: Path) -> list[float]:
+    state, _, _ = build_state(settings, run_dir)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(10 + dist.get_rank())
+    draws()
+    CheckpointStore(settings, run_dir).save(state)
+    return draws()
+
+
+def load_and_draw(settings: Config, run_dir: Path) -> list[float]:
+    state, _, _ = build_state(settings, run_dir)
+    assert CheckpointStore(settings, run_dir).load_latest(state)
+    return draws()
+
+
+def test_random_generators_go_on_where_they_were(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    """Training needs none of them; a recipe of one's own may."""
+    settings = config(text, dp_shard=2)
+    expected = ranks.run(save_and_draw, 2, settings, tmp_path / "run")
+    assert expected[0] != expected[1]
+    assert ranks.run(load_and_draw, 2, settings, tmp_path / "run") == expected
+    (alone,) = ranks.run(load_and_draw, 1, on_mesh(settings), tmp_path / "run")
+    assert alone not in expected, "on another mesh there is no such rank"
+
+
+def test_at_the_end_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
+    """A global batch is the whole text: each step ends an epoch, and the next has another order."""
+    text = tmp_path / "short.txt"
+    text.write_text("\n".join(f"{n} squared is {n * n}." for n in range(11)))
+    settings = config(text, dp_shard=2)
+    rows = Loader(settings, 0, 1, cache_dir=tmp_path / "cache").rows_per_epoch
+    assert rows % 2 == 0 and rows > 8
+    settings = replace(settings, train=replace(settings.train, global_batch_size=rows))
+    straight = run(ranks, settings, tmp_path / "straight" / "run", until=3, save_at=[1])
+    resumed = run(ranks, settings, tmp_path / "straight" / "run", until=3)
+    assert resumed.counters[1]["loader"]["consumed_rows"] == rows
+    assert resumed.losses == straight.losses[1:]
+    assert_equal_bits(resumed.states[3], straight.states[3])
+
+
+def test_data_that_changed_is_refused(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    own = tmp_path / "text.txt"
+    own.write_bytes(text.read_bytes())
+    settings = config(own, dp_shard=2)
+    run(ranks, settings, tmp_path / "run", until=1, save_at=[1])
+    own.write_text(own.read_text().replace("squared", "sqared", 1))
+    messages = ranks.run(refusal, 2, settings, tmp_path / "run")
+    assert len(set(messages)) == 1
+    assert "The data changed since the checkpoint" in messages[0]
+    assert "content was" in messages[0] and "text_bytes was" in messages[0]
+
+
+def test_settings_that_change_the_numbers_are_said(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = config(text)
+    run(ranks, settings, tmp_path / "run", until=1, save_at=[1])
+    rows = replace(settings, train=replace(settings.train, micro_batch_size=2))
+    assert run(ranks, rows, tmp_path / "run", until=1).said == ""
+    faster = replace(settings, optim=replace(settings.optim, lr=0.02))
+    (warning,) = run(ranks, faster, tmp_path / "run", until=1).said.splitlines()
+    assert warning.endswith("step-1 was trained with optim.lr=0.01; it goes on with optim.lr=0.02")
+
+
+def test_a_field_that_came_later_had_its_default(text: Path) -> None:
+    saved = describe(config(text))
+    del saved["model"]["attention"]["qk_norm"], saved["optim"]["eps"]
+    check_model(Path("step-1"), saved, config(text))
+    assert changed_settings(saved, config(text)) == ([], [])
+    other = config(text)
+    other = replace(other, model=replace(other.model, attention=replace(other.model.attention, qk_norm=True)))
+    with pytest.raises(CheckpointError, match="model.attention.qk_norm was False, is True"):
+        check_model(Path("step-1"), saved, other)
