@@ -4,6 +4,9 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints-cpu.txt
 EXTRAS ?= dev
 ARGS ?=
+export SOAK_SECONDS SOAK_SEED
+
+
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,7 +16,7 @@ STAMP := $(VENV)/setup-done
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu test-meshes test-faults lint format types bench-cpu-step bench-moe-layer bench-main-job docs-images clean
+.PHONY: help setup train test test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-gpu-layer docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,6 +47,9 @@ test-meshes: $(SETUP) ## All mappings of the mesh suite and random ones (AUTOMOE
 test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on
 	@$(PY) -m pytest -m faults $(ARGS)
 
+soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
+	@$(PY) benchmarks/soak.py $(ARGS)
+
 lint: setup ## Check style and formatting
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -63,6 +69,9 @@ bench-moe-layer: $(SETUP) ## Latency of a MoE layer by stage and mapping, 8 rank
 
 bench-main-job: $(SETUP) ## Seconds to help, errors, plans, the first step and a trained default model
 	@$(PY) benchmarks/main_job.py $(ARGS)
+
+bench-gpu-layer: $(SETUP) ## TFLOPS of one MoE layer on one GPU, beside every other implementation, 9 minutes
+	@$(PY) benchmarks/moe_kernel.py $(ARGS)
 
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py

@@ -1,0 +1,201 @@
+"""Who computes a MoE layer in ``moe_kernel.py``, each from the same weights, choices and routing weights.
+
+Shapes: T tokens, K top-k, E experts, H hidden, I expert width. A peer is built for one routing and is then a
+function (x [T, H], weights [T, K], w_gate_up [E, 2, I, H], w_down [E, H, I]) -> [T, H].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
+from automoe.moe.experts import expert_backend
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Absent(Exception):
+    """A peer that cannot run here, and why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's layer, or the slice of it that one rank of an expert-parallel group has."""
+
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass; the backward pass has twice as many."""
+        return 6 * self.tokens * self.top_k * self.hidden * self.width
+
+    @property
+    def ideal_saved_bytes(self) -> int:
+        """A token's, in two-byte numbers: the row itself, and gate and up of its K choices."""
+        return 2 * self.hidden + 4 * self.top_k * self.width
+
+
+def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
+    """This project's local dispatcher with one of its expert backends."""
+
+    def build(shape: Shape, ids: torch.Tensor) -> Layer:
+        if backend == "triton" and ids.device.type != "cuda":
+            raise Absent("Triton's kernels need CUDA")
+        dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend)
+
+        def layer(x, weights, w_gate_up, w_down):
+            def run(rows, gather_idx, offsets, probs):
+                return experts(rows, gather_idx, offsets, probs, w_gate_up, w_down)
+
+            return dispatch(x, ids, weights, run)
+
+        return layer
+
+    return build
+
+
+def eager_loop(shape: Shape, ids: torch.Tensor) -> Layer:
+    """One expert after the other, rows gathered and added back: what transformers calls eager."""
+
+    def layer(x, weights, w_gate_up, w_down):
+        out = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(w_gate_up.unbind(0), w_down.unbind(0), strict=True)):
+            token, choice = torch.where(ids == expert)
+            gate, up = F.linear(x[token], gate_up.flatten(0, 1)).chunk(2, dim=-1)
+            rows = F.linear(F.silu(gate) * up, down) * weights[token, choice, None].to(x.dtype)
+            out.index_add_(0, token, rows)
+        return out
+
+    return layer
+
+
+def three_products(shape: Shape, ids: torch.Tensor) -> Layer:
+    """Permuted rows through three grouped products, weighted last: the arrangement of torchtitan's experts."""
+
+    def layer(x, weights, w_gate_up, w_down):
+        order, counts = sort_by_expert(ids, shape.experts)
+        ends, token = counts.cumsum(0).to(torch.int32), order // shape.top_k
+        rows = x[token]
+        gate = F.grouped_mm(rows, w_gate_up[:, 0].transpose(1, 2), offs=ends)
+        up = F.grouped_mm(rows, w_gate_up[:, 1].transpose(1, 2), offs=ends)
+        rows = F.grouped_mm(F.silu(gate) * up, w_down.transpose(1, 2), offs=ends)
+        rows = rows * weights.flatten()[order].unsqueeze(1).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, token, rows)
+
+    return layer
+
+
+def transformers_grouped_mm(shape: Shape, ids: torch.Tensor) -> Layer:
+    """The function behind ``experts_implementation="grouped_mm"``."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    def layer(x, weights, w_gate_up, w_down):
+        module: Any = SimpleNamespace(
+            num_experts=shape.experts,
+            gate_up_proj=w_gate_up.flatten(1, 2),
+            down_proj=w_down,
+            has_gate=True,
+            has_bias=False,
+            has_post_expert_norm=False,
+            is_transposed=False,
+            is_concatenated=True,
+            _is_expert_parallel=False,
+            _apply_gate=lambda both: F.silu(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],
+        )
+        return grouped_mm_experts_forward(module, x, ids, weights.to(x.dtype))
+
+    return layer
+
+
+def liger(shape: Shape, ids: torch.Tensor) -> Layer:
+    """liger-kernel's fused MoE (needs no build; Triton)."""
+    if ids.device.type != "cuda":
+        raise Absent("liger-kernel's kernels need CUDA")
+    function = _package("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    choices = ids.int()
+
+    def layer(x, weights, w_gate_up, w_down):
+        return function.apply(x, w_gate_up.flatten(1, 2), w_down, choices, weights)
+
+    return layer
+
+
+def sonic(shape: Shape, ids: torch.Tensor) -> Layer:
+    """SonicMoE (CuTe DSL, Hopper and later)."""
+    if ids.device.type != "cuda":
+        raise Absent("SonicMoE's kernels need CUDA")
+    package = _package("sonicmoe")
+    token = torch.arange(shape.tokens, device=ids.device).repeat_interleave(shape.top_k).int()
+    choices = ids.flatten().int()
+
+    def layer(x, weights, w_gate_up, w_down):
+        out, *_ = package.moe_general_routing_inputs(
+            x,
+            weights.flatten().to(x.dtype),
+            token,
+            choices,
+            w_gate_up.flatten(1, 2).permute(1, 2, 0),
+            None,
+            w_down.permute(1, 2, 0),
+            None,
+            E=shape.experts,
+            activation_type=package.enums.ActivationType.SWIGLU,
+            is_inference_mode_enabled=False,
+            stream_id=None,
+        )
+        return out
+
+    return layer
+
+
+def bmm_bound(shape: Shape, ids: torch.Tensor) -> Layer:
+    """No layer but its products, as many rows for every expert, nothing routed: no peer can be faster for long."""
+    if shape.tokens * shape.top_k % shape.experts:
+        raise Absent("T K is no multiple of E")
+    rows = torch.randn(
+        shape.experts,
+        shape.tokens * shape.top_k // shape.experts,
+        shape.hidden,
+        device=ids.device,
+        dtype=torch.bfloat16,
+        requires_grad=True,
+    )
+
+    def layer(x, weights, w_gate_up, w_down):
+        gate, up = (rows.to(x.dtype) @ w_gate_up.flatten(1, 2).transpose(1, 2)).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ w_down.transpose(1, 2)
+
+    return layer
+
+
+PEERS: dict[str, Callable[[Shape, torch.Tensor], Layer]] = {
+    "automoe triton": ours("triton"),
+    "automoe grouped_mm": ours("grouped_mm"),
+    "transformers grouped_mm": transformers_grouped_mm,
+    "three grouped_mm": three_products,
+    "liger": liger,
+    "sonicmoe": sonic,
+    "eager loop": eager_loop,
+    "bmm bound": bmm_bound,
+}
+NOT_A_LAYER = "bmm bound"  # computes something else: timed, not compared
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except (
+        Exception
+    ) as error:  # such packages raise all kinds where a GPU or a library is not to their liking
+        raise Absent(f"import {name}: {type(error).__name__}: {error}") from None
