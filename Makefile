@@ -4,9 +4,6 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints-cpu.txt
 EXTRAS ?= dev
 ARGS ?=
-export SOAK_SECONDS SOAK_SEED
-
-
 
 VENV := .venv
 PY := $(VENV)/bin/python
