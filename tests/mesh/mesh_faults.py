@@ -31,10 +31,10 @@ from automoe.config.schema import Config
 from automoe.data.batch import IGNORE
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.linear import Linear, local_part
+from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.dispatch import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.layer import MoE
 from automoe.parallel.data import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients
 from automoe.testing.trajectory import Batches, Trajectory, run_trajectory
@@ -235,13 +235,12 @@ def pipeline_averages_micro_batches():
     return _replace(automoe.parallel.step, "SCHEDULES", make)
 
 
-def experts_left_out_of_the_optimizer():
+def _left_out_of_the_optimizer(select: Callable[[str], bool]) -> AbstractContextManager[Any]:
     def make(original):
         def build(parts, optim):
             for part in parts:
-                for module in part.modules():
-                    if isinstance(module, MoE):
-                        module.experts.requires_grad_(False)
+                for name, parameter in part.named_parameters():
+                    parameter.requires_grad_(not select(name))
             optimizer = original(parts, optim)
             for part in parts:
                 part.requires_grad_(True)
@@ -250,6 +249,14 @@ def experts_left_out_of_the_optimizer():
         return build
 
     return _replace(automoe.testing.trajectory, "build_optimizer", make)
+
+
+def experts_left_out_of_the_optimizer():
+    return _left_out_of_the_optimizer(lambda name: ".mlp.experts." in name)
+
+
+def biases_left_out_of_the_optimizer():
+    return _left_out_of_the_optimizer(lambda name: name.endswith("_proj.bias"))
 
 
 def gradients_averaged_over_expert_replicas():
@@ -392,6 +399,15 @@ def output_bias_added_by_every_tp_rank():
         return split.reduce(out if self.bias is None else out + local_part(self.bias))
 
     return patch.object(Linear, "summed", summed)
+
+
+def shared_expert_gated_by_tokens_of_the_first_tp_rank():
+    def forward(self, x):
+        whole = self.split.gather(x)
+        out = self.split.reduce(self.down_proj(F.silu(self.gate_proj(whole)) * self.up_proj(whole)))
+        return out if self.output_gate is None else self.output_gate(whole[:, : x.shape[1]]).sigmoid() * out
+
+    return patch.object(MLP, "forward", forward)
 
 
 def window_ignored_across_cp():

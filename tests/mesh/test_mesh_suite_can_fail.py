@@ -23,6 +23,7 @@ TENSOR = Case("qwen3", dict(tp=2), rows=4)
 FEW_HEADS = Case("qwen3", dict(tp=4, ep=4), rows=4)
 EXPERT_TENSOR = Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2)
 EXPERT_COPIES = Case("deepseek", dict(dp_shard=2, ep_replicate=2), rows=2)
+GATED_TENSOR = Case("qwen2", dict(tp=2), rows=4)
 BIASED_TENSOR = Case("gpt-oss", dict(tp=2), rows=8)
 WINDOWS = Case("gpt-oss", dict(cp=2, etp=2), rows=4)
 RECOMPUTED = Case("qwen3", dict(tp=2, ep=2), rows=4, parallel=FULL)
@@ -61,6 +62,8 @@ FAULTS = [
     (faults.tokens_of_the_first_tp_rank_believed_everywhere, TENSOR, 0, "sequence balance loss", ""),
     (faults.norm_of_tp_shards_summed_twice, TENSOR, 0, "gradient norm", ""),
     (faults.terms_of_etp_ranks_averaged, EXPERT_TENSOR, 0, "loss", ""),
+    (faults.shared_expert_gated_by_tokens_of_the_first_tp_rank, GATED_TENSOR, 0, "loss", ""),
+    (faults.biases_left_out_of_the_optimizer, GATED_TENSOR, 1, "loss", ""),
     (faults.output_bias_added_by_every_tp_rank, BIASED_TENSOR, 0, "gradient", "o_proj.bias"),
     (faults.columns_of_the_first_etp_rank_believed_everywhere, WINDOWS, 0, "gradient", "mlp.experts.b_down"),
     (faults.window_ignored_across_cp, WINDOWS, 0, "loss", ""),
