@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -176,7 +177,11 @@ def _handle_signals(stop: threading.Event, run_dir: Path, launcher: int | None) 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
     """Leave soon after another rank has failed, even from inside a collective that nobody will join."""
     while not (run_dir / runs.ERROR_FILE).exists():
-        watch.look()
+        try:
+            watch.look()
+        except Exception:
+            # It reads what the main thread is changing, and this rank must be able to leave all the same.
+            traceback.print_exc()
         time.sleep(0.5)
     time.sleep(_GRACE_S)
     _leave(run_dir, report)
@@ -203,8 +208,6 @@ def _fail(run_dir: Path, rank: int, error: BaseException, terminal: TextIO | Non
 
     ``terminal`` is where to show it if it is the first; None where the launcher does that.
     """
-    import traceback
-
     if runs.report_error(run_dir, error, rank) and terminal is not None:
         print(f"error: {runs.describe_error(runs.read_status(run_dir)['error'])}", file=terminal, flush=True)
     traceback.print_exception(error)  # to this rank's log

@@ -209,9 +209,10 @@ def pending_collectives() -> list[Pending]:
 
     if not dist.is_initialized():
         return []
+    world = dist.distributed_c10d._world
+    # A group has its name before its ranks, and the main thread may be making one.
     ranks = {
-        name: dist.get_process_group_ranks(group)
-        for group, name in list(dist.distributed_c10d._world.pg_names.items())
+        name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())
     }
     found = []
     for dump in ("_dump_fr_trace", "_dump_nccl_trace"):  # gloo's recorder, and NCCL's where torch has it
