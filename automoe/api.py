@@ -73,6 +73,7 @@ def to_hf(
     path: str | Path,
     *,
     dtype: str = "keep",
+    fp8: bool = False,
     tokenizer: str | None = None,
     overwrite: bool = False,
 ) -> Written:
@@ -80,13 +81,14 @@ def to_hf(
 
     Args:
         dtype: ``keep``, ``bfloat16`` or ``float32``.
+        fp8: the matrices of layers as block-FP8.
         tokenizer: directory whose tokenizer files go along; None takes those that the model came with.
         overwrite: replace a checkpoint directory that is there.
 
     Raises:
         CheckpointError: it cannot be written, or is not equal; nothing is left under ``path`` then.
     """
-    return export_model(model, path, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)
+    return export_model(model, path, dtype=dtype, fp8=fp8, tokenizer=tokenizer, overwrite=overwrite)
 
 
 def _expert_backend(config: ModelConfig, dtype: torch.dtype) -> Literal["grouped_mm", "loop"]:

@@ -1,4 +1,4 @@
-"""The console script ``automoe``: train, plan, verify, export, each imported when it is called."""
+"""The console script ``automoe``: train, plan, verify, export, convert, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "plan": "memory, traffic and batch arithmetic of a configuration, without hardware",
     "verify": "one step on the reference mesh and on the configured one, compared",
     "export": "write a run's weights as a HuggingFace checkpoint",
+    "convert": "a HuggingFace checkpoint in another dtype, layout or quantisation",
 }
 
 

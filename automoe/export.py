@@ -2,6 +2,7 @@
 
 python -m automoe.export runs/default --out my-model
 python -m automoe.export runs/default --out my-model --dtype bfloat16
+python -m automoe.export runs/default --out my-model --fp8
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         written = export_run(
-            args.run, args.out, args.dtype, int(args.max_shard_gb * 1e9), overwrite=args.overwrite
+            args.run,
+            args.out,
+            args.dtype,
+            int(args.max_shard_gb * 1e9),
+            overwrite=args.overwrite,
+            fp8=args.fp8,
         )
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -41,6 +47,7 @@ def export_run(
     dtype: str = "keep",
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
+    fp8: bool = False,
 ) -> Written:
     """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on the CPU.
 
@@ -48,7 +55,7 @@ def export_run(
     itself wrote to ``hf/`` at its end.
 
     Raises:
-        ConfigError: not a run directory.
+        ConfigError: not a run directory, or ``fp8`` of a family that has no such checkpoints.
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
     from automoe.config.frozen import load_config
@@ -62,7 +69,7 @@ def export_run(
 
     model = _load_run(run_dir, config)
     return export_and_verify(
-        model, out, config, dtype=dtype, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+        model, out, config, dtype=dtype, fp8=fp8, max_shard_bytes=max_shard_bytes, overwrite=overwrite
     )
 
 
@@ -120,7 +127,8 @@ def _load_step(model: Decoder, step_dir: Path) -> None:
         dcp.load(tensors, checkpoint_id=step_dir, no_dist=True)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A number above 0 from a command line."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
@@ -142,7 +150,10 @@ def _parser() -> argparse.ArgumentParser:
         help="of the parameters (default: as trained)",
     )
     parser.add_argument(
-        "--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)"
+        "--fp8", action="store_true", help="quantise to block-FP8, as DeepSeek-V3 is published"
+    )
+    parser.add_argument(
+        "--max-shard-gb", type=positive, default=5.0, metavar="GB", help="largest file (default: 5)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
     return parser

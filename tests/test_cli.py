@@ -13,7 +13,7 @@ def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("train", "plan", "verify", "export", "completion"):
+    for command in ("train", "plan", "verify", "export", "convert", "completion"):
         assert f"\n  {command}" in shown
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
+from automoe.hf.shard_files import Item, is_quantised_in_fp8, item_of
 from automoe.hf.shards import LocalShard, Parts, local_shards
 
 
@@ -27,17 +28,20 @@ class Outgoing:
     dtype: torch.dtype
     holders: tuple[int, ...]
     writer: int
+    fp8: bool = False
 
     @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.piece.shape).numel()
+    def item(self) -> Item:
+        """What the files hold for it."""
+        return item_of(self.piece.key, self.piece.shape, self.dtype, self.fp8)
 
 
-def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None) -> list[Outgoing]:
+def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bool = False) -> list[Outgoing]:
     """All tensors of this rank's stages, the same list on every rank of a stage; bytes are spread evenly.
 
     Args:
         dtype: of parameters in the checkpoint; None keeps each one's own. Buffers always keep theirs.
+        fp8: quantise what block-FP8 checkpoints quantise.
     """
     plan: list[Outgoing] = []
     load: dict[int, int] = {}
@@ -50,9 +54,11 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None) -> list
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, piece, first=everyone[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
-            out_dtype = dtype if dtype is not None and shard.trained else shard.tensor.dtype
-            plan.append(Outgoing(shard, piece, out_dtype, holders, writer))
-            load[writer] = load.get(writer, 0) + plan[-1].num_bytes
+            quantised = fp8 and is_quantised_in_fp8(piece.key, piece.shape, keys)
+            cast = dtype is not None and shard.trained and not quantised  # rounded once, to FP8
+            out_dtype = dtype if cast else shard.tensor.dtype
+            plan.append(Outgoing(shard, piece, out_dtype, holders, writer, quantised))
+            load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in plan[-1].item)
     return plan
 
 

@@ -140,8 +140,12 @@ class Piece:
         return tensor.flatten(-2) if self.merged else tensor
 
 
-def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
-    """The HuggingFace tensors that together make our tensor ``name`` of ``shape``, in order."""
+def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None = None) -> list[Piece]:
+    """The HuggingFace tensors that together make our tensor ``name`` of ``shape``, in order.
+
+    Args:
+        experts: where every expert has tensors of its own, those of these experts alone.
+    """
 
     def whole(key: str) -> list[Piece]:
         return [Piece(key, shape, (), (0,) * len(shape), shape)]
@@ -175,7 +179,7 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
             return [Piece(prefix + keys.gate, fused, (None, i), (0, i * width, 0), half) for i in (0, 1)]
         return [
             Piece(prefix + key.format(expert=expert), (width, hidden), (expert, i), (0, 0), (width, hidden))
-            for expert in range(num_experts)
+            for expert in experts or range(num_experts)
             for i, key in enumerate((keys.gate, keys.up))
         ]
     if rest == "mlp.experts.w_down":
@@ -185,7 +189,7 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap) -> list[Piece]:
             return whole(prefix + keys.down)
         return [
             Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert,), (0, 0), shape[1:])
-            for expert in range(shape[0])
+            for expert in experts or range(shape[0])
         ]
     if rest == "mlp.shared_experts.output_gate.weight":
         return whole(prefix + keys.shared_gate)

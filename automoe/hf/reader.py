@@ -21,8 +21,8 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.progress import reading
-from automoe.hf.shards import Parts, as_parts, is_first_rank, raise_everywhere
-from automoe.hf.strips import Read, plan_strips, plan_units, rectangles
+from automoe.hf.shards import Parts, as_parts, is_first_rank, local_shards, raise_everywhere
+from automoe.hf.strips import Read, Unit, plan_strips, plan_units, rectangles
 from automoe.hf.transfer import Counts, Transfer, Use
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
@@ -122,7 +122,7 @@ def visit(
     Raises:
         CheckpointError: a file that was there when its header was read cannot be read any more.
     """
-    strips = plan_strips(parts, catalog)
+    strips = plan_strips(local_shards(parts), catalog)
     mine = rectangles(strips)
     if not (shared and dist.is_initialized()):
         units = plan_units(strips, [mine], [0], 0)
@@ -135,7 +135,7 @@ def visit(
         return _run(Transfer(catalog, rank, group, use, direct=direct), units, progress)
 
 
-def _run(transfer: Transfer, units: list, progress: bool) -> Counts:
+def _run(transfer: Transfer, units: list[Unit], progress: bool) -> Counts:
     with reading(transfer.catalog.folder.name, lambda: transfer.stored_bytes(units), progress) as advance:
         transfer.advance = advance
         return transfer.run(units)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from automoe.errors import CheckpointError
+from automoe.errors import AutomoeError, CheckpointError
 from automoe.model.decoder import Decoder
 from automoe.parallel.data import fsdp_modules
 
@@ -84,6 +85,25 @@ def raise_everywhere(error: CheckpointError | None) -> None:
     for first in errors:
         if first is not None:
             raise first
+
+
+def on_every_rank(action: Callable[[], Any]) -> None:
+    """Run ``action``; if it failed anywhere, raise that error everywhere, as ``CheckpointError``. Collective."""
+    failure = None
+    try:
+        action()
+    except CheckpointError as error:
+        failure = error
+    except AutomoeError as error:
+        failure = CheckpointError(str(error))
+    except OSError as error:
+        failure = CheckpointError(f"{error.filename}: {error.strerror}. Make room or name another directory")
+    raise_everywhere(failure)
+
+
+def on_first_rank(action: Callable[[], Any]) -> None:
+    """``on_every_rank`` of an action that is rank 0's alone. Collective."""
+    on_every_rank(action if is_first_rank() else lambda: None)
 
 
 def is_first_rank() -> bool:

@@ -7,7 +7,7 @@ of them reads and sends on. Everyone works that out alone, from the same numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import torch
 
 from automoe.hf.catalog import Catalog, Source
 from automoe.hf.keys import Piece, hf_pieces
-from automoe.hf.shards import LocalShard, Parts, local_shards
+from automoe.hf.shards import LocalShard
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,18 @@ class Unit:
     strips: tuple[Strip, ...]
 
 
-def plan_strips(parts: Parts, catalog: Catalog) -> list[Strip]:
-    """All that this rank's shards need."""
-    return [strip for read, slices in _reads(parts, catalog) for strip in _cut(read, slices)]
+def plan_strips(shards: Iterable[LocalShard], catalog: Catalog) -> list[Strip]:
+    """All that ``shards`` need."""
+    return [strip for read, slices in _reads(shards, catalog) for strip in _cut(read, slices)]
 
 
-def _reads(parts: Parts, catalog: Catalog) -> Iterator[tuple[Read, tuple[slice, ...]]]:
-    for shard in local_shards(parts):
+def _reads(shards: Iterable[LocalShard], catalog: Catalog) -> Iterator[tuple[Read, tuple[slice, ...]]]:
+    for shard in shards:
         extent = tuple(shard.local.shape)
         if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
             continue
-        for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), catalog.keys):
+        experts = range(shard.start[0], shard.start[0] + extent[0])
+        for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), catalog.keys, experts):
             if (found := piece.overlap(shard.start, extent)) is not None:
                 number = catalog.number_of[piece.key]
                 read = Read(shard, piece, number, catalog.sources[number], shard.local[found[1]])

@@ -79,3 +79,9 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def world_size(mesh: MeshConfig) -> int:
     return resolve_mesh(mesh, None).world_size
+
+
+def mesh_name(mesh: MeshConfig) -> str:
+    """Its axes of more than one rank."""
+    sizes = ((axis, getattr(mesh, axis)) for axis in resolve_mesh(mesh, None).__dataclass_fields__)
+    return "_".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "one"

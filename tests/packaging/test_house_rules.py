@@ -16,7 +16,7 @@ PACKAGE = ROOT / "automoe"
 
 # A module may import from its own layer and from those after it.
 LAYERS = [
-    {"api", "cli", "completion", "help", "train", "plan", "verify", "export", "worker"},
+    {"api", "cli", "completion", "help", "train", "plan", "verify", "export", "convert", "worker"},
     {"recipes"},
     {"launch", "parallel", "checkpoint", "hf", "data", "observe", "optim", "interop"},
     {"model"},

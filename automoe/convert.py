@@ -1,0 +1,146 @@
+"""``python -m automoe.convert SRC --out DIR``: a HuggingFace checkpoint in another dtype, layout or quantisation.
+
+python -m automoe.convert DeepSeek-V3 --out DeepSeek-V3-bf16 --dtype bfloat16
+python -m automoe.convert my-model --out my-model-fp8 --fp8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automoe.errors import AutomoeError, ConfigError
+from automoe.export import positive
+
+if TYPE_CHECKING:
+    from automoe.hf.writer import Written
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
+    args = _parser().parse_args(argv)
+    try:
+        written = convert_hf(
+            args.source,
+            args.out,
+            args.dtype,
+            fp8=args.fp8,
+            layout=args.layout,
+            max_shard_bytes=int(args.max_shard_gb * 1e9),
+            overwrite=args.overwrite,
+        )
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"saved {written}")
+    return 0
+
+
+def convert_hf(
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "keep",
+    *,
+    fp8: bool = False,
+    layout: str = "published",
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+) -> Written:
+    """Write ``source`` anew at ``out``, one tensor at a time, in one process on the CPU.
+
+    Block-FP8 and MXFP4 are dequantised. Config, generation config and tokenizer go along. The result has its
+    name when its headers were read back and ``transformers`` builds the same model from it, with the same
+    logits where it is small enough to be run twice.
+
+    Args:
+        dtype: of parameters: ``keep`` (quantised ones become bfloat16), ``bfloat16`` or ``float32``.
+        fp8: quantise the matrices of layers in blocks of 128 x 128.
+        layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
+
+    Raises:
+        ConfigError: an unknown family, or ``fp8`` together with fused experts.
+        CheckpointError: files missing, damaged or not the model's; the target exists or cannot be written.
+    """
+    from automoe.hf.files import check_target
+    from automoe.hf.registry import family_of, model_config_from_hf
+
+    path = Path(out).expanduser().absolute()
+    check_target(path, overwrite)
+    config = model_config_from_hf(source)
+    keys = family_of(config).keys
+    if fp8 and layout == "fused":
+        raise ConfigError(
+            "--fp8",
+            "with --layout fused",
+            "block-FP8 stores every expert's matrices",
+            "Leave one of them out",
+        )
+
+    from automoe.hf.catalog import check_catalog
+    from automoe.hf.folder import make_folder, working_folder, write_beside
+    from automoe.hf.progress import reading
+    from automoe.hf.rewrite import rewrite_tensors
+    from automoe.hf.shard_files import fp8_config
+    from automoe.hf.shards import DTYPES
+    from automoe.hf.verifier import verify_with_transformers
+    from automoe.hf.writer import Written
+
+    quantisation = fp8_config(config) if fp8 else None
+    catalog = check_catalog(source, config)
+    sizes = [stored.num_bytes for one in catalog.sources for stored in (one.data, one.scales) if stored]
+    folder = working_folder(path)
+    keys = keys.in_memory if layout == "fused" else keys
+
+    def fill() -> Written:
+        with reading(catalog.folder.name, lambda: sum(sizes), shown=True) as advance:
+            done = rewrite_tensors(
+                catalog,
+                config,
+                folder,
+                DTYPES[dtype],
+                keys=keys,
+                fp8=fp8,
+                max_shard_bytes=max_shard_bytes,
+                advance=advance,
+            )
+        write_beside(folder, config, str(done.dtype).removeprefix("torch."), None, quantisation)
+        error = verify_with_transformers(config, check_catalog(folder, config))
+        return Written(path, done.num_tensors, done.num_files, done.num_bytes, logits_error=error)
+
+    return make_folder(path, fill, overwrite)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m automoe.convert",
+        description="Write a HuggingFace checkpoint anew in another dtype, layout or quantisation, one tensor at a "
+        "time; block-FP8 and MXFP4 are dequantised.",
+    )
+    parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory")
+    parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", "bfloat16", "float32"),
+        default="keep",
+        help="of the parameters (default: as stored, bfloat16 where that is quantised)",
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="quantise to block-FP8, as DeepSeek-V3 is published"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("published", "fused"),
+        default="published",
+        help="experts one by one as published, or fused as transformers 5 holds them (default: published)",
+    )
+    parser.add_argument(
+        "--max-shard-gb", type=positive, default=5.0, metavar="GB", help="largest file (default: 5)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

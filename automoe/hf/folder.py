@@ -1,0 +1,138 @@
+"""A checkpoint directory made under another name, renamed when it is whole; and its files beside the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import AutomoeError, CheckpointError
+from automoe.hf.files import check_target
+from automoe.hf.registry import family_of, read_hf_config
+
+Result = TypeVar("Result")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def working_folder(path: Path) -> Path:
+    """Where the directory ``path`` is made."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def prepare_folder(path: Path, overwrite: bool) -> None:
+    """An empty working folder. Raises ``CheckpointError`` where ``path`` may not be written."""
+    folder = working_folder(path)
+    check_target(path, overwrite)
+    if folder.exists():  # of an export that was killed
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def commit_folder(path: Path) -> None:
+    """Everything in the working folder onto the disk, then its name; what was there before goes last."""
+    folder = working_folder(path)
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(folder, path)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def make_folder(path: Path, fill: Callable[[], Result], overwrite: bool) -> Result:
+    """``fill`` the working folder in this process and give it its name; all of that or nothing.
+
+    Raises:
+        CheckpointError: what ``fill`` raised, or the disk; nothing new is left under ``path`` then.
+    """
+    try:
+        prepare_folder(path, overwrite)
+        result = fill()
+        commit_folder(path)
+    except OSError as error:
+        shutil.rmtree(working_folder(path), ignore_errors=True)
+        raise CheckpointError(
+            f"{error.filename}: {error.strerror}. Make room or name another directory"
+        ) from error
+    except AutomoeError:
+        shutil.rmtree(working_folder(path), ignore_errors=True)
+        raise
+    return result
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_beside(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    tokenizer: str | None,
+    quantisation: dict[str, Any] | None = None,
+) -> None:
+    """config.json, generation_config.json and the tokenizer's files.
+
+    Args:
+        dtype: of the parameters, as config.json spells it.
+        tokenizer: ``byte`` or a directory; None: that of ``config.hf_path``.
+        quantisation: ``quantization_config`` of the written config.json.
+    """
+    source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
+    base = read_hf_config(source) if source is not None else None
+    hf = family_of(config).write_config(config, base)
+    if base is None:
+        hf |= _token_ids(tokenizer)
+    hf["dtype"] = dtype
+    if quantisation is not None:
+        hf["quantization_config"] = quantisation
+    write_json(folder / "config.json", hf)
+    if source is not None and (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+    else:
+        ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+    texts = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
+    if texts is not None:
+        for name in _TOKENIZER_FILES:
+            if (texts / name).is_file():
+                shutil.copyfile(texts / name, folder / name)
+
+
+def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
+    """Spelled out even where there are none: an absent key means the family's published ids."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    from automoe.data.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    return {"bos_token_id": None, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """``content`` as a file for people too."""
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

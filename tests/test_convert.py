@@ -1,0 +1,134 @@
+"""``automoe convert``: one checkpoint directory from another, without ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from automoe import convert
+from automoe.convert import convert_hf
+from automoe.hf import folder, rewrite, shard_files
+from automoe.hf.files import INDEX_FILE
+from automoe.testing.hf_models import save_small_hf
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", ["dsv3", "qwen3_moe_tied", "mixtral_odd", "gpt_oss", "llama"])
+def test_there_and_back_through_fused_experts(name: str, tmp_path: Path) -> None:
+    save_small_hf(name, tmp_path / "in", dtype=torch.bfloat16)
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "fused"), "--layout", "fused"]) == 0
+    assert convert.main([str(tmp_path / "fused"), "--out", str(tmp_path / "back")]) == 0
+    before, between, after = (stored(tmp_path / name) for name in ("in", "fused", "back"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
+    assert not any(".experts.0." in key for key in between)
+    assert (between.keys() == before.keys()) == (name in ("gpt_oss", "llama"))
+
+
+def test_what_transformers_fuses_is_what_is_fused_here(tmp_path: Path) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    save_small_hf("qwen3_moe", tmp_path / "theirs", save_original_format=False)
+    convert_hf(tmp_path / "in", tmp_path / "ours", layout="fused")
+    theirs, ours = stored(tmp_path / "theirs"), stored(tmp_path / "ours")
+    assert theirs.keys() == ours.keys()
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key], tensor), key
+
+
+def test_casts_parameters_and_leaves_buffers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small_hf("dsv3", tmp_path / "in")
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "saved " in (shown := capsys.readouterr().out) and "logits to transformers' within" in shown
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    for key, tensor in before.items():
+        wanted = tensor if key.endswith("correction_bias") else tensor.bfloat16()
+        assert after[key].dtype == wanted.dtype and torch.equal(after[key], wanted), key
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_fp8_and_back(tmp_path: Path) -> None:
+    save_small_hf("dsv3", tmp_path / "in", dtype=torch.bfloat16)
+    convert_hf(tmp_path / "in", tmp_path / "fp8", fp8=True, max_shard_bytes=20_000)
+    convert_hf(tmp_path / "fp8", tmp_path / "back", "float32")
+    codes, before, after = (stored(tmp_path / name) for name in ("fp8", "in", "back"))
+    index = json.loads((tmp_path / "fp8" / INDEX_FILE).read_text())
+    assert index["weight_map"].keys() == codes.keys() and len(set(index["weight_map"].values())) > 2
+    assert before.keys() == after.keys()
+    key = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert codes[key].dtype == torch.float8_e4m3fn
+    assert torch.equal(after[key], codes[key].float() * codes[key + "_scale_inv"])
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every expert's tensor is read when it is written, not its layer's."""
+    save_small_hf("qwen3_moe", tmp_path / "in", save_original_format=False)
+    events: list[str] = []
+    real_read, real_write = rewrite._region, shard_files.FilesWriter.write
+
+    def read(job, *args):
+        events.append(f"read {job.item[0].key}")
+        region = real_read(job, *args)
+        assert region.numel() == torch.Size(job.item[0].shape).numel()
+        return region
+
+    def write(self, item, tensor):
+        events.append(f"write {item[0].key}")
+        real_write(self, item, tensor)
+
+    monkeypatch.setattr(rewrite, "_region", read)
+    monkeypatch.setattr(shard_files.FilesWriter, "write", write)
+    convert_hf(tmp_path / "in", tmp_path / "out")
+    assert len(events) == 2 * len(stored(tmp_path / "out"))
+    for one, other in zip(events[::2], events[1::2], strict=True):
+        assert one.removeprefix("read ") == other.removeprefix("write ")
+
+
+def test_settings_and_tokenizer_go_along(tmp_path: Path) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.6}')
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    convert_hf(tmp_path / "in", tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    for out, options, says in (
+        ("in", [], "exists"),
+        ("out", ["--fp8", "--layout", "fused"], "block-FP8 stores every expert's matrices"),
+    ):
+        assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / out), *options]) == 2
+        assert says in capsys.readouterr().err
+    weights = tmp_path / "in" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert "truncated" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_config_that_says_something_else_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    real = folder.write_beside
+
+    def other_angles(target: Path, *args) -> None:
+        real(target, *args)
+        config = json.loads((target / "config.json").read_text())
+        rope = {"rope_type": "default", "rope_theta": 10.0}
+        (target / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+
+    monkeypatch.setattr(folder, "write_beside", other_angles)
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert "model.rope.theta=10.0, and the model has 10000.0" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
