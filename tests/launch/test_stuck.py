@@ -75,7 +75,7 @@ def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
 )
 def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> None:
     code, _, err = command.run(
-        "recipe_stays_away", *TWO_RANKS, "launch.timeout_s=20", f"train.seed={seed}", "launch.max_restarts=0"
+        "recipe_stays_away", *TWO_RANKS, "launch.timeout_s=30", f"train.seed={seed}", "launch.max_restarts=0"
     )
     assert code == 1
     assert f"error: rank 1: LaunchError: rank 1 did not join {what} in" in err
