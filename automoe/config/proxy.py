@@ -114,6 +114,10 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
         head_dim=min(attention.head_dim, 16),
         full_attention_interval=min(attention.full_attention_interval, MAX_LAYERS),
         sliding_window=min(attention.sliding_window, MAX_WINDOW),
+        linear_num_key_heads=min(attention.linear_num_key_heads, 2),
+        linear_num_value_heads=min(attention.linear_num_value_heads, 4),
+        linear_key_head_dim=min(attention.linear_key_head_dim, 8),
+        linear_value_head_dim=min(attention.linear_value_head_dim, 8),
     )
 
 

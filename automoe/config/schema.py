@@ -66,8 +66,14 @@ class AttentionConfig:
     v_head_dim: int = 0
     o_bias: bool = False  # gqa: of the output projection
     sinks: bool = False  # gqa: a learned score a head that every query also attends to, for no value
+    output_gate: bool = False  # gqa: what leaves a head is multiplied by sigmoid of a second query projection
     full_attention_interval: int = 1  # layers n-1, 2n-1, ... see whole rows; those between them:
-    sliding_window: int = 0  # this many keys, the query's own position included
+    sliding_window: int = 0  # this many keys, the query's own position included; or, with key heads here,
+    linear_num_key_heads: int = 0  # a gated delta net (Qwen3-Next), whose state runs through the row
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 4
 
 
 @dataclass
@@ -97,6 +103,7 @@ class ModelConfig:
         "qwen2_moe",
         "glm4_moe",
         "gpt_oss",
+        "qwen3_next",
         "llama",
         "qwen3",
     ] = "deepseek_v3"
@@ -118,6 +125,7 @@ class ModelConfig:
     )
     swiglu_limit: float = 7.0
     norm_eps: float = 1e-6
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight; those of delta nets do not
     tie_embeddings: bool = False
     initializer_range: float = 0.02
     attention: AttentionConfig = field(default_factory=AttentionConfig)

@@ -1,4 +1,4 @@
-"""Rules of layers that differ: sliding windows, attention sinks, biased experts. No torch."""
+"""Rules of layers that differ: sliding windows, attention sinks, delta nets, biased experts. No torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from automoe.errors import ConfigError
 def check_layers(config: Config, shape: MeshShape) -> None:
     """Raise ``ConfigError`` for the first rule of this file that ``config`` breaks."""
     _check_windows(config, shape)
+    _check_delta_net(config, shape)
     _check_biased_experts(config, shape)
 
 
@@ -26,18 +27,23 @@ def _check_windows(config: Config, shape: MeshShape) -> None:
                 f"must be at least {least}",
                 f"Set model.attention.{key}={least}",
             )
-    if (attention.full_attention_interval > 1) != (attention.sliding_window > 0):
+    kinds = (attention.sliding_window > 0) + (attention.linear_num_key_heads > 0)
+    if kinds != (attention.full_attention_interval > 1):
         raise ConfigError(
             "model.attention.full_attention_interval",
             attention.full_attention_interval,
-            "layers without full attention have a window and others have none, and model.attention.sliding_window="
-            f"{attention.sliding_window}",
-            "Set model.attention.full_attention_interval=1 with sliding_window=0, or 2 and sliding_window=128",
+            "layers without full attention have a window or are delta nets, and there are none at an interval of 1; "
+            f"model.attention.sliding_window={attention.sliding_window}, linear_num_key_heads="
+            f"{attention.linear_num_key_heads}",
+            "Set model.attention.full_attention_interval=1 with both of these 0, or 2 and one of them, such as "
+            "sliding_window=128",
         )
     parts = {
         "sinks": (attention.sinks, "false"),
         "sliding_window": (attention.sliding_window, "0"),
+        "linear_num_key_heads": (attention.linear_num_key_heads, "0"),
         "o_bias": (attention.o_bias, "false"),
+        "output_gate": (attention.output_gate, "false"),
     }
     for key, (value, plain) in parts.items():
         if value and attention.kind != "gqa":
@@ -47,13 +53,69 @@ def _check_windows(config: Config, shape: MeshShape) -> None:
                 "attention kind gqa alone has it",
                 f"Set model.attention.{key}={plain}, or model.attention.kind=gqa",
             )
-        if value and key != "o_bias" and config.parallel.context == "ring" and shape.cp > 1:
+        if (
+            value
+            and key in ("sinks", "sliding_window")
+            and config.parallel.context == "ring"
+            and shape.cp > 1
+        ):
             raise ConfigError(
                 "parallel.context",
                 "ring",
                 f"ring attention knows causality alone, and the model has model.attention.{key}={value}",
                 "Set parallel.context=gather",
             )
+
+
+def _check_delta_net(config: Config, shape: MeshShape) -> None:
+    attention = config.model.attention
+    heads, values = attention.linear_num_key_heads, attention.linear_num_value_heads
+    if not heads:
+        return
+    for key in (
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    ):
+        if getattr(attention, key) < 1:
+            raise ConfigError(
+                f"model.attention.{key}",
+                getattr(attention, key),
+                f"a delta net needs this size (model.attention.linear_num_key_heads={heads})",
+                f"Set model.attention.{key}=1 or more",
+            )
+    if values % heads:
+        raise ConfigError(
+            "model.attention.linear_num_value_heads",
+            values,
+            f"a delta net's key heads serve equal numbers of value heads: {values} % {heads} = {values % heads}",
+            f"Nearest valid choices: {max(values // heads, 1) * heads} or {(values // heads + 1) * heads}",
+        )
+    if heads % shape.tp:
+        raise ConfigError(
+            "mesh.tp",
+            shape.tp,
+            f"tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads): "
+            f"{heads} % {shape.tp} = {heads % shape.tp}",
+            f"Nearest valid choice: mesh.tp={gcd(heads, shape.tp)}",
+        )
+    if shape.cp > 1:
+        raise ConfigError(
+            "mesh.cp",
+            shape.cp,
+            "the state of a delta net runs through the whole row "
+            f"(model.attention.linear_num_key_heads={heads}), and cp ranks hold parts of it",
+            "Set mesh.cp=1, and mesh.tp or mesh.dp_shard larger",
+        )
+    if config.data.document_mask:
+        raise ConfigError(
+            "data.document_mask",
+            True,
+            "the state of a delta net runs through the whole row "
+            f"(model.attention.linear_num_key_heads={heads}) and is not reset where a document begins",
+            "Set data.document_mask=false",
+        )
 
 
 def _check_biased_experts(config: Config, shape: MeshShape) -> None:

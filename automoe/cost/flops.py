@@ -1,14 +1,15 @@
 """FLOPs of one training token, in the two conventions that published MFU figures use.
 
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward, so a weight that a token
-meets costs 6. Router, norms, biases, softmax and recomputation count for nothing in either convention.
+meets costs 6. A gated delta net counts as its recurrence: reading a head's state with a key, changing it,
+and reading it with a query are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and recomputation count for nothing in either convention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from automoe.config.layer_kinds import window_of
+from automoe.config.layer_kinds import is_linear, window_of
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.cost.params import layer_params
 
@@ -43,6 +44,10 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, num_mtp: int = 0) ->
     matmul += head * (1 + num_mtp) + num_mtp * 2 * model.hidden_size**2
     causal = full = 0.0
     for layer in layers:
+        if is_linear(model.attention, layer):
+            causal += 6 * _state_numbers(model.attention) * 3
+            full += 6 * _state_numbers(model.attention) * 3
+            continue
         # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
         keys = min(window_of(model.attention, layer) or seq_len, seq_len)
         causal += 6 * _score_dims(model.attention) * keys * (1 - keys / (2 * seq_len))
@@ -61,6 +66,10 @@ def _layer_matmul_params(model: ModelConfig, layer: int) -> int:
         elif param.part in ("attention", "dense_ffn", "shared_experts"):
             active += param.numel
     return active
+
+
+def _state_numbers(attention: AttentionConfig) -> int:
+    return attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
 
 
 def _score_dims(attention: AttentionConfig) -> int:

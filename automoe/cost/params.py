@@ -11,14 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from automoe.config.layer_kinds import is_linear
 from automoe.config.schema import AttentionConfig, ModelConfig
 
 # Projections cut by output features (dim 0) or input features (dim 1) under tensor parallelism.
 _TP_DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0)
+_TP_DIMS |= {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
 _TP_DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 
 # Added or compared, not multiplied by: no matrix products, and no FLOPs worth counting.
-_ADDED = ("bias", "b_gate_up", "b_down", "sinks")
+_ADDED = ("bias", "b_gate_up", "b_down", "sinks", "dt_bias", "A_log")
+# Vectors of one number a head, which go with their heads.
+_BY_HEAD = ("sinks", "dt_bias", "A_log")
 
 Shape = tuple[str, tuple[int, ...], str]  # name within its layer, dims, part
 PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
@@ -45,15 +49,16 @@ class Param:
 
     @property
     def multiplies(self) -> bool:
-        """Whether tokens are multiplied by it: not a bias."""
-        return self.name.rpartition(".")[2] not in _ADDED
+        """Whether tokens are multiplied by it as a matrix: not a bias, nor a convolution over a few positions."""
+        module, last = self.name.split(".")[-2:]
+        return last not in _ADDED and module != "conv1d"
 
     def tp_dim(self, tp: int) -> int | None:
         """The dim that ``tp`` ranks cut it on, or None where each keeps it whole."""
         if tp == 1 or (self.kv_heads is not None and self.kv_heads < tp):
             return None
         module, last = self.name.split(".")[-2:]
-        dim = 0 if last == "sinks" else _TP_DIMS.get(module)
+        dim = 0 if last in _BY_HEAD else _TP_DIMS.get(module)
         return dim if dim is not None and dim < len(self.shape) else None  # a bias behind a sum stays whole
 
 
@@ -87,7 +92,9 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
     shapes: list[Shape] = [
         ("input_layernorm.weight", (hidden,), "norms"),
         ("post_attention_layernorm.weight", (hidden,), "norms"),
-        *_attention_shapes(hidden, model.attention),
+        *(_delta_net_shapes if is_linear(model.attention, layer) else _attention_shapes)(
+            hidden, model.attention
+        ),
     ]
     if layer < model.first_k_dense:
         shapes += _ffn_shapes("mlp", hidden, model.intermediate_size, "dense_ffn")
@@ -145,7 +152,7 @@ def _attention_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, attention.num_kv_heads
         shapes = [
-            ("self_attn.q_proj.weight", (heads * dim, hidden), "attention"),
+            ("self_attn.q_proj.weight", ((1 + attention.output_gate) * heads * dim, hidden), "attention"),
             ("self_attn.k_proj.weight", (groups * dim, hidden), "attention"),
             ("self_attn.v_proj.weight", (groups * dim, hidden), "attention"),
             ("self_attn.o_proj.weight", (hidden, heads * dim), "attention"),
@@ -177,6 +184,21 @@ def _attention_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
         ("self_attn.kv_a_layernorm.weight", (rank,), "norms"),
         ("self_attn.kv_b_proj.weight", (key_value, rank), "attention"),
         ("self_attn.o_proj.weight", (hidden, heads * attention.v_head_dim), "attention"),
+    ]
+
+
+def _delta_net_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
+    keys = attention.linear_num_key_heads * attention.linear_key_head_dim
+    heads, width = attention.linear_num_value_heads, attention.linear_value_head_dim
+    values, kernel = heads * width, attention.linear_conv_kernel_dim
+    return [
+        ("linear_attn.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden), "attention"),
+        ("linear_attn.in_proj_ba.weight", (2 * heads, hidden), "attention"),
+        ("linear_attn.conv1d.weight", (2 * keys + values, 1, kernel), "attention"),
+        ("linear_attn.dt_bias", (heads,), "attention"),
+        ("linear_attn.A_log", (heads,), "attention"),
+        ("linear_attn.norm.weight", (width,), "norms"),
+        ("linear_attn.out_proj.weight", (hidden, values), "attention"),
     ]
 
 

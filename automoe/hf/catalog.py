@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from automoe.config.schema import ModelConfig
@@ -65,22 +69,75 @@ class Catalog:
     ) -> None:
         self.folder, self.keys, self.block = folder, keys, block
         self.names = sorted(sources, key=lambda name: (sources[name].data.file, sources[name].data.start))
-        self.sources = [sources[name] for name in self.names]
+        self.sources: Sequence[Source] = [sources[name] for name in self.names]
         self.number_of = {name: number for number, name in enumerate(self.names)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As columns: ranks unpickle 90,000 tensors in a fraction of a second."""
-        columns = [
-            tuple(zip(*self.sources, strict=True)),
-            tuple(zip(*(s.data for s in self.sources), strict=True)),
-        ]
-        return _unpack, (self.folder, self.keys, self.block, self.names, *columns)
+        return _unpack, (self.folder, self.keys, self.block, self.names, PackedSources.of(self.sources))
 
 
-def _unpack(folder: Path, keys: KeyMap, block: tuple[int, int], names: list[str], *columns: Any) -> Catalog:
-    shapes, _, scales, encodings = columns[0]
-    sources = map(Source, shapes, map(StoredTensor, *columns[1]), scales, encodings)
-    return Catalog(folder, keys, dict(zip(names, sources, strict=True)), block)
+def _unpack(
+    folder: Path, keys: KeyMap, block: tuple[int, int], names: list[str], sources: PackedSources
+) -> Catalog:
+    catalog = Catalog(folder, keys, {}, block)
+    catalog.names, catalog.sources = names, sources
+    catalog.number_of = {name: number for number, name in enumerate(names)}
+    return catalog
+
+
+@dataclass(frozen=True)
+class PackedSources(Sequence[Source]):
+    """Sources as columns of numbers: quick to send, and one becomes an object when it is asked for.
+
+    Attributes:
+        values: distinct files, dtypes, shapes and encodings, which the columns name by index.
+        columns: [N, 12] int64: shape and encoding of the source; file, dtype, shape, start and bytes of data, and
+            of scales, where a file of -1 stands for none.
+    """
+
+    values: list[Any]
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> PackedSources:
+        numbers: dict[Any, int] = {}
+
+        def number(value: Any) -> int:
+            return numbers.setdefault(value, len(numbers))
+
+        rows = []
+        for shape, data, scales, encoding in sources:
+            row = [number(shape), number(encoding)]
+            for stored in (data, scales):
+                if stored is None:
+                    row += (-1, 0, 0, 0, 0)
+                else:
+                    row += (number(stored[0]), number(stored[1]), number(stored[2]), stored[3], stored[4])
+            rows.append(row)
+        return cls(list(numbers), np.array(rows, dtype=np.int64).reshape(-1, 12))
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, index: Any) -> Any:
+        shape, encoding, *rest = self.columns[index].tolist()
+        data, scales = (
+            None if one[0] < 0 else StoredTensor(*(self.values[i] for i in one[:3]), one[3], one[4])
+            for one in (rest[:5], rest[5:])
+        )
+        return Source(self.values[shape], data, scales, self.values[encoding])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A hundred thousand new objects would make Python look through all of torch's again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
@@ -92,6 +149,11 @@ def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """
     if not dist.is_initialized():
         return check_catalog(path, config)
+    with _no_collection():
+        return _share_catalog(path, config)
+
+
+def _share_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     outcome: list[Catalog | AutomoeError] = []
     if dist.get_rank() == 0:
         try:
@@ -108,7 +170,11 @@ def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 
 def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """``open_catalog`` of this process alone."""
-    folder = Path(path).expanduser()
+    with _no_collection():
+        return _check(Path(path).expanduser(), config)
+
+
+def _check(folder: Path, config: ModelConfig) -> Catalog:
     tensors = read_headers(folder)
     quantisation = _quantisation(folder)
     sources = _pair_scales(tensors, quantisation)
@@ -241,7 +307,9 @@ def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig
 
 def _ignored(key: str, config: ModelConfig) -> bool:
     """Stored but never ours: MTP modules behind the last layer, rotary tables, a second copy of a tied head."""
-    if key.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and key == "lm_head.weight"):
+    if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):
+        return True
+    if config.tie_embeddings and key == "lm_head.weight":
         return True
     parts = key.split(".")
     return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= config.num_layers

@@ -18,11 +18,14 @@ _OPTIONAL = (
     "attention.qkv_bias",
     "attention.o_bias",
     "attention.sinks",
+    "attention.output_gate",
     "attention.full_attention_interval",
+    "attention.linear_num_key_heads",
     "biased_experts",
     "expert_activation",
     "router.logit_bias",
     "shared_expert_gate",
+    "zero_centered_norms",
     "rope.partial_rotary_factor",
 )
 # What would contradict the rest of a written config if it stayed from a source's: other spellings, and
@@ -271,10 +274,29 @@ def leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
     return len(layers)
 
 
+def num_shared(width: int, hf: HFConfig) -> int:
+    """Shared experts: the width of the shared FFN in routed ones."""
+    unit = hf["moe_intermediate_size"]
+    if width % unit:
+        raise ConfigError(
+            "model.hf_path",
+            hf["model_type"],
+            f"its config.json has shared_expert_intermediate_size={width}, and the shared FFN here is a "
+            f"multiple of moe_intermediate_size={unit}: {width} % {unit} = {width % unit}",
+            "Choose another checkpoint",
+        )
+    return width // unit
+
+
+def shared_width(count: int, config: ModelConfig) -> int:
+    return count * config.moe_intermediate_size
+
+
 def full_interval(other: str, default: int) -> Callable[[Any, HFConfig], int]:
     """Reads ``layer_types``: every how many layers one has full attention, all the rest being ``other``.
 
-    ``default`` is the family's interval where config.json has no ``layer_types``.
+    ``default`` is the family's interval where config.json has no ``layer_types`` and no
+    ``full_attention_interval``.
 
     Raises:
         ConfigError: there is no such interval, or a third kind.
@@ -282,7 +304,7 @@ def full_interval(other: str, default: int) -> Callable[[Any, HFConfig], int]:
 
     def read(layers: list[str] | None, hf: HFConfig) -> int:
         if layers is None:
-            return default
+            return int(hf.get("full_attention_interval", default))
         full = [layer for layer, kind in enumerate(layers) if kind == "full_attention"]
         interval = full[0] + 1 if full else len(layers) + 1
         expected = [_kind(layer, interval, other) for layer in range(len(layers))]

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from automoe.config.schema import ModelConfig
-from automoe.errors import ConfigError
-from automoe.hf.family import Family, Field, HFConfig, common_fields, head_dim, leading_dense
+from automoe.hf.family import (
+    Family,
+    Field,
+    common_fields,
+    head_dim,
+    leading_dense,
+    num_shared,
+    shared_width,
+)
 from automoe.hf.keys import KeyMap
-
-
-def _num_shared(width: int, hf: HFConfig) -> int:
-    """Shared experts: the width of the shared FFN in routed ones."""
-    unit = hf["moe_intermediate_size"]
-    if width % unit:
-        raise ConfigError(
-            "model.hf_path",
-            hf["model_type"],
-            f"its config.json has shared_expert_intermediate_size={width}, and the shared FFN here is a "
-            f"multiple of moe_intermediate_size={unit}: {width} % {unit} = {width % unit}",
-            "Choose another checkpoint",
-        )
-    return width // unit
-
-
-def _shared_width(count: int, config: ModelConfig) -> int:
-    return count * config.moe_intermediate_size
-
 
 FAMILY = Family(
     model_type="qwen2_moe",
@@ -33,7 +20,7 @@ FAMILY = Family(
     | {
         "num_experts": Field("num_experts", aliases=("num_local_experts",)),
         "moe_intermediate_size": Field("moe_intermediate_size"),
-        "num_shared_experts": Field("shared_expert_intermediate_size", read=_num_shared, write=_shared_width),
+        "num_shared_experts": Field("shared_expert_intermediate_size", read=num_shared, write=shared_width),
         "first_k_dense": Field(
             "mlp_only_layers", None, read=leading_dense, write=lambda count, config: list(range(count))
         ),

@@ -8,10 +8,10 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe
+from automoe.hf import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe, qwen3_next
 from automoe.hf.family import Family
 
-_MODULES = (deepseek_v3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, gpt_oss, llama, qwen3)
+_MODULES = (deepseek_v3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, gpt_oss, qwen3_next, llama, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 BY_MODEL_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.known_as}
 

@@ -6,6 +6,7 @@ Shapes: B rows, S positions of this rank, R positions of the whole row, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +139,7 @@ def _with_sink_key(
 class GroupedQueryAttention(nn.Module):
     """num_heads query heads share num_kv_heads key and value heads.
 
-    Optional: biases, RMSNorm on q and k, a sliding window (by layer), attention sinks (GPT-OSS, arXiv
+    Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer), attention sinks (GPT-OSS, arXiv
     2508.10925, section 2.3).
     """
 
@@ -147,14 +148,17 @@ class GroupedQueryAttention(nn.Module):
         attention, hidden = config.attention, config.hidden_size
         self.head_dim = attention.head_dim
         bias = attention.qkv_bias
-        self.q_proj = Linear(hidden, attention.num_heads * self.head_dim, bias)
+        self.output_gate = attention.output_gate
+        # With an output gate a head's rows are those of its query, then those of its gate.
+        self.q_proj = Linear(hidden, (1 + self.output_gate) * attention.num_heads * self.head_dim, bias)
         self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias)
         self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias)
         self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
         self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
         self.window = window_of(attention, layer)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if attention.qk_norm else nn.Identity()
+        norm = partial(RMSNorm, self.head_dim, config.norm_eps, config.zero_centered_norms)
+        self.q_norm = norm() if attention.qk_norm else nn.Identity()
+        self.k_norm = norm() if attention.qk_norm else nn.Identity()
         self.split: TokenSplit = WholeTokens()
         self.attend = AttentionContext.attend
         self.scale = softmax_scale(config.rope, self.head_dim)
@@ -163,12 +167,16 @@ class GroupedQueryAttention(nn.Module):
         """x [B, S, H] -> [B, S, H]."""
         x = self.split.gather(x)
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = context.rotate(self.q_norm(self.q_proj(x).view(heads)))
+        q, gate = self.q_proj(x), None
+        if self.output_gate:
+            q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        q = context.rotate(self.q_norm(q.reshape(heads)))
         k = context.rotate(self.k_norm(self.k_proj(x).view(heads)))
         v = self.v_proj(x).view(heads)
         k, v = context.exchange.gather(k), context.exchange.gather(v)
         sinks = None if self.sinks is None else local_part(self.sinks)
         out = self.attend(context, q, k, v, self.scale, self.window, sinks)
+        out = out if gate is None else out * gate.sigmoid()
         return self.o_proj.summed(out.flatten(2), self.split)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from automoe.config.layer_kinds import is_linear
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext, build_attention
+from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
 from automoe.model.norm import RMSNorm
 from automoe.moe.layer import MoE
@@ -19,9 +21,12 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.input_layernorm = RMSNorm(hidden, config.norm_eps)
-        self.self_attn = build_attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps)
+        self.input_layernorm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms)
+        if is_linear(config.attention, layer):
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = build_attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms)
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size)
@@ -30,8 +35,13 @@ class Block(nn.Module):
             shared = MLP(hidden, width, config.shared_expert_gate) if width else None
             self.mlp = MoE(config, moe, layer - config.first_k_dense, shared)
 
+    @property
+    def attention(self) -> nn.Module:
+        """What mixes positions, by whichever name it has."""
+        return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+
     def forward(self, x: torch.Tensor, context: AttentionContext, rows: Rows) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]; ``rows`` are those of x, ``context`` belongs to the whole attention."""
-        x = x + self.self_attn(self.input_layernorm(x), context)
+        x = x + self.attention(self.input_layernorm(x), context)
         h = self.post_attention_layernorm(x)
         return x + (self.mlp(h, rows) if isinstance(self.mlp, MoE) else self.mlp(h))

@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         tied = config.tie_embeddings
         self.embed_tokens = Embedding(vocab, hidden) if embeds or (predicts and tied) else None
         self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer) for layer in layers})
-        self.norm = RMSNorm(hidden, config.norm_eps) if predicts else None
+        self.norm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
         self.exchange: RowExchange = WholeRows()
         self.split: TokenSplit = WholeTokens()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from automoe.counter_random import normal_at
+from automoe.counter_random import bits_at, normal_at, stream_key, uniform_from
 
 _CHUNK = 1 << 22  # elements filled at once, which bounds the scratch memory
 
@@ -51,18 +51,28 @@ def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> N
 
 @torch.no_grad()
 def initialize(model: nn.Module, std: float, seed: int) -> None:
-    """Fill every parameter: matrices and sinks with normal(0, std), norm weights with one, biases with zero.
+    """Fill every parameter: as its module's ``first_values`` say, biases with zero, the rest with normal(0, std).
 
     ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any mesh.
     """
-    for name, parameter in model.named_parameters():
-        last = name.rpartition(".")[2]
-        if last in ("bias", "b_gate_up", "b_down"):
-            _local_part(parameter)[0].zero_()
-        elif parameter.dim() == 1 and last == "weight":
-            _local_part(parameter)[0].fill_(1.0)
-        else:
-            fill_normal_(parameter, name, std, seed)
+    for prefix, module in model.named_modules():
+        first_values = getattr(module, "first_values", {})
+        for last, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{last}" if prefix else last
+            kind = "zeros" if last in ("bias", "b_gate_up", "b_down") else first_values.get(last, "normal")
+            if kind == "normal":
+                fill_normal_(parameter, name, std, seed)
+            elif kind == "log_uniform":
+                _fill_log_uniform_(parameter, name, seed)
+            else:
+                _local_part(parameter)[0].fill_(float(kind == "ones"))
+
+
+def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
+    """The logarithm of numbers uniform between 0 and 16 (decay rates of a delta net); one dim."""
+    local, (start,) = _local_part(parameter)
+    index = torch.arange(start, start + local.shape[0], device=local.device)
+    local.copy_((16 * uniform_from(bits_at(index, stream_key(name, seed)))).log())
 
 
 def reset_buffers(model: nn.Module) -> None:

@@ -43,17 +43,23 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim; the result has the dtype of ``x``."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim; the result has the dtype of ``x``.
 
-    def __init__(self, dim: int, eps: float) -> None:
+    ``zero_centered`` multiplies by 1 + weight instead, and starts from zero.
+    """
+
+    def __init__(self, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
+        self.first_values = {"weight": "zeros" if zero_centered else "ones"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # promote_types and not .float(): float64 runs must stay float64.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(wide)
+        if self.zero_centered:
+            weight = weight + 1
         if x.device.type == "cpu":
             rows = x.to(wide).reshape(-1, x.shape[-1])
             return _RMSNorm.apply(rows, weight, self.eps).view(x.shape).to(x.dtype)

@@ -66,7 +66,7 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
                 # other would not wait for it. So a whole layer is on one stream.
                 block.mlp.moe = replace(block.mlp.moe, overlap_shared_experts=False)
         if "core_attn" in modules:
-            block.self_attn.attend = Recomputed(block.self_attn.attend)
+            block.attention.attend = Recomputed(block.attention.attend)
         if "mlp" in modules and isinstance(block.mlp, MLP):
             _recompute_forward(block.mlp)
         if isinstance(block.mlp, MoE):

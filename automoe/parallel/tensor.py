@@ -20,6 +20,7 @@ from automoe.collectives import all_gather, reduce_scatter
 from automoe.mesh import Meshes
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
 from automoe.model.decoder import Decoder
+from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
 
 
@@ -86,6 +87,7 @@ _PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
         "o_proj": BY_INPUT,
     },
     LatentAttention: {"q_proj": BY_OUTPUT, "q_b_proj": BY_OUTPUT, "kv_b_proj": BY_OUTPUT, "o_proj": BY_INPUT},
+    GatedDeltaNet: {"in_proj_qkvz": BY_OUTPUT, "in_proj_ba": BY_OUTPUT, "out_proj": BY_INPUT},
     Decoder: {"embed_tokens": BY_OUTPUT, "lm_head": BY_OUTPUT},
 }
 
@@ -106,6 +108,10 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
             plan = _share_kv_heads(module, plan, split)
             if module.sinks is not None:  # one a query head
                 _cut(module, "sinks", mesh, 0)
+        if isinstance(module, GatedDeltaNet):
+            _cut(module, "A_log", mesh, 0)
+            _cut(module, "dt_bias", mesh, 0)
+            module.first_key_head = split.rank * module.key_heads // split.num_ranks
         parallelize_module(module, mesh, plan)
     model.first_id = split.rank * model.config.vocab_size // split.num_ranks
     if model.embed_tokens is not None:

@@ -84,6 +84,22 @@ _GPT_OSS: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "rope_theta": 150000.0,
 }
+_QWEN3_NEXT: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    # A row's first token reads beta (q.k) v from the state: where q and k are almost orthogonal, less would
+    # let the norm behind it blow rounding up.
+    "rms_norm_eps": 1e-3,
+}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 8.0,
@@ -195,6 +211,24 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention"] * 2, "attention_bias": False}
         | {"rope_scaling": _YARN | {"truncate": False, "factor": 32.0}, "rope_theta": 50.0},
     ),
+    "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3_next_odd": (
+        "qwen3_next",
+        _QWEN3_NEXT
+        | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 1, "num_experts": 5, "head_dim": 20}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 13}
+        | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2}
+        | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24}
+        | {"mlp_only_layers": [0], "intermediate_size": 37}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.5}
+        | {"tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
+    "qwen3_next_yarn": (
+        "qwen3_next",
+        _QWEN3_NEXT
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_hidden_layers": 3, "num_experts": 4}
+        | {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "rope_scaling": _YARN},
+    ),
     "llama": ("llama", _DENSE | {"head_dim": 8}),
     "llama_odd": (
         "llama",
@@ -212,11 +246,14 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def small_hf_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def small_hf_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, other_sizes: dict[str, Any] | None = None
+) -> Any:
     """A transformers model of ``SMALL_MODELS`` with random weights, norms and selection biases."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, sizes = SMALL_MODELS[name]
+    sizes = sizes | (other_sizes or {})
     config = AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes))  # it writes into nested dicts
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -225,6 +262,12 @@ def small_hf_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32)
             noise = torch.randn(parameter.shape, generator=generator)
             if key.endswith(".bias"):
                 parameter.copy_(0.2 * noise)
+            elif key.endswith("norm.weight"):
+                parameter.add_(0.1 * noise)  # to one or, where norms are zero-centred, zero
+            elif key.endswith("A_log"):
+                # A state that remembers: read from one token alone, a head whose query and key are almost
+                # orthogonal is almost zero, and its norm would make rounding as large as the rest.
+                parameter.copy_(0.5 * noise - 3)
             else:
                 # Large enough that experts differ and attention is not flat.
                 parameter.copy_(
@@ -250,9 +293,14 @@ def as_our_tensor(
 
 
 def save_small_hf(
-    name: str, path: str | Path, seed: int = 0, dtype: torch.dtype = torch.float32, **save_options: Any
+    name: str,
+    path: str | Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    other_sizes: dict[str, Any] | None = None,
+    **save_options: Any,
 ) -> Any:
     """Write ``small_hf_model`` as a checkpoint directory and return it."""
-    model = small_hf_model(name, seed, dtype)
+    model = small_hf_model(name, seed, dtype, other_sizes)
     model.save_pretrained(path, **save_options)
     return model

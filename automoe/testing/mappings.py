@@ -56,6 +56,8 @@ def _fits_experts(shape: MeshShape, model: ModelConfig) -> bool:
 
 def _fits_heads(shape: MeshShape, model: ModelConfig) -> bool:
     tp, attention = shape.tp, model.attention
+    if attention.linear_num_key_heads and (shape.cp > 1 or attention.linear_num_key_heads % tp):
+        return False
     kv_heads = attention.num_kv_heads if attention.kind == "gqa" else tp
     dense = model.intermediate_size if model.first_k_dense else 0
     shared = model.num_shared_experts * model.moe_intermediate_size

@@ -20,10 +20,18 @@ def config(model: str = "small_gpt_oss", mesh: dict[str, int] | None = None, **k
     return replace(compose_config(overrides=overrides), mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))))
 
 
+def next_config(**options: Any) -> Config:
+    return config("small_qwen3_next", **options)
+
+
 @pytest.mark.parametrize(
     ("broken", "key", "needles"),
     [
-        (config(model__attention__full_attention_interval=0), "model.attention.full_attention_interval", ["1"]),
+        (
+            config(model__attention__full_attention_interval=0),
+            "model.attention.full_attention_interval",
+            ["1"],
+        ),
         (
             config(model__attention__sliding_window=0),
             "model.attention.full_attention_interval",
@@ -34,11 +42,37 @@ def config(model: str = "small_gpt_oss", mesh: dict[str, int] | None = None, **k
             "model.attention.full_attention_interval",
             ["sliding_window=64"],
         ),
-        (config("small_dsv3", model__attention__sinks=True), "model.attention.sinks", ["gqa alone", "sinks=false"]),
+        (
+            config("small_dsv3", model__attention__sinks=True),
+            "model.attention.sinks",
+            ["gqa alone", "sinks=false"],
+        ),
         (
             config(mesh=dict(cp=2), parallel__context="ring"),
             "parallel.context",
             ["causality alone", "sinks=True", "context=gather"],
+        ),
+        (next_config(), "data.document_mask", ["not reset", "document_mask=false"]),
+        (
+            next_config(mesh=dict(cp=2), data__document_mask=False),
+            "mesh.cp",
+            ["linear_num_key_heads=4", "cp ranks hold parts of it"],
+        ),
+        (next_config(mesh=dict(tp=3), data__document_mask=False), "mesh.tp", ["4 % 3 = 1", "mesh.tp=1"]),
+        (
+            next_config(model__attention__linear_num_value_heads=6),
+            "model.attention.linear_num_value_heads",
+            ["6 % 4 = 2", "4 or 8"],
+        ),
+        (
+            next_config(model__attention__linear_key_head_dim=0),
+            "model.attention.linear_key_head_dim",
+            ["needs this size"],
+        ),
+        (
+            next_config(model__attention__sliding_window=8),
+            "model.attention.full_attention_interval",
+            ["linear_num_key_heads=4", "sliding_window=8"],
         ),
         (config(model__swiglu_limit=0), "model.swiglu_limit", ["larger than 0"]),
         (
@@ -60,6 +94,12 @@ def test_a_broken_rule_is_named(broken: Config, key: str, needles: list[str]) ->
 @pytest.mark.parametrize("mesh", [dict(), dict(cp=2), dict(tp=2), dict(dp_shard=4, etp=2, ep_shard=2)])
 def test_what_is_legal_passes(mesh: dict[str, int]) -> None:
     fine = config(mesh=mesh)
+    assert validate(fine, None, "cpu") == resolve_mesh(fine.mesh, None)
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(tp=2), dict(pp=2, dp_shard=2)])
+def test_delta_nets_pass_without_documents(mesh: dict[str, int]) -> None:
+    fine = next_config(mesh=mesh, data__document_mask=False)
     assert validate(fine, None, "cpu") == resolve_mesh(fine.mesh, None)
 
 

@@ -62,7 +62,7 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
 @pytest.mark.parametrize(
     "name",
     [*PRESETS, "qwen2_57b_a14b", "glm45_355b_a32b", "llama3_8b", "qwen3_8b"]
-    + ["small_dsv3", "small_mixtral", "small_qwen3_moe", "small_gpt_oss"],
+    + ["small_dsv3", "small_mixtral", "small_qwen3_moe", "small_gpt_oss", "small_qwen3_next"],
 )
 def test_names_and_shapes_are_those_of_the_model(name: str, tied: bool) -> None:
     config = replace(preset(name), tie_embeddings=tied)
@@ -140,6 +140,24 @@ def test_a_window_costs_the_band_that_it_leaves() -> None:
     score = 6 * model.attention.num_heads * 2 * model.attention.head_dim
     assert without.causal - with_window.causal == pytest.approx(score * (10 / 2 - (3 - 9 / 20)))
     assert without.full_attention - with_window.full_attention == pytest.approx(score * (10 - 3))
+
+
+def test_a_delta_net_costs_its_state_whatever_the_row() -> None:
+    """Three layers of four: three products of Dk x Dv numbers a value head, 2 FLOPs each and thrice for training."""
+    model = preset("small_qwen3_next")
+    linear = replace(model, num_layers=3)
+    short, long = (train_flops_per_token(linear, seq_len) for seq_len in (64, 4096))
+    assert short == long
+    attention = model.attention
+    state = attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
+    larger = replace(linear, attention=replace(attention, linear_num_value_heads=16))
+    matrices = [
+        sum(p.numel for p in layer_params(m, 0) if p.part == "attention" and p.name.endswith("proj.weight"))
+        + sum(p.numel for p in layer_params(m, 0) if "in_proj" in p.name)
+        for m in (linear, larger)
+    ]
+    extra = train_flops_per_token(larger, 64).causal - short.causal
+    assert extra == 3 * (6 * (matrices[1] - matrices[0]) + 3 * 6 * state)
 
 
 def test_dense_layers_cost_their_own_width() -> None:

@@ -87,6 +87,16 @@ def test_a_preset_has_the_sizes_of_the_model_card(name: str) -> None:
     assert (count.active - count.by_part["embedding"]) / 1e9 == pytest.approx(active, abs=0.005)
 
 
+def test_qwen3_next_has_the_sizes_of_its_model_card() -> None:
+    """80 B and 3 B active, 79 B without embeddings; the checkpoint's 81.3 B are with a prediction module."""
+    model = preset("qwen3_next_80b_a3b")
+    count = count_params(model)
+    tables = count.by_part["embedding"] + count.by_part["head"]
+    assert round(count.total / 1e9) == 80 and round((count.total - tables) / 1e9) == 79
+    assert round((count.active - tables) / 1e9) == 3
+    assert (count.total + prediction_module(model)) / 1e9 == pytest.approx(81.3, abs=0.05)
+
+
 def numbers_of(name: str) -> tuple[float | None, float | None]:
     """Billions in all and active, as the name says them: 8x7b says neither."""
     total = re.search(r"_(\d+(?:_\d+)?)([bt])(?:_|$)", name)

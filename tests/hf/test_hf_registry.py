@@ -18,6 +18,7 @@ from published_configs import (
     PUBLISHED,
     QWEN2_57B,
     QWEN3_30B,
+    QWEN3_NEXT_80B,
 )
 
 from automoe.config.compose import compose_config
@@ -91,7 +92,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "llama", "qwen3"],
+    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"],
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")
@@ -134,6 +135,12 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
             ["layer_types[1]=sliding_attention", "every 1 layers", "full_attention"],
         ),
         (GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24}, ["layer_types[0]=chunked_attention"]),
+        (QWEN3_NEXT_80B | {"attention_bias": True}, ["attention_bias=True", "qwen3_next"]),
+        (
+            QWEN3_NEXT_80B
+            | {"layer_types": ["linear_attention", "full_attention"] * 23 + ["full_attention"] * 2},
+            ["layer_types[46]=full_attention", "every 2 layers", "linear_attention"],
+        ),
         ([1, 2], ["not a JSON object"]),
     ],
     ids=lambda value: None,
@@ -169,6 +176,9 @@ def test_model_that_the_family_cannot_express() -> None:
         ("llama", "first_k_dense", 3),
         ("qwen2_moe", "shared_expert_gate", False),
         ("mixtral", "attention.sinks", True),
+        ("llama", "zero_centered_norms", True),
+        ("qwen2_moe", "attention.linear_num_key_heads", 2),
+        ("qwen3_next", "attention.output_gate", False),
         ("qwen3_moe", "biased_experts", True),
         ("gpt_oss", "expert_activation", "swiglu"),
         ("gpt_oss", "attention.sinks", False),

@@ -94,6 +94,31 @@ MODELS["gpt-oss"] = ModelConfig(
     router=RouterConfig(softmax_after_topk=True, logit_bias=True),
     **_SIZES,
 )
+# Three delta nets, one gated attention of which half a head turns; norms around one; a gated shared expert.
+MODELS["qwen3-next"] = ModelConfig(
+    family="qwen3_next",
+    num_layers=4,
+    num_experts_per_token=3,
+    num_shared_experts=1,
+    shared_expert_gate=True,
+    zero_centered_norms=True,
+    norm_eps=1e-3,
+    attention=AttentionConfig(
+        kind="gqa",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm=True,
+        output_gate=True,
+        full_attention_interval=4,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=6,
+        linear_value_head_dim=4,
+    ),
+    rope=RopeConfig(partial_rotary_factor=0.5),
+    **_SIZES,
+)
 MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
 # Kimi's form: one direct query projection, no groups of experts; and more heads, for tp4.
 MODELS["deepseek-direct"] = replace(
@@ -160,10 +185,10 @@ class Case:
 
     @property
     def config(self) -> Config:
-        mesh = MeshConfig(**({"dp_shard": 1} | self.mesh))
+        mesh, model = MeshConfig(**({"dp_shard": 1} | self.mesh)), MODELS[self.family]
         return Config(
             mesh=mesh,
-            model=MODELS[self.family],
+            model=model,
             moe=MoEConfig(
                 dispatcher=self.dispatcher,
                 experts="loop",
@@ -178,7 +203,8 @@ class Case:
             train=TrainConfig(
                 seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"
             ),
-            data=DataConfig(document_mask=self.document_mask),
+            # A delta net's state is not reset where a document begins.
+            data=DataConfig(document_mask=self.document_mask and not model.attention.linear_num_key_heads),
         )
 
     @property

@@ -60,6 +60,9 @@ CORE = [
     Case("gpt-oss", dict(cp=2, etp=2), rows=4),
     Case("gpt-oss", dict(pp=2, tp=2, ep=2), rows=2, parallel=PARTS),
     Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False),
+    # delta nets
+    Case("qwen3-next", dict(pp=2, dp_shard=2, ep=2), rows=2),
+    Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS),
 ]
 
 MORE = [
@@ -101,6 +104,11 @@ MORE = [
     Case("gpt-oss", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2, moe=PADDED),
     Case("gpt-oss", dict(pp=2, dp_shard=2, cp=2, ep=2, etp=2), rows=2, parallel=INTERLEAVED),
     Case("gpt-oss", dict(dp_shard=2, cp=2, tp=2, etp=2), rows=2, moe=DROP),
+    # delta nets
+    Case("qwen3-next", dict(tp=4, etp=2), rows=8),
+    Case("qwen3-next", dict(dp_shard=4, ep=2), rows=1, dispatcher="allgather"),
+    Case("qwen3-next", dict(dp_replicate=2, dp_shard=2, tp=2, ep=4), rows=2, parallel=FULL),
+    Case("qwen3-next", dict(pp=2, tp=2, ep=2), rows=2, parallel=INTERLEAVED),
     # tp
     Case("mixtral", dict(tp=2), rows=2, parallel=PER_MICRO_BATCH),
     Case("qwen3-tied", dict(tp=2, ep=2), rows=4),
