@@ -69,6 +69,18 @@ def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]
         assert kinds.count("gradient") > 20
 
 
+def test_a_dense_model_has_no_routing_to_force(ranks: RankPool, small: list[str]) -> None:
+    dense = ["model=small_llama", *small, "model.first_k_dense=2", "mesh.ep=1", "mesh.tp=2"]
+    config, shape, cuts = make_runnable(compose_config(overrides=dense))
+    assert cuts == []
+    for each in passes(config):
+        result = verify_pass(each, shape, ranks)
+        assert not result.forced and not result.different
+        kinds = [c.kind for c in result.compared]
+        assert kinds.count("gradient") > 10
+        assert ("updated parameter" in kinds) == (each.train.dtype == "float64")
+
+
 @pytest.mark.parametrize("number", [0, 1], ids=["float64", "float32"])
 def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: int) -> None:
     config, shape, _ = make_runnable(compose_config(overrides=[*small, "mesh.ep=1"]))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from automoe.hf.family import Family, Field, common_fields, full_interval, layer_types
+from automoe.hf.family import Family, Field, HFConfig, common_fields, full_interval, layer_types
 from automoe.hf.keys import KeyMap
+
+
+def _window(keys: int | None, hf: HFConfig) -> int:
+    """None where no layer has one, whatever number config.json gives."""
+    kinds = hf.get("layer_types")
+    return 0 if kinds is not None and "sliding_attention" not in kinds else keys or 0
+
 
 FAMILY = Family(
     model_type="gpt_oss",
@@ -24,7 +31,11 @@ FAMILY = Family(
             write=layer_types("sliding_attention"),
         ),
         "attention.sliding_window": Field(
-            "sliding_window", 128, read=lambda keys, hf: keys or 0, write=lambda keys, config: keys or None
+            # transformers makes a mask of it even where no layer has a window.
+            "sliding_window",
+            128,
+            read=_window,
+            write=lambda keys, config: keys or 128,
         ),
     },
     fixed={
