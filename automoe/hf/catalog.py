@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,47 +91,36 @@ class PackedSources(Sequence[Source]):
     """Sources as columns of numbers: quick to send, and one becomes an object when it is asked for.
 
     Attributes:
-        values: distinct files, dtypes, shapes and encodings, which the columns name by index.
-        columns: [N, 12] int64: shape and encoding of the source; file, dtype, shape, start and bytes of data, and
-            of scales, where a file of -1 stands for none.
+        kinds: distinct (shape, encoding, and file, dtype, shape of data and of scales or None).
+        columns: [N, 5] int64: index of the kind, start and bytes of data, of scales.
     """
 
-    values: list[Any]
+    kinds: list[Any]
     columns: np.ndarray
 
     @classmethod
     def of(cls, sources: Sequence[Source]) -> PackedSources:
-        numbers: dict[Any, int] = {}
-
-        def number(value: Any) -> int:
-            return numbers.setdefault(value, len(numbers))
-
+        kinds: dict[Any, int] = {}
         rows = []
         for shape, data, scales, encoding in sources:
-            row = [number(shape), number(encoding)]
-            for stored in (data, scales):
-                if stored is None:
-                    row += (-1, 0, 0, 0, 0)
-                else:
-                    row += (number(stored[0]), number(stored[1]), number(stored[2]), stored[3], stored[4])
-            rows.append(row)
-        return cls(list(numbers), np.array(rows, dtype=np.int64).reshape(-1, 12))
+            kind = (shape, encoding, data[:3], None if scales is None else scales[:3])
+            number = kinds.setdefault(kind, len(kinds))
+            rows.append((number, *data[3:], *((0, 0) if scales is None else scales[3:])))
+        return cls(list(kinds), np.array(rows, dtype=np.int64).reshape(-1, 5))
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def __getitem__(self, index: Any) -> Any:
-        shape, encoding, *rest = self.columns[index].tolist()
-        data, scales = (
-            None if one[0] < 0 else StoredTensor(*(self.values[i] for i in one[:3]), one[3], one[4])
-            for one in (rest[:5], rest[5:])
-        )
-        return Source(self.values[shape], data, scales, self.values[encoding])
+        number, *places = self.columns[index].tolist()
+        shape, encoding, data, scales = self.kinds[number]
+        scaled = None if scales is None else StoredTensor(*scales, *places[2:])
+        return Source(shape, StoredTensor(*data, *places[:2]), scaled, encoding)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """A hundred thousand new objects would make Python look through all of torch's again and again."""
+def without_collection() -> Iterator[None]:
+    """For a hundred thousand new objects Python would look through all of torch's again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -149,7 +139,7 @@ def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """
     if not dist.is_initialized():
         return check_catalog(path, config)
-    with _no_collection():
+    with without_collection():
         return _share_catalog(path, config)
 
 
@@ -170,7 +160,7 @@ def _share_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 
 def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """``open_catalog`` of this process alone."""
-    with _no_collection():
+    with without_collection():
         return _check(Path(path).expanduser(), config)
 
 
@@ -183,7 +173,8 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
         keys = keys.in_memory
     wanted = hf_tensors(config, keys)
     missing = [key for key in wanted if key not in sources]
-    unexpected = [key for key in sources if key not in wanted and not _ignored(key, config)]
+    spare = _spare(sources, config)
+    unexpected = [key for key in sources if key not in wanted and key not in spare]
     wrong = [key for key in wanted if key in sources and sources[key].shape != tuple(wanted[key])]
     if missing or unexpected or wrong:
         _check_experts(folder, sources, config, keys)
@@ -250,8 +241,7 @@ def _pair_scales(tensors: dict[str, StoredTensor], quantisation: Quantisation) -
 
 def _check_encodings(folder: Path, sources: dict[str, Source], quantisation: Quantisation) -> None:
     """Every tensor has a dtype that is read, its scales the shape that its blocks ask for."""
-    plain = {key: source for key, source in sources.items() if source.encoding == "plain"}
-    bare = [key for key, source in plain.items() if source.data.dtype not in FLOAT_DTYPES]
+    bare = [key for key, s in sources.items() if s.encoding == "plain" and s.data.dtype not in FLOAT_DTYPES]
     if bare:
         what = f"{len(bare)} tensors are quantised ({sources[bare[0]].data.dtype}): {listed(bare)}"
         if quantisation.encoding == "plain":
@@ -263,8 +253,13 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantisation: Qua
             f"{folder}: {what}, and their scales are missing: {bare[0]}{SCALE_SUFFIX} is in no file. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
+    fine = set()  # thousands of tensors are alike
     for key, source in sources.items():
         data, scales = source.data, source.scales
+        kind = (source.encoding, data[1:3], data[4], None if scales is None else (scales[1:3], scales[4]))
+        if kind in fine:
+            continue
+        fine.add(kind)
         if scales is not None:
             if source.encoding == "fp8":
                 *lead, rows, cols = data.shape
@@ -293,7 +288,8 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantisation: Qua
 
 def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig, keys: KeyMap) -> None:
     """Another number of experts would show as thousands of missing or unexpected keys: say it plainly."""
-    numbers = {keys.expert_of(key) for key in sources if not _ignored(key, config)} - {None}
+    spare = _spare(sources, config)
+    numbers = {keys.expert_of(key) for key in sources if key not in spare} - {None}
     count = len(numbers)
     if keys.fused:
         counts = (source.shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}"))
@@ -305,11 +301,19 @@ def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig
         )
 
 
-def _ignored(key: str, config: ModelConfig) -> bool:
-    """Stored but never ours: MTP modules behind the last layer, rotary tables, a second copy of a tied head."""
-    if key.startswith("mtp.") or key.endswith("rotary_emb.inv_freq"):
-        return True
-    if config.tie_embeddings and key == "lm_head.weight":
-        return True
-    parts = key.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= config.num_layers
+def _spare(sources: dict[str, Source], config: ModelConfig) -> set[str]:
+    """What is stored but never ours: MTP modules, rotary tables, a second copy of a tied head.
+
+    MTP modules (arXiv 2412.19437, section 2.2) stand behind the last layer and are known by the projection
+    that joins their two inputs. Without it a layer there is one of a larger model.
+    """
+    joins = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
+    found = [match for key in sources if (match := joins.fullmatch(key))]
+    modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
+    return {
+        key
+        for key in sources
+        if key.startswith(modules)
+        or key.endswith("rotary_emb.inv_freq")
+        or (config.tie_embeddings and key == "lm_head.weight")
+    }

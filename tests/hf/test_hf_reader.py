@@ -162,12 +162,31 @@ def test_extra_tensors_that_are_known_are_passed_over(tmp_path: Path) -> None:
     extra = {
         "lm_head.weight": torch.zeros(101, 32),  # tied: the embedding is the head
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6),
-        "model.layers.4.embed_tokens.weight": torch.zeros(101, 32),  # a module for multi-token prediction
     }
     edit(tmp_path, lambda tensors: tensors.update(extra))
     model = empty_model(model_config_from_hf(tmp_path))
     load_hf(model, tmp_path)
     assert model.head_weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["dsv3", "glm4_moe"])
+def test_modules_for_multi_token_prediction_are_passed_over(name: str, tmp_path: Path) -> None:
+    """As published: one more layer with experts of its own, two norms and the projection that joins its inputs."""
+    save_small_hf(name, tmp_path)
+
+    def module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        last = {key: value for key, value in tensors.items() if key.startswith("model.layers.3.")}
+        behind = {
+            key.replace("layers.3.", "layers.4."): torch.zeros_like(value) for key, value in last.items()
+        }
+        names = {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,), "shared_head.head": (96, 32)}
+        return behind | {f"model.layers.4.{key}.weight": torch.zeros(size) for key, size in names.items()}
+
+    edit(tmp_path, lambda tensors: tensors.update(module(tensors)))
+    load_hf(empty_model(model_config_from_hf(tmp_path)), tmp_path)
+    # Without that projection it is a layer of a larger model.
+    edit(tmp_path, lambda tensors: tensors.pop("model.layers.4.eh_proj.weight"))
+    assert "are not the model's: model.layers.4." in refused(tmp_path)
 
 
 def test_buffers_come_too(tmp_path: Path) -> None:
