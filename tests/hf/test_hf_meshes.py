@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from hf_mesh_cases import MESHES, ROWS, SEQ, config_for, load_on_mesh, stored, world_size
 
-from automoe.config.schema import MeshConfig
+from automoe.config.schema import MeshConfig, OptimConfig
 from automoe.config.validate import validate
 from automoe.data.batch import StepBatch
 from automoe.errors import ConfigError
 from automoe.hf.keys import hf_pieces
 from automoe.hf.registry import family_of, model_config_from_hf
-from automoe.hf.writer import save_hf
+from automoe.hf.shards import Parts
+from automoe.hf.writer import export_model, save_hf
+from automoe.optim.adamw import build_optimizer
 from automoe.parallel.step import build_runner, prepare_inputs
 from automoe.rows import IGNORE
 from automoe.testing.hf_models import SMALL_MODELS, save_small_hf
@@ -36,6 +38,18 @@ def tokens_and_labels(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train_step(path: Path, mesh: MeshConfig) -> tuple[float, dict[str, torch.Tensor]]:
     """This rank's share of the loss, and the gradients of its stages."""
+    loss, parts = forward_and_backward(path, mesh)
+    return loss, {name: whole(parameter.grad) for name, parameter in named_parameters(parts).items()}
+
+
+def train_and_export(path: Path, mesh: MeshConfig, out: Path) -> float | None:
+    """One optimizer step, and the export's difference to transformers' logits on the first rank."""
+    _, parts = forward_and_backward(path, mesh)
+    build_optimizer(parts.values(), OptimConfig()).step()
+    return export_model(parts, out).logits_error
+
+
+def forward_and_backward(path: Path, mesh: MeshConfig) -> tuple[float, Parts]:
     parts, meshes, config = load_on_mesh(path, mesh)
     tokens, labels = tokens_and_labels(config.model.vocab_size)
     mine = slice(meshes.dp_rank * ROWS // meshes.shape.dp, (meshes.dp_rank + 1) * ROWS // meshes.shape.dp)
@@ -50,8 +64,7 @@ def train_step(path: Path, mesh: MeshConfig) -> tuple[float, dict[str, torch.Ten
     )
     inputs, _ = prepare_inputs(batch, meshes, config, torch.device("cpu"))
     loss = build_runner(parts, meshes, config, torch.device("cpu")).train(inputs)
-    gradients = {name: whole(parameter.grad) for name, parameter in named_parameters(parts).items()}
-    return float(loss), gradients
+    return float(loss), parts
 
 
 def round_trip(path: Path, out: Path, mesh: MeshConfig, dtype: str) -> int:
@@ -219,6 +232,22 @@ def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -
         assert after[key].dtype == tensor.dtype
         assert torch.equal(after[key], tensor), key
     assert model_config_from_hf(out) == replace(model_config_from_hf(path), hf_path=str(out))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_moe"]
+    + [exhaustive(name) for name in ("dsv3", "qwen3_moe", "mixtral", "glm4_moe", "llama", "qwen3")],
+)
+def test_what_was_trained_leaves_equal_to_transformers(name: str, tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf(name, tmp_path / "in")
+    mesh = MESHES["pp2_dp2_ep2"]
+    errors = ranks.run(train_and_export, world_size(mesh), tmp_path / "in", mesh, tmp_path / "out")
+    assert errors[0] is not None and errors[0] < TOLERANCE
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    trained = [key for key in before if not key.endswith("correction_bias")]
+    assert not any(torch.equal(before[key], after[key]) for key in trained)
 
 
 @pytest.mark.parametrize(
