@@ -168,10 +168,18 @@ def _handle_signals(stop: threading.Event, run_dir: Path, launcher: int | None) 
     signal.signal(signal.SIGINT, ask_to_stop if launcher is None else signal.SIG_IGN)
     if launcher is not None and sys.platform == "linux":
         # torchrun puts every rank in a session of its own: if it dies by SIGKILL nobody else ends them.
-        parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        # It may have died before: then whoever adopts orphans is the parent, and not a child of the launcher.
+        if _parent(os.getppid()) != launcher:
             os._exit(1)
+
+
+def _parent(pid: int) -> int | None:
+    """Process id of a process's parent; None where there is no such process (any more)."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:

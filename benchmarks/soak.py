@@ -151,12 +151,11 @@ def run_until_done(
         except subprocess.TimeoutExpired:
             if not strike(command, process, victim, pick):
                 victim = "nobody"  # the run ended in this very moment, or had no such process yet
-            output = process.communicate(timeout=PATIENCE_S)[0]
-        deadline = time.monotonic() + PATIENCE_S
-        while command.pids():
-            if time.monotonic() > deadline:
-                raise Lost(f"{mesh}: processes {command.pids()} outlived their run, {victim} killed")
-            time.sleep(0.1)
+            try:
+                output = process.communicate(timeout=PATIENCE_S)[0]
+            except subprocess.TimeoutExpired:
+                raise Lost(f"{mesh}: processes {command.pids()} outlive their run, {victim} killed") from None
+        command.wait_until_gone()
         record = command.record()
         if record != expected[: len(record)]:
             step = next(a["step"] for a, b in zip(record, expected, strict=False) if a != b)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -137,7 +138,7 @@ class _Launch:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
-                preexec_fn=_prepare_agent,
+                preexec_fn=functools.partial(_prepare_agent, os.getpid()),
             )
             try:
                 if self.signum is not None:
@@ -246,11 +247,13 @@ def _failure(rank: int | None, message: str) -> dict[str, Any]:
     return {"rank": rank, "type": "LaunchError", "message": message, "for_user": True, "traceback": []}
 
 
-def _prepare_agent() -> None:
+def _prepare_agent(launcher: int) -> None:
     """In the child, before torchrun: die with the parent, and do not hear SIGTERM. Ranks set handlers of their own."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it has died meanwhile
+        os._exit(1)
 
 
 def _signal(pid: int, signum: int) -> None:

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from automoe.testing.command import PATIENCE_S as PATIENCE_S
+from automoe.testing.command import ROOT as ROOT
 from automoe.testing.command import TrainCommand
 from automoe.testing.command import read_until as read_until
 

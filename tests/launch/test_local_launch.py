@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from launch_command import TWO_RANKS, Command, read_until
+from launch_command import PATIENCE_S, ROOT, TWO_RANKS, Command, read_until
 
 from automoe.config.frozen import load_config
-from automoe.launch.run_dir import read_status
+from automoe.launch.run_dir import read_status, start_run
 
 STALE = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": "3"}
 
@@ -113,6 +115,19 @@ def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     assert json.loads((command.run_dir / "status.json").read_text())["state"] == "running"
     code, _, err = command.run("recipe_answers", *TWO_RANKS)
     assert code == 0, err
+
+
+def test_a_rank_whose_torchrun_died_while_it_started_leaves(tmp_path: Path) -> None:
+    """Adopted by another process before it could ask the kernel to end it with its parent."""
+    start_run(tmp_path)
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    # A rank's parent is torchrun, a child of the launcher; here it is the launcher itself.
+    env = os.environ | rank | {"AUTOMOE_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "automoe.worker", str(tmp_path)], env=env, timeout=PATIENCE_S
+    )
+    assert done.returncode == 1
+    assert not (tmp_path / "first_error.json").exists(), "it did not get as far as its configuration"
 
 
 @pytest.mark.parametrize("name", ["no_such_recipe", "automoe.recipes.no_such"])
