@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
+from automoe.config.schema import Config, DataConfig, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
 from automoe.mesh import Meshes, build_meshes
@@ -38,12 +38,15 @@ MESHES = {
 
 
 def config_for(path: Path, mesh: MeshConfig) -> Config:
+    model = model_config_from_hf(path)
     return Config(
         mesh=mesh,
-        model=model_config_from_hf(path),
+        model=model,
         moe=MoEConfig(experts="loop"),
         parallel=ParallelConfig(),
         train=TrainConfig(seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=1, dtype="float32"),
+        # A delta net's state is not reset where a document begins; there is one a row here.
+        data=DataConfig(document_mask=not model.attention.linear_num_key_heads),
     )
 
 
