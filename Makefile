@@ -13,7 +13,7 @@ STAMP := $(VENV)/setup-done
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-checkpoint bench-gpu-layer docs-images clean
+.PHONY: help setup train test test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -72,6 +72,9 @@ bench-gpu-layer: $(SETUP) ## TFLOPS of one MoE layer on one GPU, beside every ot
 
 bench-checkpoint: $(SETUP) ## Saving and loading beside a raw write and plain torch.distributed.checkpoint
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
+
+bench-hf-load: $(SETUP) ## Bytes, scratch and seconds of loading a HuggingFace checkpoint onto meshes
+	@$(PY) benchmarks/hf_load.py $(ARGS)
 
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py

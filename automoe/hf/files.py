@@ -60,7 +60,9 @@ def read_headers(path: str | Path) -> dict[str, StoredTensor]:
             f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
             f"{listed(missing)}. Copy them again"
         )
-    tensors = {name: stored for file in files for name, stored in _read_header(folder / file).items()}
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update(_read_header(folder / file))
     if index is not None and (lost := [name for name in index if name not in tensors]):
         raise CheckpointError(
             f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. "
@@ -105,13 +107,13 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            tensors = {}
+            tensors, file_name, data = {}, file.name, 8 + length
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
                 tensors[name] = StoredTensor(
-                    file.name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin
+                    file_name, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin
                 )
-            end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=8 + length)
+            end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
     if size < end:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
-from automoe.hf.catalog import Catalog, open_catalog
+from automoe.hf.catalog import Catalog, open_catalog, without_collection
 from automoe.hf.progress import reading
 from automoe.hf.shards import Parts, as_parts, is_first_rank, local_shards, raise_everywhere
 from automoe.hf.strips import Read, Unit, plan_strips, plan_units, rectangles
@@ -122,8 +122,9 @@ def visit(
     Raises:
         CheckpointError: a file that was there when its header was read cannot be read any more.
     """
-    strips = plan_strips(local_shards(parts), catalog)
-    mine = rectangles(strips)
+    with without_collection():
+        strips = plan_strips(local_shards(parts), catalog)
+        mine = rectangles(strips)
     if not (shared and dist.is_initialized()):
         units = plan_units(strips, [mine], [0], 0)
         return _run(Transfer(catalog, 0, None, use, direct=direct), units, progress)
@@ -131,7 +132,8 @@ def visit(
         everyone = [mine] * len(ranks)
         dist.all_gather_object(everyone, mine, group=group)
         rank = dist.get_rank()
-        units = plan_units(strips, everyone, ranks, rank)
+        with without_collection():
+            units = plan_units(strips, everyone, ranks, rank)
         return _run(Transfer(catalog, rank, group, use, direct=direct), units, progress)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,13 @@ class FilesWriter:
                 f"{self._file}: {error.strerror} while {item[0].key} was written. "
                 "Make room or name another directory"
             ) from error
+
+    def write_headers(self) -> None:
+        """Every file with its header and its size; the numbers are holes that take no room."""
+        for file, items in self._first.values():
+            header = _header(items)
+            file.write_bytes(header)
+            os.truncate(file, len(header) + sum(entry.num_bytes for item in items for entry in item))
 
     def close(self) -> None:
         if self._stream is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from automoe.hf.keys import Piece, hf_pieces
 from automoe.hf.shards import LocalShard
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Read:
     """One tensor of the checkpoint and the place in a shard that a part of it belongs to.
 
@@ -50,8 +51,7 @@ class Read:
         return (order[0] if num_dims == 3 else None), order[row], unit
 
 
-@dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """Rows and columns of one stored matrix that this rank needs: numbers, half-open, counted in the matrix.
 
     Attributes:
@@ -82,8 +82,7 @@ class Strip:
         return self.read.piece.from_stored(numbers)
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A rectangle of one stored matrix that is read once on this machine.
 
     Attributes:
