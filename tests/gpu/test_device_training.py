@@ -113,7 +113,8 @@ def training(tmp_path: Path, device: torch.device) -> Config:
     )
 
 
-def test_checkpoint_comes_back_to_the_bit(device: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True], ids=["save", "async"])
+def test_checkpoint_comes_back_to_the_bit(device: torch.device, tmp_path: Path, background: bool) -> None:
     config = training(tmp_path, device)
     meshes = build_meshes(resolve_mesh(config.mesh, None), device)
     parts = build_parts(config, meshes)
@@ -124,12 +125,13 @@ def test_checkpoint_comes_back_to_the_bit(device: torch.device, tmp_path: Path) 
     state.optimizer.step()
     state.step = 1
     store = CheckpointStore(config, tmp_path)
-    store.save(state)
     saved = {name: whole(tensor) for name, tensor in state.tensors().items()}
+    store.begin(state) if background else store.save(state)
     with torch.no_grad():
         for tensor in state.tensors().values():
             tensor.fill_(0.5)
     state.step = 0
+    store.poll(wait=True)
 
     assert store.load_latest(state)
     assert (state.step, state.loader.consumed_rows) == (1, config.train.global_batch_size)
