@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,6 +191,25 @@ def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str
     setattr(getattr(config, group) if group else config, name, value)
     with pytest.raises(ConfigError, match=rf"model\.{key}={value}.*{config.family} checkpoint can only say"):
         check_exportable(config)
+
+
+def test_the_documented_table_is_that_of_the_families() -> None:
+    """Every model_type and every published size, in the row of its family."""
+    root = Path(__file__).parents[2]
+    rows = {}
+    for line in (root / "docs" / "huggingface.md").read_text().splitlines():
+        cells = [re.findall(r"`(\w+)`", cell) for cell in line.split("|")]
+        if len(cells) == 5 and cells[2] and cells[3]:
+            rows[cells[2][0]] = (cells[2], set(cells[3]))
+    assert {name: types for name, (types, _) in rows.items()} == {
+        name: [name, *family.known_as] for name, family in FAMILIES.items()
+    }
+    presets = (path.stem for path in (root / "automoe" / "conf" / "model").glob("*.yaml"))
+    sizes: dict[str, set[str]] = {}
+    for name in presets:
+        if not name.startswith("small_"):
+            sizes.setdefault(preset(name).family, set()).add(name)
+    assert sizes == {name: published for name, (_, published) in rows.items()}
 
 
 def test_reading_a_config_needs_no_torch(tmp_path: Path) -> None:
