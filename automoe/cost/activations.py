@@ -26,13 +26,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from automoe.config.layer_kinds import window_of
+from automoe.config.layer_kinds import is_linear, window_of
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL
 from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.cost.batch import BatchPlan
 
-LOGITS_CHUNK_TOKENS = 512  # of automoe.model.loss, which this package must not import
+# Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
+LOGITS_CHUNK_TOKENS = 512
+DELTA_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ def _norm_input(width: int, size: int, kernels: Kernels) -> int:
 def _attention_bytes(
     attention: AttentionConfig, layer: int, load: TokenLoad, size: int, kernels: Kernels, again: bool
 ) -> float:
+    if is_linear(attention, layer):
+        return _delta_net_bytes(attention, load, size, again)
     heads, tokens, kv_tokens = attention.num_heads, load.tokens, load.kv_tokens
     kept = 0.0 if again else 4.0 * tokens * heads  # log-sum-exp
     if kernels.mask and not again:
@@ -182,6 +186,11 @@ def _attention_bytes(
         dim, groups = attention.head_dim, attention.num_kv_heads
         if attention.qk_norm:
             kept += tokens * (heads + groups) * _norm_input(dim, size, kernels)
+        if attention.output_gate:
+            # The gate and what it has let through; and the queries' norm, where it makes no wider copy of them,
+            # keeps the whole projection.
+            copied = kernels.wide_casts and size < 4
+            kept += (3 - copied) * size * tokens * heads * dim
         if attention.sinks and not again:
             # A key more a row; one more dim, to a multiple of 8, holds the sinks; what leaves the kernel is cut.
             kept += size * tokens * heads * dim
@@ -204,6 +213,30 @@ def _attention_bytes(
     if attention.q_lora_rank is not None:
         kept += tokens * (_norm_input(attention.q_lora_rank, size, kernels) + size * attention.q_lora_rank)
     return kept
+
+
+def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, again: bool) -> float:
+    """What autograd keeps of ``automoe.model.delta_net``: inside the rule everything is wide.
+
+    Outside it, the convolution's padded input, its output and that through silu; the rule's result as the norm
+    reads it, normed, the gate before and after silu, and their product. Inside, six [C, C] matrices a chunk of C
+    positions, the system's right side and solution, ten times the keys, a state a chunk.
+    """
+    wide, tokens, heads = max(4, size), load.tokens, attention.linear_num_value_heads
+    key, value, groups = (
+        attention.linear_key_head_dim,
+        attention.linear_value_head_dim,
+        attention.linear_num_key_heads,
+    )
+    channels = 2 * groups * key + heads * value
+    convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of what it was given
+    kept = size * tokens * (convolved * channels + heads * value) + wide * tokens * heads * (4 * value + 5)
+    if again:
+        return float(kept)
+    inside = heads * (6 * DELTA_CHUNK + 3 * value + 10 * key + key * value / DELTA_CHUNK + 3) + 2 * groups
+    if size < wide:
+        inside += 2 * groups * key
+    return kept + wide * tokens * inside
 
 
 def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int) -> float:
