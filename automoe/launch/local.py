@@ -71,6 +71,7 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
 def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device) -> RunResult:
     restarts = Restarts(launch.run_dir, config.launch.max_restarts)
     earlier = _identity(launch.run_dir / "checkpoints")
+    started_again = 0
     while True:
         result = launch.attempt()
         if result.error is None or launch.signum is not None:
@@ -81,14 +82,15 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
                 print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
             break
         print(restarts.describe(), file=sys.stderr, flush=True)
-        runs.start_again(launch.run_dir, len(restarts.failures))
+        started_again += 1
+        runs.start_again(launch.run_dir, started_again)
         if config.checkpoint.resume == "never" and earlier != _identity(launch.run_dir / "checkpoints"):
             # The first attempt has set aside what was there; the next goes on from its checkpoints.
             config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
             save_config(resolved(config, shape, device), launch.run_dir)
     if config.launch.max_restarts:
         runs.add_to_status(launch.run_dir, failed_attempts=restarts.failures)
-    return replace(result, restarts=max(0, len(restarts.failures) - (result.error is not None)))
+    return replace(result, restarts=started_again)
 
 
 class _Launch:
