@@ -64,11 +64,12 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
     store = CheckpointStore(config, context.run_dir)
     store.check()  # what would stop a save is found before weights are read
     parts = build_parts(config, meshes)
+    loaded = None
     if config.model.hf_path:
         from automoe.hf.reader import load_hf
 
         allocate(parts, device)
-        load_hf(parts, config.model.hf_path)
+        loaded = load_hf(parts, config.model.hf_path, progress=True)
     else:
         materialize(parts, config, device)
     runner = build_runner(parts, meshes, config, device)
@@ -83,9 +84,13 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
     # ---------------------------------------------------------------- what the user sees
     console = Console(config, shape, enabled=lead)
     console.start(resume_step=state.step)
+    if loaded is not None:
+        console.note(str(loaded))
     log = None
     if lead:
-        record_ends = resumed.step if resumed and resumed.own else None  # another run's record is not this one's
+        record_ends = (
+            resumed.step if resumed and resumed.own else None
+        )  # another run's record is not this one's
         log = open_files.enter_context(MetricsLog(context.run_dir, record_ends))
     tracker = make_tracker(config, context.run_dir, console.warn) if lead else None
     flops = train_flops_per_token(config.model, train.seq_len)
