@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -119,8 +121,8 @@ class Bench:
         """Run ``action`` on all ranks at once; keep its wall and CPU seconds and the memory that it took."""
         if self.rank == 0:
             os.sync()  # what the contender before has left for the disk to do is not this one's
-        dist.barrier()
         with peak_memory() as peak:
+            dist.barrier()
             wall, cpu = time.perf_counter(), cpu_seconds()
             action()
             self.seconds.setdefault(name, []).append(time.perf_counter() - wall)
@@ -228,7 +230,9 @@ def cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Bytes of resident memory above what there is now, at the highest; filled in at the end."""
+    """Bytes of resident memory above what is in use now, at the highest; filled in at the end."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free and resident would hide what is taken
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     peak = [0]

@@ -22,7 +22,7 @@ GOES_ON_FROM = {
     "latest_written": 2,
     "save_end": 2,
 }
-ROWS_1_TO_3 = [("1", "shard_write"), ("all", "manifest_written"), ("all", "renamed")]
+QUICK = [("1", "shard_write"), ("all", "renamed")]
 ALL = [(rank, point) for point in GOES_ON_FROM for rank in ("0", "1", "all")]
 
 
@@ -50,7 +50,7 @@ def goes_on(ranks: RankPool, text: Path, run_dir: Path, after: int, straight: Ru
 
 @pytest.mark.parametrize(
     ("rank", "point"),
-    ROWS_1_TO_3 + [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in ROWS_1_TO_3],
+    QUICK + [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in QUICK],
 )
 def test_killed_in_a_save(
     ranks: RankPool, text: Path, tmp_path: Path, straight: Run, rank: str, point: str
@@ -68,7 +68,8 @@ def test_killed_in_a_background_save(
     goes_on(ranks, text, tmp_path / "run", GOES_ON_FROM[point], straight)
 
 
-@pytest.mark.parametrize("point", ["resuming", pytest.param("resumed", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("point", ["resuming", "resumed"])
 def test_killed_again_while_resuming(
     ranks: RankPool, text: Path, tmp_path: Path, straight: Run, point: str
 ) -> None:

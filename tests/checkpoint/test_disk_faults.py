@@ -33,7 +33,9 @@ def no_large_files(rank: int, full_in: int, step: int, saver: Saver) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "async_save", [pytest.param(False, id="sync", marks=pytest.mark.faults), pytest.param(True, id="async")]
+)
 def test_training_goes_on_where_one_rank_cannot_write(
     ranks: RankPool, text: Path, tmp_path: Path, async_save: bool
 ) -> None:
@@ -214,7 +216,7 @@ def test_files_to_verify_are_spread_over_ranks(ranks: RankPool) -> None:
     assert (one, two, three) == (["only"], [], [])
 
 
-@pytest.mark.parametrize("point", ["manifest_written", "renamed"])
+@pytest.mark.parametrize("point", ["manifest_written", pytest.param("renamed", marks=pytest.mark.faults)])
 def test_a_disk_that_fills_up_late(ranks: RankPool, text: Path, tmp_path: Path, point: str) -> None:
     """Before the rename nothing is committed; after it the step is, and the next run takes it."""
     fault = f"enospc:rank=0:at={point}:step=2"
