@@ -88,9 +88,8 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
         console.note(str(loaded))
     log = None
     if lead:
-        record_ends = (
-            resumed.step if resumed and resumed.own else None
-        )  # another run's record is not this one's
+        # Another run's record is not this one's.
+        record_ends = resumed.step if resumed and resumed.own else None
         log = open_files.enter_context(MetricsLog(context.run_dir, record_ends))
     tracker = make_tracker(config, context.run_dir, console.warn) if lead else None
     flops = train_flops_per_token(config.model, train.seq_len)
