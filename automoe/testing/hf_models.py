@@ -150,7 +150,13 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         _MIXTRAL | {"vocab_size": 97, "intermediate_size": 36, "num_local_experts": 5, "hidden_size": 40},
     ),
-    # One direct query projection and one group, as Kimi-K2 and Moonlight have them; one expert a token.
+    "mixtral_tied": (
+        "mixtral",
+        _MIXTRAL
+        | {"head_dim": 12, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 3}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
+    ),
+    # As Kimi-K2: one group, YaRN from one rotation on, a large factor on the routed experts; one of them a token.
     "kimi": (
         "deepseek_v3",
         _MLA
@@ -238,7 +244,10 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # A context so short that dims lie below, between and above the two bounds.
         | {"rope_scaling": _LLAMA3},
     ),
+    # As Llama 2 and before: a key/value head for every query head, and nothing said of head_dim.
+    "llama_plain": ("llama", {"intermediate_size": 44, "vocab_size": 99, "rms_norm_eps": 1e-6}),
     "qwen3": ("qwen3", _DENSE),
+    "qwen3_tied": ("qwen3", _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 16}),
     "qwen3_odd": (
         "qwen3",
         _DENSE | {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 27, "rope_scaling": _YARN},
