@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from automoe.collectives import all_gather
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import ConfigError
@@ -32,15 +33,16 @@ def from_hf(
 
     Args:
         mesh: None keeps the whole model in this process. Otherwise the process group is initialised,
-            every rank calls this (and, later, the model) together, and each one feeds its own rows.
-            Experts are cut over ep and ep_shard, everything else over dp_shard.
+            every rank calls this (and, later, the model) together, and each one feeds its own rows; ranks of
+            a tp group feed the same ones, and all get the whole logits. Experts are cut over ep, etp and
+            ep_shard, everything else over dp_shard and tp.
         dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
             training does.
         device: where this rank's part lives.
 
     Raises:
-        ConfigError: a family that is not known, or a mesh with pp, cp or tp, whose ranks see a part of
-            the model, of a row or of the vocabulary.
+        ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of the model
+            or of a row, or a vocabulary that tp does not divide.
         CheckpointError: files missing, damaged, or not those of the model that config.json describes.
     """
     config = model_config_from_hf(path)
@@ -50,7 +52,7 @@ def from_hf(
     if mesh is None:
         model = build_decoder(config, moe, dtype)
     else:
-        for axis in ("pp", "cp", "tp"):
+        for axis in ("pp", "cp"):
             if getattr(mesh, axis) > 1:
                 raise ConfigError(
                     f"mesh.{axis}",
@@ -58,11 +60,22 @@ def from_hf(
                     "from_hf gives one module that maps whole rows to logits",
                     f"Set mesh.{axis}=1; automoe.train runs the others",
                 )
+        if config.vocab_size % mesh.tp:
+            raise ConfigError(
+                "mesh.tp",
+                mesh.tp,
+                f"the vocabulary of {config.vocab_size} rows is cut over tp, and {config.vocab_size} % {mesh.tp} = "
+                f"{config.vocab_size % mesh.tp}",
+                "Set mesh.tp=1",
+            )
         shape = resolve_mesh(mesh, torch.distributed.get_world_size())
         on_mesh = Config(mesh=mesh, model=config, moe=moe)
         on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
         model = build_decoder(config, moe, torch.float32 if dtype == torch.bfloat16 else dtype)
-        parallelize(model, build_meshes(shape, torch.device(device)), on_mesh)
+        meshes = build_meshes(shape, torch.device(device))
+        parallelize(model, meshes, on_mesh)
+        if (tp := meshes.group("tp")) is not None:
+            model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
     model.to_empty(device=device)
     load_hf(model, path)
     return model.eval()

@@ -340,7 +340,10 @@ def _check_backend(config: Config, shape: MeshShape, device: str) -> None:
         return
     if config.train.dtype == "float64":
         raise ConfigError(
-            "moe.experts", backend, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
+            "moe.experts",
+            backend,
+            f"{backend} has no float64, and train.dtype=float64",
+            "Set moe.experts=loop",
         )
     if backend == "triton":
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -423,12 +426,15 @@ def _check_data(config: Config) -> None:
 
     vocab = tokenizer_vocab_size(data.tokenizer)
     if vocab > config.model.vocab_size:
+        remedy = f"Nearest valid choice: model.vocab_size={8 * -(-vocab // 8)}"
+        if config.model.hf_path is not None:  # whose embedding has the rows it has
+            remedy = f"Set data.tokenizer={config.model.hf_path} for the checkpoint's own, or a smaller one"
         raise ConfigError(
             "model.vocab_size",
             config.model.vocab_size,
             f"the tokenizer {data.tokenizer} makes ids up to {vocab - 1}, and the embedding ends at "
             f"{config.model.vocab_size - 1}",
-            f"Nearest valid choice: model.vocab_size={8 * -(-vocab // 8)}",
+            remedy,
         )
 
 

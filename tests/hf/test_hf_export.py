@@ -294,7 +294,7 @@ def test_a_failure_on_one_rank_fails_all(tmp_path: Path, ranks: RankPool) -> Non
 
 def forward_on_mesh(path: Path, out: Path, tokens: torch.Tensor, mesh: MeshConfig) -> torch.Tensor:
     model = automoe.from_hf(path, mesh=mesh)
-    rows = tokens.chunk(mesh.dp_shard)[torch.distributed.get_rank()]
+    rows = tokens.chunk(mesh.dp_shard)[torch.distributed.get_rank() // mesh.tp]
     with torch.no_grad():
         logits = model(rows)
     automoe.to_hf(model, out)  # straight after a forward, while whole weights are still about
@@ -314,7 +314,24 @@ def test_from_hf_and_to_hf_on_a_mesh(source: Path, tmp_path: Path, ranks: RankPo
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
+def test_from_hf_with_tensor_parallelism_gives_whole_logits(
+    source: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    tokens = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        wanted = automoe.from_hf(source)(tokens)
+    mesh = MeshConfig(dp_shard=2, tp=2, ep=2, etp=2)
+    logits = ranks.run(forward_on_mesh, 4, source, tmp_path / "out", tokens, mesh)
+    for rank, found in enumerate(logits):
+        torch.testing.assert_close(found, wanted.chunk(2)[rank // 2], rtol=1e-4, atol=1e-5)
+
+
+def test_from_hf_refuses_a_vocabulary_that_tp_does_not_divide(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.tp=5.*96 % 5 = 1"):
+        automoe.from_hf(source, mesh=MeshConfig(dp_shard=1, tp=5))
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
 def test_from_hf_refuses_meshes_whose_ranks_do_not_see_logits_of_rows(axis: str, source: Path) -> None:
     with pytest.raises(ConfigError, match=rf"mesh\.{axis}=2"):
         automoe.from_hf(source, mesh=MeshConfig(dp_shard=1, **{axis: 2}))

@@ -12,9 +12,11 @@ import torch
 from hf_mesh_cases import empty_on_mesh
 from safetensors.torch import load_file, save_file
 
+from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
-from automoe.errors import CheckpointError
+from automoe.config.validate import validate
+from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import transfer
 from automoe.hf.files import INDEX_FILE, read_headers
 from automoe.hf.reader import load_hf
@@ -253,3 +255,17 @@ def test_what_one_rank_cannot_read_stops_all(mesh: MeshConfig, single: Path, ran
     messages = ranks.run(lose_a_file, 2, single, mesh)
     assert messages[0] == messages[1]
     assert "model.safetensors" in messages[0] and "cannot be read" in messages[0]
+
+
+def test_a_tokenizer_larger_than_the_checkpoints_embedding(single: Path, tmp_path: Path) -> None:
+    """Found before a rank starts, and the remedy is not to change the checkpoint's embedding."""
+    words = tmp_path / "words"
+    words.mkdir()
+    vocabulary = {f"word{i}": i for i in range(97)}
+    (words / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}}))
+    mesh = ["mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "mesh.ep_shard=1"]
+    config = compose_config(overrides=[f"model.hf_path={single}", f"data.tokenizer={words}", *mesh])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 1)
+    assert "makes ids up to 96, and the embedding ends at 95" in caught.value.rule
+    assert caught.value.remedy.startswith(f"Set data.tokenizer={single}")
