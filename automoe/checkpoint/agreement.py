@@ -113,9 +113,11 @@ def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Failure, Exception
 
 
 def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
-    """A write error in a save as what the user reads."""
-    kept = f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
+    """A write error in a save as what the user reads; ``newest`` is the newest step that is there now."""
     reason = error.strerror or os.strerror(error.errno or errno.EIO)
-    return SaveError(
-        f"the checkpoint of step {step} was not saved: {reason}; {kept}. Free space or mend the disk"
-    )
+    if newest == f"step-{step}":
+        said = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"
+    else:
+        kept = f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
+        said = f"the checkpoint of step {step} was not saved: {reason}; {kept}"
+    return SaveError(f"{said}. Free space or mend the disk")

@@ -253,7 +253,7 @@ class CheckpointStore:
             return None
         self.ranks.lead(lambda: clean(self.folder))
         found, own = self._newest_valid(self.folder, own=True), True
-        if resume not in ("auto", "never"):
+        if resume != "auto":
             source = named_source(resume)
             if found is None:
                 found, own = self._from_path(source), False
