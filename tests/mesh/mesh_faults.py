@@ -30,6 +30,7 @@ import automoe.testing.trajectory
 from automoe.config.schema import Config
 from automoe.data.batch import IGNORE
 from automoe.model.attention import GroupedQueryAttention
+from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear, local_part
 from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
@@ -408,6 +409,15 @@ def shared_expert_gated_by_tokens_of_the_first_tp_rank():
         return out if self.output_gate is None else self.output_gate(whole[:, : x.shape[1]]).sigmoid() * out
 
     return patch.object(MLP, "forward", forward)
+
+
+def convolution_of_the_first_heads_on_every_tp_rank():
+    def change(model, meshes):
+        for module in model.modules():
+            if isinstance(module, GatedDeltaNet):
+                module.first_key_head = 0
+
+    return _after_tensor_parallel(change)
 
 
 def window_ignored_across_cp():

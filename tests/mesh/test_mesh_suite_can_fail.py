@@ -6,7 +6,7 @@ import mesh_faults as faults
 import pytest
 from mesh_cases import STEPS, Case, batches, run_case
 from mesh_faults import Fault, run_with_fault
-from mesh_mappings import FULL
+from mesh_mappings import FULL, PARTS
 from test_mesh_float64 import TOLERANCE
 
 from automoe.testing.compare import differences
@@ -25,6 +25,7 @@ EXPERT_TENSOR = Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2)
 EXPERT_COPIES = Case("deepseek", dict(dp_shard=2, ep_replicate=2), rows=2)
 GATED_TENSOR = Case("qwen2", dict(tp=2), rows=4)
 BIASED_TENSOR = Case("gpt-oss", dict(tp=2), rows=8)
+DELTA_NETS = Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS)
 WINDOWS = Case("gpt-oss", dict(cp=2, etp=2), rows=4)
 RECOMPUTED = Case("qwen3", dict(tp=2, ep=2), rows=4, parallel=FULL)
 
@@ -66,6 +67,7 @@ FAULTS = [
     (faults.biases_left_out_of_the_optimizer, GATED_TENSOR, 1, "loss", ""),
     (faults.output_bias_added_by_every_tp_rank, BIASED_TENSOR, 0, "gradient", "o_proj.bias"),
     (faults.columns_of_the_first_etp_rank_believed_everywhere, WINDOWS, 0, "gradient", "mlp.experts.b_down"),
+    (faults.convolution_of_the_first_heads_on_every_tp_rank, DELTA_NETS, 0, "loss", ""),
     (faults.window_ignored_across_cp, WINDOWS, 0, "loss", ""),
     (faults.recomputation_counted_again, RECOMPUTED, 0, "sequence balance loss", ""),
 ]
