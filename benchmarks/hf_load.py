@@ -291,7 +291,9 @@ def run(contender: Callable[..., dict[str, Any]], path: Path, mesh: str = "", ra
     """One turn in new processes: what every rank measured, or why there is nothing."""
     pool = RankPool(max_ranks=ranks)
     try:
-        return pool.run(contender, ranks, path, mesh)
+        turn = pool.run(contender, ranks, path, mesh)
+        print(f"  {contender.__name__} {path.name} {mesh}: {max(rank['seconds'] for rank in turn):.2f} s")
+        return turn
     except Exception as error:  # a contender that cannot is a result
         if contender in (ours, raw_read, read_index):
             raise

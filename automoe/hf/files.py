@@ -107,18 +107,18 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            tensors, file_name, data = {}, file.name, 8 + length
+            tensors, file_name, data, last = {}, file.name, 8 + length, 0
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
+                last = max(last, end)
                 tensors[name] = StoredTensor(
                     file_name, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin
                 )
-            end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
-    if size < end:
+    if size < data + last:
         raise CheckpointError(
-            f"{file}: truncated: {size:,} bytes, and its header asks for {end:,}. Copy it again"
+            f"{file}: truncated: {size:,} bytes, and its header asks for {data + last:,}. Copy it again"
         )
     return tensors
 
