@@ -19,11 +19,12 @@ from automoe.config.schema import (
     Config,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     ParallelConfig,
     RouterConfig,
 )
 from automoe.mesh import build_meshes
-from automoe.model.init import fill_normal_, normal_at
+from automoe.model.init import fill_normal_, initialize, normal_at
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import whole
@@ -178,3 +179,46 @@ def test_norms_start_at_one_and_matrices_at_the_given_spread() -> None:
     assert len({round(float(w.detach().flatten()[0]), 9) for w in weights if w.dim() > 1}) == sum(
         w.dim() > 1 for w in weights
     )
+
+
+def test_every_kind_of_parameter_starts_as_it_should() -> None:
+    model = ModelConfig(
+        hidden_size=16,
+        vocab_size=16,
+        num_layers=2,
+        moe_intermediate_size=8,
+        biased_experts=True,
+        zero_centered_norms=True,
+        initializer_range=0.3,
+        router=RouterConfig(logit_bias=True),
+        attention=AttentionConfig(
+            num_heads=64,
+            num_kv_heads=64,
+            head_dim=2,
+            qkv_bias=True,
+            o_bias=True,
+            sinks=True,
+            full_attention_interval=2,
+            linear_num_key_heads=50,
+            linear_num_value_heads=400,
+            linear_key_head_dim=2,
+            linear_value_head_dim=2,
+        ),
+    )
+    part = build_decoder(model, MoEConfig(), torch.float32)
+    part.to_empty(device="cpu")
+    initialize(part, model.initializer_range, seed=0)
+    values = dict(part.named_parameters())
+    for name, value in values.items():
+        last = name.rpartition(".")[2]
+        if last in ("bias", "b_gate_up", "b_down") or (name.endswith("norm.weight") and "attn" not in name):
+            assert value.abs().max() == 0, name
+        elif name.endswith("linear_attn.norm.weight") or last == "dt_bias":
+            assert (value == 1).all(), name
+        elif last == "A_log":
+            rates = value.exp()
+            assert 0 < rates.min() and rates.max() < 16
+            assert abs(rates.mean() - 8) < 4 * 16 / math.sqrt(12 * rates.numel())
+        else:
+            assert abs(value.std() / 0.3 - 1) < 4 / math.sqrt(2 * value.numel()), name
+    assert {"layers.1.self_attn.sinks", "layers.0.linear_attn.A_log"} <= values.keys()
