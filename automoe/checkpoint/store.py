@@ -329,6 +329,7 @@ class CheckpointStore:
             found = self._newest_valid(folder, own=False)
             assert found is not None, "check_source saw a committed step"
             return found
+        assert step_dir is not None, "check_source found one of the two"
         manifest, problem = self._verify(step_dir)
         if problem is not None:
             raise CheckpointError(
