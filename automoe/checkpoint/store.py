@@ -12,6 +12,7 @@ older one.
 
 from __future__ import annotations
 
+import math
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class CheckpointStore:
             "counters": state.counters(),
             "config": describe(self.config),
             "generators": self._generators(),
-            "val_loss": val_loss,
+            "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         }
 
     def _generators(self) -> dict[str, Any]:

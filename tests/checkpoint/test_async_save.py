@@ -103,17 +103,18 @@ def test_the_last_save_is_not_left_in_the_background(ranks: RankPool, text: Path
     settings = config(text, async_save=True, **TWO)
     settings = replace(settings, train=replace(settings.train, steps=2))
     for in_flight in ranks.run(save_first_and_last, 2, settings, tmp_path / "run"):
-        assert in_flight == [True, False]
+        assert in_flight == [True, False, False]
 
 
 def save_first_and_last(settings: Config, run_dir: Path) -> list[bool]:
     state, _, _ = build_state(settings, run_dir)
     saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
     in_flight = []
-    for state.step in (1, 2):
-        saver.save(state, None, stopping=False)
+    for step, stopping in ((1, False), (2, False), (3, True)):
+        state.step = step
+        saver.save(state, None, stopping)
         in_flight.append(saver.store.in_flight)
-    assert (run_dir / "checkpoints" / "step-2").is_dir()
+    assert (run_dir / "checkpoints" / "step-3").is_dir()
     return in_flight
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -60,12 +61,13 @@ def save_losses(settings: Config, run_dir: Path, losses: list[float]) -> list[li
 def test_the_best_is_kept_until_there_is_a_better_one(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     settings = config(text, keep=1)
     settings.checkpoint.keep_best = 1
-    (folders,) = ranks.run(save_losses, 1, settings, tmp_path / "run", [3.0, 2.0, 4.0, 1.0])
+    (folders,) = ranks.run(save_losses, 1, settings, tmp_path / "run", [3.0, 2.0, math.nan, 4.0, 1.0])
     assert folders == [
         ["LATEST", "step-1"],
         ["LATEST", "step-2"],
         ["LATEST", "step-2", "step-3"],
-        ["LATEST", "step-4"],
+        ["LATEST", "step-2", "step-4"],
+        ["LATEST", "step-5"],
     ]
 
 
