@@ -75,6 +75,7 @@ class Family:
         partial_rotary: transformers' default of partial_rotary_factor; None: every dim of a head turns.
         dense: no layer has experts.
         known_as: other model_types of the same architecture.
+        whole_heads: transformers wants the heads to divide the hidden size, head_dim or not.
     """
 
     model_type: str
@@ -90,6 +91,7 @@ class Family:
     partial_rotary: float | None = None
     dense: bool = False
     known_as: tuple[str, ...] = ()
+    whole_heads: bool = False
 
     def read_config(self, hf: HFConfig, path: str) -> ModelConfig:
         """Our configuration for the model that ``config.json`` describes.
@@ -134,6 +136,16 @@ class Family:
                     f"a {self.model_type} checkpoint can only say {value}",
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
+        hidden, heads = config.hidden_size, config.attention.num_heads
+        if self.whole_heads and hidden % heads:
+            raise ConfigError(
+                "model.hidden_size",
+                hidden,
+                f"transformers loads no {self.model_type} checkpoint unless model.attention.num_heads divides it: "
+                f"{hidden} % {heads} = {hidden % heads}",
+                f"Nearest valid choice: model.hidden_size={hidden - hidden % heads or heads}, or "
+                "checkpoint.export_hf=false",
+            )
         hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only | self.written
         hf |= {f.key: f.write(_get(config, ours), config) for ours, f in self.fields.items()}

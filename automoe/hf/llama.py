@@ -11,4 +11,5 @@ FAMILY = Family(
     fixed={"attention.kind": "gqa", "attention.qk_norm": False, "rope.interleaved": False},
     only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     dense=True,
+    whole_heads=True,
 )

@@ -108,9 +108,11 @@ def _rank_table(config: Config, plan: Plan) -> Table:
     table.add_column("component")
     table.add_column("bytes", justify="right")
     table.add_column("what it is", style="dim")
-    dense, expert = mesh.fsdp, mesh.ep_shard * mesh.ep
+    shards = f"over {mesh.fsdp} ranks"
+    if config.model.first_k_dense < config.model.num_layers:
+        shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
     for name, num_bytes, text in [
-        ("weights", rank.weights, f"sharded: experts over {expert} ranks, the rest over {dense}"),
+        ("weights", rank.weights, f"sharded: {shards}"),
         ("moments", rank.moments, "AdamW, sharded likewise"),
         ("gradients", rank.gradients, "sharded, after their reduction"),
         ("gathered weights", rank.gathered_weights, f"parallel.reshard={config.parallel.reshard}"),

@@ -24,7 +24,7 @@ from automoe.testing.trajectory import whole
 
 # dtype -> relative error of logits and loss, of a gradient
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (5e-2, 2.5e-1)}
-NAMES = ["dsv3_groups_yarn", "qwen3_moe", "mixtral", "gpt_oss"]
+NAMES = ["dsv3_groups_yarn", "qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe"]
 
 
 def load(path: Path, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -266,11 +266,17 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
 
     model = compose_config("config", [f"model=small_{family}"]).model
     return Config(
-        mesh=mesh, model=replace(model, hidden_size=64, moe_intermediate_size=32, intermediate_size=64)
+        mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64)
     )
 
 
-@pytest.mark.parametrize("family", ["dsv3", "qwen3_moe", "mixtral"])
+OTHERS = ("qwen2_moe", "glm4_moe", "llama", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["dsv3", "qwen3_moe", "mixtral"] + [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS],
+)
 def test_export_from_a_mesh(family: str, tmp_path: Path, ranks: RankPool) -> None:
     mesh = MeshConfig(pp=2, dp_shard=2, ep=2)
     results = ranks.run(export_fresh, 4, tmp_path / "out", mesh, family)

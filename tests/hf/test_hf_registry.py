@@ -193,6 +193,13 @@ def test_parts_that_a_family_does_not_have_are_not_written(family: str, key: str
         check_exportable(config)
 
 
+def test_heads_that_transformers_does_not_load_are_refused_before_the_run() -> None:
+    config = replace(preset("small_llama"), hidden_size=100)
+    with pytest.raises(ConfigError, match=r"model\.hidden_size=100.*100 % 6 = 4.*model\.hidden_size=96"):
+        check_exportable(config)
+    check_exportable(replace(preset("small_qwen3"), hidden_size=100))
+
+
 def test_the_documented_table_is_that_of_the_families() -> None:
     """Every model_type and every published size, in the row of its family."""
     root = Path(__file__).parents[2]
