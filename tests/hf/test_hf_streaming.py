@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from pathlib import Path
 
 import pytest
+import rich.console
 import torch
 from hf_mesh_cases import MESHES, empty_on_mesh, load_on_mesh, stored, world_size
 
 import automoe
-from automoe.hf import reader, transfer
+from automoe.hf import progress, reader, transfer
 from automoe.hf.reader import load_hf
 from automoe.hf.strips import plan_units
 from automoe.testing.hf_models import save_small_hf
@@ -182,3 +184,27 @@ def test_what_a_load_says_of_itself(tmp_path: Path) -> None:
     loaded = load_hf(model, tmp_path, progress=True)  # not a terminal: no bar
     assert str(tmp_path) in str(loaded) and "GB/s" in str(loaded)
     assert loaded.bytes_read == loaded.bytes_owned == bytes_of(tmp_path)
+
+
+def test_a_terminal_sees_a_bar_and_a_log_sees_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_small_hf("dsv3", tmp_path / "checkpoint")
+    model = automoe.from_hf(tmp_path / "checkpoint")
+    capfd.readouterr()
+    load_hf(model, tmp_path / "checkpoint", progress=True)
+    assert capfd.readouterr() == ("", "")
+    screen, real = io.StringIO(), rich.console.Console
+    monkeypatch.setattr(
+        rich.console, "Console", lambda **_: real(file=screen, force_terminal=True, width=100)
+    )
+    monkeypatch.setattr(progress, "STEP_S", 0.0)
+    load_hf(model, tmp_path / "checkpoint", progress=True)
+    shown = screen.getvalue()
+    # The bytes of the files, all of them arrived; how fast depends on the machine.
+    assert "reading checkpoint" in shown and "/s" in shown
+    total = f"{bytes_of(tmp_path / 'checkpoint') / 1000:.1f}"
+    assert f"{total}/{total} kB" in shown
+    screen.truncate(0)
+    load_hf(model, tmp_path / "checkpoint")
+    assert screen.getvalue() == ""
