@@ -94,7 +94,7 @@ def token_load(config: Config, documents: bool) -> TokenLoad:
 
 LAYERS = [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1), ("small_mixtral", 1)]
 LAYERS += [("small_gpt_oss", 0), ("small_gpt_oss", 1)]  # with a window, and without
-LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3), ("small_llama", 1)]
+LAYERS += [("small_qwen2_moe", 1), ("small_glm4_moe", 3)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

@@ -41,8 +41,8 @@ def entries(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd", "gpt_oss"]
-    + ["qwen2_moe_odd", "glm4_moe_odd", "llama_odd", "qwen3"],
+    ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd", "gpt_oss", "qwen2_moe_odd", "glm4_moe_odd"]
+    + [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama_odd", "qwen3")],
 )
 def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -> None:
     save_small_hf(name, tmp_path / "source")
