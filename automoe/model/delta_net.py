@@ -60,11 +60,12 @@ def gated_delta_rule(
     q, k, v, log_decay, beta = (
         _chunked(x.to(wide), chunk) for x in (q, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
     )
-    total = log_decay.cumsum(3)  # [B, N, M, C, 1]
-    # Masked before the exponential: above the diagonal it would overflow.
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
-    between = (total - total.transpose(3, 4)).masked_fill(later, float("-inf")).exp()
-    k_to_here = k * total.exp()
+    to_here = log_decay.cumsum(3).exp()  # [B, N, M, C, 1]
+    # [..., i, j]: from after j to i. Sums of their own, since differences of long sums would lose the short ones.
+    square = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device)
+    steps = log_decay.expand(*log_decay.shape[:4], chunk).masked_fill(square.triu(), 0)
+    between = steps.cumsum(3).masked_fill(square.triu(1), float("-inf")).exp()
+    k_to_here = k * to_here
     solved = torch.linalg.solve_triangular(
         beta * between * (k @ k.transpose(3, 4)),
         beta * torch.cat((v, k_to_here), dim=-1),
@@ -73,8 +74,8 @@ def gated_delta_rule(
     )
     added, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     seen = between * (q @ k.transpose(3, 4))
-    q_to_here, k_to_end = q * total.exp(), k * (total[:, :, :, -1:] - total).exp()
-    kept = total[:, :, :, -1:].exp()
+    q_to_here, k_to_end = q * to_here, k * between[:, :, :, -1:].transpose(3, 4)
+    kept = to_here[:, :, :, -1:]
 
     state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []

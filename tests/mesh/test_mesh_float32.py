@@ -37,6 +37,13 @@ CASES = [
     Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2, parallel=FULL),
     Case("mixtral", dict(cp=2, tp=2, ep=2, etp=2), rows=4),
 ]
+MORE = [
+    Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2),
+    Case("gpt-oss", dict(pp=2, cp=2, ep=2), rows=2),
+    Case("qwen3-next", dict(tp=2, ep=2), rows=4),
+    Case("qwen3-next", dict(pp=2, dp_shard=2, ep=2), rows=2),
+]
+CASES += [pytest.param(case, marks=pytest.mark.exhaustive, id=str(case)) for case in MORE]
 
 
 @pytest.fixture(scope="module")
