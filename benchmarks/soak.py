@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 from automoe.testing.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402
 
 STEPS, EVERY = 24, 3
+KILLS_A_JOB = 12  # then a start is let alone, so that every mesh has its turn on a slow machine too
 VICTIMS = ("a rank", "all ranks", "torchrun", "the launcher")
 
 
@@ -81,7 +83,12 @@ def main() -> int:
             if mesh not in straight:
                 straight[mesh] = uninterrupted(folder / f"straight-{mesh}", mesh)
             kills_before = len(kills)
-            run_until_done(folder / f"run-{finished}", mesh, *straight[mesh], draw, kills, time_is_up)
+            limit = kills_before + KILLS_A_JOB
+
+            def let_alone(limit: int = limit) -> bool:
+                return time_is_up() or len(kills) >= limit
+
+            run_until_done(folder / f"run-{finished}", mesh, *straight[mesh], draw, kills, let_alone)
             finished += 1
             print(f"soak: job {finished} on {mesh} done after {len(kills) - kills_before} kills", flush=True)
     except Lost as error:
@@ -137,9 +144,9 @@ def run_until_done(
     seconds: float,
     draw: random.Random,
     kills: list[Kill],
-    time_is_up: Any,
+    let_alone: Callable[[], bool],
 ) -> None:
-    """Start, kill and start again, until a start comes to its end; once time is up, one is let alone."""
+    """Start, kill and start again, until a start comes to its end; from ``let_alone`` on nothing is killed."""
     command = job(run_dir, mesh)
     while True:
         async_save = draw.random() < 0.5
@@ -147,7 +154,7 @@ def run_until_done(
         process = command.start(f"checkpoint.async_save={async_save}".lower())
         output = ""
         try:
-            output = process.communicate(timeout=PATIENCE_S if time_is_up() else delay)[0]
+            output = process.communicate(timeout=PATIENCE_S if let_alone() else delay)[0]
         except subprocess.TimeoutExpired:
             if not strike(command, process, victim, pick):
                 victim = "nobody"  # the run ended in this very moment, or had no such process yet
