@@ -145,7 +145,15 @@ def test_the_workspace_is_what_the_largest_region_dropped(name: str) -> None:
     assert sizes[0] == whole - kept
 
 
-@pytest.mark.parametrize("sizes", [[], ["linear_key_head_dim=8", "linear_value_head_dim=24"]], ids=len)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        pytest.param(
+            ["linear_key_head_dim=8", "linear_value_head_dim=24"], marks=pytest.mark.exhaustive, id="uneven"
+        ),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["", "core_attn"])
 @DTYPES
 @pytest.mark.parametrize("layer", [0, 3])
