@@ -55,8 +55,8 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
                 holders = _holders(shard.tensor, piece, first=everyone[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantised = fp8 and is_quantised_in_fp8(piece.key, piece.shape, keys)
-            cast = dtype is not None and shard.trained and not quantised  # rounded once, to FP8
-            out_dtype = dtype if cast else shard.tensor.dtype
+            kept = quantised or not shard.trained  # quantised: rounded once, to FP8
+            out_dtype = shard.tensor.dtype if dtype is None or kept else dtype
             plan.append(Outgoing(shard, piece, out_dtype, holders, writer, quantised))
             load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in plan[-1].item)
     return plan

@@ -21,7 +21,7 @@ from automoe.hf.keys import KeyMap, Piece, hf_pieces, our_tensors
 from automoe.hf.registry import family_of
 from automoe.hf.shard_files import FilesWriter, Item, file_names, is_quantised_in_fp8, item_of, split
 from automoe.hf.shards import LocalShard
-from automoe.hf.strips import plan_strips, plan_units, rectangles
+from automoe.hf.strips import Read, plan_strips, plan_units, rectangles
 from automoe.hf.transfer import DTYPES, Transfer
 
 
@@ -132,9 +132,11 @@ def _region(job: _Job, piece: Piece, catalog: Catalog, advance: Callable[[int], 
     shard = LocalShard(job.name, torch.empty(job.shape, device="meta"), local, start)
     strips = plan_strips([shard], catalog)
     units = plan_units(strips, [rectangles(strips)], [0], 0)
-    Transfer(catalog, 0, None, lambda read, source, target: target.copy_(source), advance, direct=True).run(
-        units
-    )
+
+    def fill(read: Read, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    Transfer(catalog, 0, None, fill, advance, direct=True).run(units)
     found = piece.overlap(start, extent)
     assert found is not None
     return piece.to_stored(local[found[1]])
