@@ -146,12 +146,13 @@ class CheckpointStore:
         """
         if self._in_flight is None:
             return None
-        if not wait and self.ranks.size > 1:
+        if not wait:
+            # What all ranks see, and not this one alone: a rank that went ahead would leave the others in a poll.
             done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
-            dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the group that the save itself uses
-            wait = bool(done.item())
-        if not (wait or self._in_flight.done()):
-            return None
+            if self.ranks.size > 1:
+                dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the group that the save itself uses
+            if not done.item():
+                return None
         over, self._in_flight = self._in_flight, None
         return over.result()
 

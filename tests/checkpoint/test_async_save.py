@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,23 @@ def test_a_write_error_surfaces_in_the_same_poll_on_every_rank(
     ((_, (warning,)), _) = outcomes
     assert "of step 0 was not saved: No space left on device" in warning and "on rank 1" in warning
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def poll_around_a_save(text: Path, run_dir: Path) -> list[bool]:
+    """Whether a poll says that a save is over, while it is over on rank 0 alone, and then on both."""
+    store, save = CheckpointStore(config(text, dp_shard=2), run_dir), Future[Path]()
+    store._in_flight = save
+    told = []
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            save.set_result(run_dir)
+        told.append(store.poll() is not None)
+        assert store.in_flight is not told[-1]
+    return told
+
+
+def test_no_rank_goes_ahead_of_the_others(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    assert ranks.run(poll_around_a_save, 2, text, tmp_path / "run") == [[False, True]] * 2
 
 
 @pytest.mark.parametrize("point", ["shard_written", "manifest_written"])
