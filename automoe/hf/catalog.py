@@ -160,8 +160,13 @@ def _share_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 
 def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """``open_catalog`` of this process alone."""
-    with without_collection():
-        return _check(Path(path).expanduser(), config)
+    try:
+        with without_collection():
+            return _check(Path(path).expanduser(), config)
+    except OSError as error:  # others may wait for an answer
+        raise CheckpointError(
+            f"{error.filename or path}: {error.strerror}. Make it readable, or copy it again"
+        ) from error
 
 
 def _check(folder: Path, config: ModelConfig) -> Catalog:

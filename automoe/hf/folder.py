@@ -72,7 +72,7 @@ def make_folder(path: Path, fill: Callable[[], Result], overwrite: bool) -> Resu
     except OSError as error:
         shutil.rmtree(working_folder(path), ignore_errors=True)
         raise CheckpointError(
-            f"{error.filename}: {error.strerror}. Make room or name another directory"
+            f"{error.filename or path}: {error.strerror}. Make room or name another directory"
         ) from error
     except AutomoeError:
         shutil.rmtree(working_folder(path), ignore_errors=True)

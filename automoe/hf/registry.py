@@ -30,10 +30,13 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     file = Path(path).expanduser() / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             "model.hf_path", path, "there is no config.json in it", "Name a HuggingFace checkpoint directory"
         ) from None
+    except OSError as error:
+        rule = f"its config.json cannot be read: {error.strerror}"
+        raise ConfigError("model.hf_path", path, rule, "Make it readable") from None
     except ValueError as error:
         remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"
         raise ConfigError("model.hf_path", path, f"its config.json is not JSON: {error}", remedy) from None

@@ -164,9 +164,20 @@ class FilesWriter:
             os.truncate(file, len(header) + sum(entry.num_bytes for item in items for entry in item))
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        """The last file; until then some of it may not have reached the disk.
+
+        Raises:
+            CheckpointError: the disk takes no more.
+        """
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        try:
+            stream.close()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._file}: {error.strerror} at its end. Make room or name another directory"
+            ) from error
 
 
 def _header(items: list[Item]) -> bytes:

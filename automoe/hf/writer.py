@@ -211,5 +211,8 @@ def _stream(plan: list[Outgoing], rank: int, files: FilesWriter) -> None:
             files.write(out.item, tensor)
         except CheckpointError as error:
             failure = error
-    files.close()
+    try:
+        files.close()
+    except CheckpointError as error:
+        failure = failure or error
     raise_everywhere(failure)

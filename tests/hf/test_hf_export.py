@@ -174,17 +174,21 @@ def test_left_over_of_a_killed_export_is_cleared_away(source: Path, tmp_path: Pa
     assert "model.safetensors" in entries(tmp_path / "out")
 
 
+@pytest.mark.parametrize("at_the_end", [False, True], ids=["write", "close"])
 def test_disk_full_is_an_error_that_names_the_file(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_the_end: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a stream still holds when it is closed may be what does not fit."""
     import builtins
 
     class Full:
         def write(self, data: object) -> None:
-            raise OSError(28, "No space left on device")
+            if not at_the_end:
+                raise OSError(28, "No space left on device")
 
         def close(self) -> None:
-            pass
+            if at_the_end:
+                raise OSError(28, "No space left on device")
 
     real = builtins.open
 

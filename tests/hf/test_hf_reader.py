@@ -17,7 +17,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.config.validate import validate
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf import transfer
+from automoe.hf import files, transfer
 from automoe.hf.files import INDEX_FILE, read_headers
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
@@ -102,6 +102,14 @@ def test_directory_without_weights(single: Path) -> None:
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         read_headers(tmp_path / "nowhere")
+
+
+def test_header_that_may_not_be_read(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(file: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(files, "_read_header", denied)
+    assert "model.safetensors: Permission denied. Make it readable" in refused(single)
 
 
 def test_index_of_other_files(sharded: Path) -> None:
