@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from automoe.config.schema import ModelConfig
 from automoe.cost.params import model_params
@@ -65,8 +65,7 @@ FUSED = KeyMap(
 )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to make
     """The part of one of our tensors that one HuggingFace tensor, or a range of its rows, holds.
 
     Attributes:
