@@ -85,7 +85,7 @@ def to_hf(
     model: Decoder,
     path: str | Path,
     *,
-    dtype: str = "keep",
+    dtype: str | torch.dtype = "keep",
     fp8: bool = False,
     tokenizer: str | None = None,
     overwrite: bool = False,
@@ -93,14 +93,16 @@ def to_hf(
     """Write ``model`` as a HuggingFace checkpoint directory, compare it with the model and transformers. Collective.
 
     Args:
-        dtype: ``keep``, ``bfloat16`` or ``float32``.
+        dtype: ``keep``, ``bfloat16`` or ``float32``, or torch's own name of these two.
         fp8: the matrices of layers as block-FP8.
         tokenizer: directory whose tokenizer files go along; None takes those that the model came with.
         overwrite: replace a checkpoint directory that is there.
 
     Raises:
+        ConfigError: another dtype, or ``fp8`` of a family that has no such checkpoints.
         CheckpointError: it cannot be written, or is not equal; nothing is left under ``path`` then.
     """
+    dtype = str(dtype).removeprefix("torch.")
     return export_model(model, path, dtype=dtype, fp8=fp8, tokenizer=tokenizer, overwrite=overwrite)
 
 

@@ -60,7 +60,7 @@ def convert_hf(
         layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
 
     Raises:
-        ConfigError: an unknown family, or ``fp8`` together with fused experts.
+        ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
         CheckpointError: files missing, damaged or not the model's; the target exists or cannot be written.
     """
     from automoe.hf.files import check_target
@@ -70,6 +70,8 @@ def convert_hf(
     check_target(path, overwrite)
     config = model_config_from_hf(source)
     keys = family_of(config).keys
+    if layout not in ("published", "fused"):
+        raise ConfigError("--layout", layout, "must be published or fused", "Use published")
     if fp8 and layout == "fused":
         raise ConfigError(
             "--fp8",
@@ -83,11 +85,12 @@ def convert_hf(
     from automoe.hf.progress import reading
     from automoe.hf.rewrite import rewrite_tensors
     from automoe.hf.shard_files import fp8_config
-    from automoe.hf.shards import DTYPES
+    from automoe.hf.shards import export_dtype
     from automoe.hf.verifier import verify_with_transformers
     from automoe.hf.writer import Written
 
     quantisation = fp8_config(config) if fp8 else None
+    out_dtype = export_dtype(dtype)
     catalog = check_catalog(source, config)
     sizes = [stored.num_bytes for one in catalog.sources for stored in (one.data, one.scales) if stored]
     folder = working_folder(path)
@@ -99,7 +102,7 @@ def convert_hf(
                 catalog,
                 config,
                 folder,
-                DTYPES[dtype],
+                out_dtype,
                 keys=keys,
                 fp8=fp8,
                 max_shard_bytes=max_shard_bytes,

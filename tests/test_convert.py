@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from automoe import convert
 from automoe.convert import convert_hf
-from automoe.hf import folder, rewrite, shard_files
+from automoe.errors import ConfigError
+from automoe.hf import folder, rewrite, shard_files, verifier
 from automoe.hf.files import INDEX_FILE
 from automoe.testing.hf_models import save_small_hf
 
@@ -109,6 +110,9 @@ def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / out), *options]) == 2
         assert says in capsys.readouterr().err
+    for wrong in ({"dtype": "float16"}, {"layout": "fuse"}):
+        with pytest.raises(ConfigError, match="=".join(*wrong.items())):
+            convert_hf(tmp_path / "in", tmp_path / "out", **wrong)
     weights = tmp_path / "in" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
@@ -131,4 +135,17 @@ def test_a_config_that_says_something_else_is_found(
     monkeypatch.setattr(folder, "write_beside", other_angles)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "model.rope.theta=10.0, and the model has 10000.0" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_transformers_does_not_load_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ImportError("a package is missing")
+
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    monkeypatch.setattr(verifier, "_run_transformers", broken)
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert "does not reload in transformers: ImportError: a package" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from automoe.config.schema import ModelConfig
-from automoe.errors import AutomoeError, CheckpointError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.files import check_target
 from automoe.hf.registry import family_of, read_hf_config
 
 Result = TypeVar("Result")
-_TOKENIZER_FILES = (
+_TOKENIZER_FILES = (  # patterns
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -25,6 +25,8 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
+    "tiktoken.model",
+    "tokenization_*.py",  # Kimi's and Moonlight's own, which tokenizer_config.json names
     "chat_template.jinja",
     "chat_template.json",
 )
@@ -117,10 +119,14 @@ def write_beside(
         ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     texts = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
+    if texts is not None and not texts.is_dir():
+        raise ConfigError(
+            "tokenizer", texts, "there is no such directory", "Name one with a tokenizer's files"
+        )
     if texts is not None:
-        for name in _TOKENIZER_FILES:
-            if (texts / name).is_file():
-                shutil.copyfile(texts / name, folder / name)
+        for pattern in _TOKENIZER_FILES:
+            for file in texts.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from automoe.errors import AutomoeError, CheckpointError
+from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.model.decoder import Decoder
 from automoe.parallel.data import fsdp_modules
 
@@ -23,6 +23,13 @@ DTYPES: dict[str, torch.dtype | None] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
+
+
+def export_dtype(name: str) -> torch.dtype | None:
+    """One of ``DTYPES``. Raises ``ConfigError`` for another name."""
+    if name not in DTYPES:
+        raise ConfigError("dtype", name, f"an export has one of {', '.join(DTYPES)}", "Use keep")
+    return DTYPES[name]
 
 
 @dataclass(frozen=True)

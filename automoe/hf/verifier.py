@@ -68,10 +68,6 @@ def verify_hf(
             result = verify_with_transformers(config_of(parts), catalog)
     except CheckpointError as error:
         failure = error
-    except Exception as error:  # whatever transformers raises, the other ranks wait for an answer
-        failure = CheckpointError(
-            f"{folder} does not reload in transformers: {type(error).__name__}: {error}"
-        )
     raise_everywhere(failure)
     return result
 
@@ -83,11 +79,18 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         Relative error of the logits; None for a model too large.
 
     Raises:
-        CheckpointError: the first difference.
+        CheckpointError: the first difference, or why transformers does not load it.
     """
-    _compare_config(config, catalog.folder)
-    _compare_census(config, catalog.folder)
-    return _compare_logits(catalog)
+    try:
+        _compare_config(config, catalog.folder)
+        _compare_census(config, catalog.folder)
+        return _compare_logits(catalog)
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers raises anything, and other ranks may wait for an answer
+        raise CheckpointError(
+            f"{catalog.folder} does not reload in transformers: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, fp8: bool) -> None:

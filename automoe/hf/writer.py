@@ -24,9 +24,9 @@ from automoe.hf.reader import config_of
 from automoe.hf.registry import family_of
 from automoe.hf.shard_files import FilesWriter, file_names, fp8_config, split
 from automoe.hf.shards import (
-    DTYPES,
     Parts,
     as_parts,
+    export_dtype,
     is_first_rank,
     on_every_rank,
     on_first_rank,
@@ -140,7 +140,7 @@ def save_hf(
         check: called on every rank with the finished directory before it gets its name.
 
     Raises:
-        ConfigError: ``fp8`` of a family that has no such checkpoints.
+        ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype.
         CheckpointError: on every rank alike: the directory exists or cannot be written, or what
             ``check`` raised. Nothing is left under ``path`` then, and an older export stays.
     """
@@ -148,9 +148,10 @@ def save_hf(
     config = config_of(parts)
     folder = working_folder(path)
     quantisation = fp8_config(config) if fp8 else None
+    out_dtype = export_dtype(dtype)
     try:
         on_first_rank(lambda: prepare_folder(path, overwrite))
-        plan = plan_outgoing(parts, family_of(config).keys, DTYPES[dtype], fp8=fp8)
+        plan = plan_outgoing(parts, family_of(config).keys, out_dtype, fp8=fp8)
         written = _write_tensors(plan, folder, max_shard_bytes)
         numbers = str(next(out.dtype for out in plan if out.shard.trained)).removeprefix("torch.")
         on_first_rank(lambda: write_beside(folder, config, numbers, tokenizer, quantisation))

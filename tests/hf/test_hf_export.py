@@ -220,13 +220,31 @@ def test_settings_and_tokenizer_of_the_source_go_along(source: Path, tmp_path: P
     (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8], "bos_token_id": 5}))
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "tiktoken.model").write_text("IQ== 0")
+    (source / "tokenization_kimi.py").write_text("class TikTokenTokenizer: ...")
     save_hf(automoe.from_hf(source), tmp_path / "out", dtype="bfloat16")
     out = tmp_path / "out"
     assert json.loads((out / "generation_config.json").read_text()) == generation
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (out / "tiktoken.model").is_file() and (out / "tokenization_kimi.py").is_file()
     written = json.loads((out / "config.json").read_text())
     assert (written["eos_token_id"], written["bos_token_id"]) == ([7, 8], 5)
     assert written["dtype"] == "bfloat16"
+
+
+def test_dtypes_of_an_export(source: Path, tmp_path: Path) -> None:
+    model = automoe.from_hf(source)
+    automoe.to_hf(model, tmp_path / "out", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="dtype=float16: an export has one of keep, bfloat16, float32"):
+        automoe.to_hf(model, tmp_path / "half", dtype="float16")
+    assert entries(tmp_path) == ["out", "source"]
+
+
+def test_a_tokenizer_that_is_not_there(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: there is no such directory"):
+        save_hf(automoe.from_hf(source), tmp_path / "out", tokenizer=str(tmp_path / "nowhere"))
+    assert entries(tmp_path) == ["source"]
 
 
 def test_index_sizes_and_largest_file(source: Path, tmp_path: Path) -> None:
