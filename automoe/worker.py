@@ -34,10 +34,29 @@ _GRACE_S = 5.0  # for a rank to end on its own once another has failed
 _leaving = threading.Lock()
 
 
-class _Tee:
-    """Text stream to the terminal and to a log file; everything else is the terminal's."""
+class _Log:
+    """Text stream to this rank's log; a disk that has no room for a line costs the line, and not the run."""
 
-    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+    def __init__(self, log: TextIO) -> None:
+        self._log = log
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._log.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._log.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+
+class _Tee:
+    """Text stream to the terminal and to a log; everything else is the terminal's."""
+
+    def __init__(self, terminal: TextIO, log: _Log) -> None:
         self._terminal, self._log = terminal, log
 
     def write(self, text: str) -> int:
@@ -148,10 +167,12 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
     log = open(run_dir / runs.LOG_FOLDER / f"rank{rank}.log", "w", buffering=1)
     terminal = os.fdopen(os.dup(2), "w")
     os.dup2(log.fileno(), 2)
+    sys.stderr = _Log(sys.stderr)
     if rank == 0:
-        sys.stdout = _Tee(sys.stdout, log)
+        sys.stdout = _Tee(sys.stdout, _Log(log))
     else:
         os.dup2(log.fileno(), 1)
+        sys.stdout = _Log(sys.stdout)
     faulthandler.enable(log)
     return terminal
 
@@ -216,8 +237,11 @@ def _fail(run_dir: Path, rank: int, error: BaseException, terminal: TextIO | Non
 
     ``terminal`` is where to show it if it is the first; None where the launcher does that.
     """
-    if runs.report_error(run_dir, error, rank) and terminal is not None:
-        print(f"error: {runs.describe_error(runs.read_status(run_dir)['error'])}", file=terminal, flush=True)
+    with contextlib.suppress(OSError):  # a full disk: this rank must leave all the same
+        if runs.report_error(run_dir, error, rank) and terminal is not None:
+            print(
+                f"error: {runs.describe_error(runs.read_status(run_dir)['error'])}", file=terminal, flush=True
+            )
     traceback.print_exception(error)  # to this rank's log
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a closed terminal must not hide the exit status
