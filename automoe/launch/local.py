@@ -204,14 +204,16 @@ class _Launch:
             # What the other ranks say is a consequence: they lost this one in a collective.
             runs.record_failure(self.run_dir, _failure(*killed), overrule=True)
         elif status["state"] in ("starting", "running"):
-            if self.signum is not None:
+            if self.signum is not None and not (self.run_dir / runs.ERROR_FILE).exists():
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
                 tail = " | ".join(self.log.read_text().strip().splitlines()[-3:])
                 message = (
                     f"the ranks ended without a result, torchrun with status {self.agent.returncode}: {tail}"
                 )
-                runs.record_failure(self.run_dir, _failure(None, message))
+                # Overruled: a report that a rank began and had no room for.
+                failure = runs.read_failure(self.run_dir) or _failure(None, message)
+                runs.record_failure(self.run_dir, failure, overrule=True)
         status = runs.read_status(self.run_dir)
         signum = self.signum if status["state"] == "preempted" else None
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)

@@ -99,9 +99,20 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     """Replace ``status.json`` in one step, unless a rank has failed: then that outcome stays."""
-    if state not in ("failed", "starting") and (run_dir / ERROR_FILE).exists():
+    yields = state not in ("failed", "starting")
+    if yields and (run_dir / ERROR_FILE).exists():
         return
     _replace(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
+    if yields and (failure := read_failure(run_dir)) is not None:  # written since this looked
+        write_status(run_dir, "failed", error=failure)
+
+
+def read_failure(run_dir: Path) -> dict[str, Any] | None:
+    """The first error's report; None before there is one, and while it is written."""
+    try:
+        return json.loads((run_dir / ERROR_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def add_to_status(run_dir: Path, **facts: Any) -> None:

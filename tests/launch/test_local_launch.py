@@ -46,6 +46,14 @@ def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None
     assert command.pids() == []
 
 
+@pytest.mark.faults
+def test_a_failure_that_no_rank_could_write_down_is_told_all_the_same(command: Command) -> None:
+    code, _, err = command.run("recipe_raises_without_room", *TWO_RANKS)
+    assert code == 1
+    assert "error: LaunchError: the ranks ended without a result, torchrun with status 1" in err
+    assert read_status(command.run_dir)["state"] == "failed"
+
+
 def test_a_rank_killed_by_a_signal_is_named_although_its_peers_complain_first(command: Command) -> None:
     code, _, err = command.run("recipe_killed", *TWO_RANKS)
     assert code == 1
@@ -101,7 +109,7 @@ def test_ranks_that_do_not_leave_within_the_grace_period_are_killed(command: Com
     assert process.returncode == 128 + signal.SIGTERM
     assert "the ranks have not left in launch.grace_s=1 s and are killed" in err
     assert read_status(command.run_dir)["state"] == "preempted"
-    assert command.pids() == []
+    command.wait_until_gone()
 
 
 def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:

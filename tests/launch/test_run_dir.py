@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,23 @@ def test_the_first_error_is_final(started: Path) -> None:
     assert (status["error"]["rank"], status["error"]["message"]) == (3, "first")
     shown = runs.describe_error(status["error"])
     assert shown.startswith("rank 3: ValueError: first\n") and "raise error" in shown
+
+
+def test_a_failure_while_another_rank_writes_its_status_is_final(
+    started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank fails after another has seen no error, and before that one says that the run is running."""
+    replace = runs._replace
+
+    def fail_first(path: Path, content: dict[str, Any]) -> None:
+        if content["state"] == "running":
+            assert runs.report_error(started, raised(ValueError("first")), 1)
+        replace(path, content)
+
+    monkeypatch.setattr(runs, "_replace", fail_first)
+    runs.write_status(started, "running", pid=1)
+    status = runs.read_status(started)
+    assert (status["state"], status["error"]["message"]) == ("failed", "first")
 
 
 def test_an_error_meant_for_a_person_is_shown_without_a_traceback(started: Path) -> None:
