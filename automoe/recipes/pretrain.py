@@ -192,9 +192,10 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             saver.save(state, record.get("val_loss"), stopping)
 
     # ---------------------------------------------------------------- leave
-    context.preempted = state.step < train.steps
+    exports = config.checkpoint.export_hf
+    context.preempted = state.step < train.steps or (stopping and exports)  # the export is for the next start
     paths: dict[str, Any] = {}
-    if config.checkpoint.export_hf and not stopping:
+    if exports and not stopping:
         from automoe.hf.writer import export_and_verify
 
         paths["HF checkpoint"] = export_and_verify(parts, context.run_dir / "hf", config)

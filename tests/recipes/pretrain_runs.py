@@ -80,25 +80,27 @@ class Outcome:
         parameters: this rank's, whole, before each step.
         said: what it printed.
         error: message of the error for the user that ended the run.
+        preempted: whether it said that it left before its end.
     """
 
     parameters: list[dict[str, torch.Tensor]] = field(default_factory=list)
     said: str = ""
     error: str = ""
+    preempted: bool = False
 
 
 def run(
-    pool: RankPool, config: Config, fault: str = "", at: tuple[int, ...] = ()
+    pool: RankPool, config: Config, fault: str = "", at: tuple[int, ...] = (), stop: bool = False
 ) -> tuple[list[Outcome], list[dict[str, Any]]]:
-    """Run the recipe; every rank's outcome, and ``metrics.jsonl``."""
+    """Run the recipe, asked to stop in its first step if ``stop``; every rank's outcome, and ``metrics.jsonl``."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(exist_ok=True)  # a run that goes on is in the directory of the first
     world_size = resolve_mesh(config.mesh, None).world_size
-    outcomes = pool.run(run_rank, world_size, config, fault, at)
+    outcomes = pool.run(run_rank, world_size, config, fault, at, stop)
     return outcomes, [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_rank(config: Config, fault: str, at: tuple[int, ...]) -> Outcome:
+def run_rank(config: Config, fault: str, at: tuple[int, ...], stop: bool) -> Outcome:
     """One rank of ``run``; ``fault`` strikes on the last rank in the steps ``at``, counted from 1."""
     run_dir, outcome = Path(config.run_dir), Outcome()
 
@@ -108,6 +110,8 @@ def run_rank(config: Config, fault: str, at: tuple[int, ...]) -> Outcome:
     context = RunContext(
         dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"), run_dir
     )
+    if stop:
+        context.stop.set()
     log = run_dir / f"said{context.rank}"
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=str(run_dir.parent)),
@@ -119,7 +123,7 @@ def run_rank(config: Config, fault: str, at: tuple[int, ...]) -> Outcome:
             pretrain.main(config, resolve_mesh(config.mesh, None), context)
         except AutomoeError as error:
             outcome.error = str(error)
-    outcome.said = log.read_text()
+    outcome.said, outcome.preempted = log.read_text(), context.preempted
     return outcome
 
 

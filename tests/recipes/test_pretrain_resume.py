@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from pretrain_runs import config, run
 
 from automoe.config.schema import CheckpointConfig, Config
@@ -52,3 +53,15 @@ def test_a_folder_that_cannot_be_written_is_found_before_weights_are_read(
     outcomes, _ = run(ranks, settings)
     for outcome in outcomes:
         assert "checkpoints cannot be written: File exists" in outcome.error
+
+
+@pytest.mark.parametrize("export", [False, True])
+def test_a_run_asked_to_stop_in_its_last_step_is_done_but_for_the_export(
+    ranks: RankPool, tmp_path: Path, export: bool
+) -> None:
+    """What would be called done with exit status 0 nobody would start again, and the export would be missing."""
+    settings = saving(config(tmp_path, steps=1), tmp_path / "run", export_hf=export)
+    (outcome,), record = run(ranks, settings, stop=True)
+    assert [line["step"] for line in record] == [1]
+    assert outcome.preempted is export and not (tmp_path / "run" / "hf").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir()
