@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from automoe.collectives import all_gather
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.validate import check_model
 from automoe.errors import ConfigError
+from automoe.hf.catalog import check_catalog
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
 from automoe.hf.writer import Written, export_model
@@ -32,9 +35,9 @@ def from_hf(
     ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V].
 
     Args:
-        mesh: None keeps the whole model in this process. Otherwise the process group is initialised,
-            every rank calls this (and, later, the model) together, and each one feeds its own rows; ranks of
-            a tp group feed the same ones, and all get the whole logits. Experts are cut over ep, etp and
+        mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the process
+            group is initialised, every rank calls this (and, later, the model) together, and each one feeds its own rows; ranks of
+            a tp group feed the same ones, whose length tp divides, and all get the whole logits. Experts are cut over ep, etp and
             ep_shard, everything else over dp_shard and tp.
         dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
             training does.
@@ -42,43 +45,55 @@ def from_hf(
 
     Raises:
         ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of the model
-            or of a row, or a vocabulary that tp does not divide.
+            or of a row, or a mesh that does not divide the model.
         CheckpointError: files missing, damaged, or not those of the model that config.json describes.
     """
     config = model_config_from_hf(path)
     if dtype not in _NAMES:
         raise ConfigError("dtype", dtype, f"must be one of {', '.join(_NAMES.values())}", "Use torch.float32")
-    moe = MoEConfig(experts=_expert_backend(config, dtype))
+    catalog = None
     if mesh is None:
-        model = build_decoder(config, moe, dtype)
+        model = build_decoder(config, MoEConfig(experts=_expert_backend(config, dtype)), dtype)
+        catalog = check_catalog(path, config)  # other ranks, where there are some, take no part in it
     else:
-        for axis in ("pp", "cp"):
-            if getattr(mesh, axis) > 1:
-                raise ConfigError(
-                    f"mesh.{axis}",
-                    getattr(mesh, axis),
-                    "from_hf gives one module that maps whole rows to logits",
-                    f"Set mesh.{axis}=1; automoe.train runs the others",
-                )
-        if config.vocab_size % mesh.tp:
-            raise ConfigError(
-                "mesh.tp",
-                mesh.tp,
-                f"the vocabulary of {config.vocab_size} rows is cut over tp, and {config.vocab_size} % {mesh.tp} = "
-                f"{config.vocab_size % mesh.tp}",
-                "Set mesh.tp=1",
-            )
-        shape = resolve_mesh(mesh, torch.distributed.get_world_size())
-        on_mesh = Config(mesh=mesh, model=config, moe=moe)
-        on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
-        model = build_decoder(config, moe, torch.float32 if dtype == torch.bfloat16 else dtype)
-        meshes = build_meshes(shape, torch.device(device))
-        parallelize(model, meshes, on_mesh)
-        if (tp := meshes.group("tp")) is not None:
-            model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
+        model = _on_mesh(config, mesh, dtype, torch.device(device))
     model.to_empty(device=device)
-    load_hf(model, path)
+    load_hf(model, path, catalog)
     return model.eval()
+
+
+def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
+    for axis in ("pp", "cp"):
+        if getattr(shape, axis) > 1:
+            raise ConfigError(
+                f"mesh.{axis}",
+                getattr(shape, axis),
+                "from_hf gives one module that maps whole rows to logits",
+                f"Set mesh.{axis}=1; automoe.train runs the others",
+            )
+    moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
+    on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
+    on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
+    check_model(on_mesh, shape)
+    model = build_decoder(config, moe, torch.float32 if dtype == torch.bfloat16 else dtype)
+    meshes = build_meshes(shape, device)
+    parallelize(model, meshes, on_mesh)
+    if (tp := meshes.group("tp")) is not None:
+        model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))
+        model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
+    return model
+
+
+def _check_length(tokens: torch.Tensor, tp: int) -> None:
+    size = tokens.shape[1]
+    if size % tp:
+        raise ConfigError(
+            "tokens",
+            list(tokens.shape),
+            f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}",
+            f"Add {-size % tp} tokens behind the rows, whose logits are not needed",
+        )
 
 
 def to_hf(
@@ -106,8 +121,8 @@ def to_hf(
     return export_model(model, path, dtype=dtype, fp8=fp8, tokenizer=tokenizer, overwrite=overwrite)
 
 
-def _expert_backend(config: ModelConfig, dtype: torch.dtype) -> Literal["grouped_mm", "loop"]:
+def _expert_backend(config: ModelConfig, dtype: torch.dtype, etp: int = 1) -> Literal["grouped_mm", "loop"]:
     """grouped_mm where it can: it has no float64, and wants rows of a multiple of 16 bytes."""
-    widths = (config.hidden_size, config.moe_intermediate_size)
+    widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return "grouped_mm" if aligned and dtype != torch.float64 else "loop"

@@ -40,12 +40,8 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     device = device or config.launch.device
     check_numbers(config)
     shape = resolve_mesh(config.mesh, num_ranks)
-    _check_experts(config, shape)
-    _check_routing(config)
+    check_model(config, shape)
     check_moe(config)
-    _check_attention(config)
-    check_layers(config, shape)
-    _check_tensor(config, shape)
     _check_batch(config, shape)
     _check_pipeline(config, shape)
     _check_context(config, shape, device)
@@ -57,6 +53,15 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     parse_profile_steps(config.observe.profile_steps)
     _check_paths(config)
     return shape
+
+
+def check_model(config: Config, shape: MeshShape) -> None:
+    """The rules for a model's sizes, and for how a mesh cuts them. Raises ``ConfigError``."""
+    _check_experts(config, shape)
+    _check_routing(config)
+    _check_attention(config)
+    check_layers(config, shape)
+    _check_tensor(config, shape)
 
 
 def _divisor_error(key: str, value: int, divisor: int, rule: str, remedy: str = "") -> ConfigError:

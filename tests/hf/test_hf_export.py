@@ -354,9 +354,51 @@ def test_from_hf_with_tensor_parallelism_gives_whole_logits(
         torch.testing.assert_close(found, wanted.chunk(2)[rank // 2], rtol=1e-4, atol=1e-5)
 
 
-def test_from_hf_refuses_a_vocabulary_that_tp_does_not_divide(source: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mesh\.tp=5.*96 % 5 = 1"):
-        automoe.from_hf(source, mesh=MeshConfig(dp_shard=1, tp=5))
+@pytest.mark.parametrize(
+    ("mesh", "numbers"),
+    [
+        (MeshConfig(dp_shard=1, tp=2), "101 % 2 = 1"),  # rows of the embedding
+        (MeshConfig(dp_shard=4, ep=4), "6 % 4 = 2"),
+        (MeshConfig(dp_shard=8, ep=1, ep_shard=8), "20 % 8 = 4"),
+    ],
+)
+def test_from_hf_refuses_a_mesh_that_does_not_divide_the_model(
+    mesh: MeshConfig, numbers: str, tmp_path: Path
+) -> None:
+    save_small_hf("dsv3_odd", tmp_path)
+    with pytest.raises(ConfigError, match=numbers):
+        automoe.from_hf(tmp_path, mesh=mesh)
+
+
+def logits_of_an_odd_row(path: Path) -> str:
+    model = automoe.from_hf(path, mesh=MeshConfig(dp_shard=1, tp=2))
+    with pytest.raises(ConfigError) as caught:
+        model(torch.zeros(2, 7, dtype=torch.int64))
+    return str(caught.value)
+
+
+def test_from_hf_says_which_rows_tp_can_cut(source: Path, ranks: RankPool) -> None:
+    for message in ranks.run(logits_of_an_odd_row, 2, source):
+        assert "tokens=[2, 7]" in message and "7 % 2 = 1. Add 1 tokens behind" in message
+
+
+def whole_on_the_first_rank(path: Path) -> int:
+    return len(list(automoe.from_hf(path).parameters())) if torch.distributed.get_rank() == 0 else 0
+
+
+def test_from_hf_without_a_mesh_asks_no_other_rank(source: Path, ranks: RankPool) -> None:
+    assert ranks.run(whole_on_the_first_rank, 2, source)[0] > 0
+
+
+def test_from_hf_cuts_experts_to_rows_that_grouped_mm_does_not_take(tmp_path: Path, ranks: RankPool) -> None:
+    """20 numbers are whole blocks of 16 bytes in float32, 10 are not."""
+    save_small_hf("dsv3_odd", tmp_path / "in")
+    tokens = torch.arange(40).view(4, 10)
+    mesh = MeshConfig(dp_shard=2, etp=2)
+    logits = torch.cat(ranks.run(forward_on_mesh, 2, tmp_path / "in", tmp_path / "out", tokens, mesh))
+    with torch.no_grad():
+        wanted = automoe.from_hf(tmp_path / "in")(tokens)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("axis", ["pp", "cp"])
