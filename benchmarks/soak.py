@@ -2,7 +2,8 @@
 
 One job after the other, on meshes in turn: its uninterrupted record first, then the same command again and again,
 each start killed by SIGKILL at a random moment (a rank, all ranks, torchrun, or the launching process), until one
-comes to its end. After every kill no process may be left and the record so far must be the uninterrupted one's to the
+comes to its end. Three of four moments are drawn from the time that training takes, which is short beside that of starting
+on a small job; the others from the whole run. After every kill no process may be left and the record so far must be the uninterrupted one's to the
 bit; at the end the whole record must.
 
     make soak                                  # ten minutes; writes benchmarks/results/soak.json
@@ -36,6 +37,7 @@ from automoe.testing.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill
 
 STEPS, EVERY = 24, 3
 KILLS_A_JOB = 12  # then a start is let alone, so that every mesh has its turn on a slow machine too
+IN_TRAINING = 0.75  # share of the moments that are counted from the start of training
 VICTIMS = ("a rank", "all ranks", "torchrun", "the launcher")
 
 
@@ -45,12 +47,13 @@ class Lost(AssertionError):
 
 @dataclass
 class Kill:
-    """One SIGKILL: whom, how long after the start, and what the record held then."""
+    """One SIGKILL: whom, how long after the start, whether that start trained by then, and what the record held."""
 
     mesh: str
     async_save: bool
     victim: str
     seconds: float
+    training: bool
     recorded_steps: int
     newest_checkpoint: str | None
 
@@ -72,7 +75,7 @@ def main() -> int:
     started, load = time.monotonic(), os.getloadavg()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     problem = None
-    straight: dict[str, tuple[list[dict[str, Any]], float]] = {}
+    straight: dict[str, Straight] = {}
 
     def time_is_up() -> bool:
         return time.monotonic() - started > args.seconds or len(kills) >= args.kills
@@ -88,7 +91,7 @@ def main() -> int:
             def let_alone(limit: int = limit) -> bool:
                 return time_is_up() or len(kills) >= limit
 
-            run_until_done(folder / f"run-{finished}", mesh, *straight[mesh], draw, kills, let_alone)
+            run_until_done(folder / f"run-{finished}", mesh, straight[mesh], draw, kills, let_alone)
             finished += 1
             print(f"soak: job {finished} on {mesh} done after {len(kills) - kills_before} kills", flush=True)
     except Lost as error:
@@ -108,6 +111,7 @@ def main() -> int:
         "num_kills": len(kills),
         "kills_by_victim": Counter(one.victim for one in kills),
         "kills_by_mesh": Counter(one.mesh for one in kills),
+        "kills_of_starts_that_trained": sum(one.training for one in kills),
         "kills_before_the_first_recorded_step": sum(one.recorded_steps == 0 for one in kills),
         "lost": problem,
         "kills": [asdict(one) for one in kills],
@@ -125,39 +129,74 @@ def job(run_dir: Path, mesh: str) -> TrainCommand:
     return TrainCommand(run_dir, (*TINY, *MESHES[mesh], *steps), cache)
 
 
-def uninterrupted(run_dir: Path, mesh: str) -> tuple[list[dict[str, Any]], float]:
-    """The record of the job left alone, and the seconds that it took."""
-    began = time.monotonic()
-    command = job(run_dir, mesh)
-    code, _, err = command.run()
-    if code:
-        raise Lost(f"{mesh}: the uninterrupted run ended with status {code}: {err}")
+@dataclass
+class Straight:
+    """A job left alone: its record, the seconds that it took, and those of them that it trained."""
+
+    record: list[dict[str, Any]]
+    seconds: float
+    training_seconds: float
+
+
+def uninterrupted(run_dir: Path, mesh: str) -> Straight:
+    command, began = job(run_dir, mesh), time.monotonic()
+    watch = TrainingWatch(command)
+    process = command.start()
+    watch.wait(process)
+    trains = time.monotonic()
+    _, err = process.communicate(timeout=PATIENCE_S)
+    ended = time.monotonic()
+    if process.returncode:
+        raise Lost(f"{mesh}: the uninterrupted run ended with status {process.returncode}: {err}")
     record = command.record()
     assert len(record) == STEPS
-    return record, time.monotonic() - began
+    return Straight(record, ended - began, ended - trains)
+
+
+class TrainingWatch:
+    """Whether a start, made after this object, has come to train: then it opens the run's record."""
+
+    def __init__(self, command: TrainCommand) -> None:
+        self.path = command.run_dir / "metrics.jsonl"
+        self.before = self._touched()
+
+    def trains(self) -> bool:
+        return self._touched() != self.before
+
+    def wait(self, process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.trains() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _touched(self) -> int | None:
+        return self.path.stat().st_mtime_ns if self.path.exists() else None
 
 
 def run_until_done(
     run_dir: Path,
     mesh: str,
-    expected: list[dict[str, Any]],
-    seconds: float,
+    straight: Straight,
     draw: random.Random,
     kills: list[Kill],
     let_alone: Callable[[], bool],
 ) -> None:
     """Start, kill and start again, until a start comes to its end; from ``let_alone`` on nothing is killed."""
-    command = job(run_dir, mesh)
+    command, expected = job(run_dir, mesh), straight.record
     while True:
-        async_save = draw.random() < 0.5
-        delay, victim, pick = draw.uniform(0.1, 1.0) * seconds, draw.choice(VICTIMS), draw.random()
+        async_save, in_training = draw.random() < 0.5, draw.random() < IN_TRAINING
+        moment, drawn, pick = draw.random(), draw.choice(VICTIMS), draw.random()
+        watch, began = TrainingWatch(command), time.monotonic()
         process = command.start(f"checkpoint.async_save={async_save}".lower())
-        output = ""
+        delay = (0.1 + 0.9 * moment) * straight.seconds
+        if in_training:
+            watch.wait(process)
+            delay = moment * straight.training_seconds
+        victim, seconds, training = "nobody", 0.0, False
         try:
             output = process.communicate(timeout=PATIENCE_S if let_alone() else delay)[0]
         except subprocess.TimeoutExpired:
-            if not strike(command, process, victim, pick):
-                victim = "nobody"  # the run ended in this very moment, or had no such process yet
+            seconds, training = time.monotonic() - began, watch.trains()
+            victim = strike(command, process, drawn, pick)
             try:
                 output = process.communicate(timeout=PATIENCE_S)[0]
             except subprocess.TimeoutExpired:
@@ -175,15 +214,15 @@ def run_until_done(
             raise Lost(f"{mesh}: ended with status {process.returncode}, {victim} killed: {output[-2000:]}")
         steps = [name for name in command.checkpoints() if name.startswith("step-")]
         newest = max(steps, key=lambda name: int(name.removeprefix("step-")), default=None)
-        kills.append(Kill(mesh, async_save, victim, round(delay, 2), len(record), newest))
+        kills.append(Kill(mesh, async_save, victim, round(seconds, 2), training, len(record), newest))
         print(
-            f"soak: kill {len(kills)}: {victim} after {delay:.1f} s, {len(record)} steps, {newest}",
+            f"soak: kill {len(kills)}: {victim} after {seconds:.1f} s, {len(record)} steps, {newest}",
             flush=True,
         )
 
 
-def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, pick: float) -> bool:
-    """Kill ``victim``; the launcher where ranks or torchrun have not started yet. False if nothing was there."""
+def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, pick: float) -> str:
+    """Kill ``victim``, or the launcher where ranks or torchrun have not started yet; who it was, perhaps nobody."""
     ranks = command.rank_pids()
     agents = [pid for pid in command.pids() if pid != process.pid and pid not in ranks]
     chosen = {
@@ -191,8 +230,10 @@ def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, p
         "all ranks": ranks,
         "torchrun": agents,
         "the launcher": [],
-    }[victim] or [process.pid]
-    return any([kill(pid) for pid in chosen])
+    }[victim]
+    if not chosen:
+        victim, chosen = VICTIMS[-1], [process.pid]
+    return victim if any([kill(pid) for pid in chosen]) else "nobody"  # the run ended in this very moment
 
 
 def commit() -> str:

@@ -25,6 +25,7 @@ def test_one_kill_is_survived_and_recorded(tmp_path: Path) -> None:
     assert (report["seed"], report["num_kills"], report["lost"]) == (3, 1, None)
     (one,) = report["kills"]
     assert one["mesh"] == "cp2-ep2" and report["kills_by_victim"] == {one["victim"]: 1}
+    assert report["kills_of_starts_that_trained"] == int(one["training"])
 
 
 def test_the_committed_soaks_killed_on_three_meshes_at_least_thirty_times_and_lost_nothing() -> None:
