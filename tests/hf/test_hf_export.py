@@ -42,7 +42,7 @@ def entries(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     ["dsv3_groups_yarn", "qwen3_moe_tied", "mixtral_odd", "gpt_oss", "qwen2_moe_odd", "glm4_moe_odd"]
-    + [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama_odd", "qwen3")],
+    + [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama_odd", "qwen3", "qwen3_next_odd")],
 )
 def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -> None:
     save_small_hf(name, tmp_path / "source")
@@ -292,7 +292,7 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
     )
 
 
-OTHERS = ("qwen2_moe", "glm4_moe", "llama", "qwen3")
+OTHERS = ("qwen2_moe", "glm4_moe", "llama", "qwen3", "gpt_oss", "qwen3_next")
 
 
 @pytest.mark.parametrize(

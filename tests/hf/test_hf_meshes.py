@@ -223,6 +223,25 @@ def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks:
     check_round_trip(tmp_path / "in", tmp_path / "out", MESHES[mesh], ranks)
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("dsv3", "tp2_dp2_ep2_etp2"), exhaustive("qwen3_moe_tied", "pp2_ep2_ep_shard2")]
+)
+def test_fused_experts_are_cut_as_those_one_by_one(
+    name: str, mesh: str, tmp_path: Path, ranks: RankPool
+) -> None:
+    """Their gates and ups lie in one tensor; what leaves is the published layout."""
+    save_small_hf(name, tmp_path / "fused", save_original_format=False)
+    save_small_hf(name, tmp_path / "published")
+    assert not any(".experts.0." in key for key in stored(tmp_path / "fused"))
+    ranks.run(
+        round_trip, world_size(MESHES[mesh]), tmp_path / "fused", tmp_path / "out", MESHES[mesh], "keep"
+    )
+    before, after = stored(tmp_path / "published"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(after[key], tensor), key
+
+
 def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -> None:
     results = ranks.run(round_trip, world_size(mesh), path, out, mesh, "keep")
     assert results[0] >= world_size(mesh)  # every rank wrote something
@@ -237,7 +256,8 @@ def check_round_trip(path: Path, out: Path, mesh: MeshConfig, ranks: RankPool) -
 @pytest.mark.parametrize(
     "name",
     ["qwen2_moe"]
-    + [exhaustive(name) for name in ("dsv3", "qwen3_moe", "mixtral", "glm4_moe", "llama", "qwen3")],
+    + [exhaustive(name) for name in ("dsv3", "qwen3_moe", "mixtral", "glm4_moe", "llama", "qwen3")]
+    + [exhaustive(name) for name in ("gpt_oss", "qwen3_next")],
 )
 def test_what_was_trained_leaves_equal_to_transformers(name: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf(name, tmp_path / "in")
