@@ -92,13 +92,14 @@ def fp8_config(config: ModelConfig) -> dict[str, Any]:
             "Export it in bfloat16",
         )
     layers = range(config.first_k_dense, config.num_layers)
-    routers = [f"model.layers.{layer}.{keys.router.removesuffix('.weight')}" for layer in layers]
+    names = [keys.router] + ([keys.shared_gate] if config.shared_expert_gate else [])
+    kept = [f"model.layers.{layer}.{name.removesuffix('.weight')}" for layer in layers for name in names]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(FP8_BLOCK),
-        "modules_to_not_convert": ["lm_head", *routers],
+        "modules_to_not_convert": ["lm_head", *kept],
     }
 
 

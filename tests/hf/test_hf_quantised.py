@@ -266,6 +266,18 @@ def test_fp8_export_is_the_quantisation_of_the_weights(
         assert torch.equal(tensor.float(), after[key].float()), key
 
 
+@pytest.mark.parametrize("name", ["dsv3", "qwen2_moe", "qwen3_next", "mixtral"])
+def test_matrices_without_scales_are_those_that_config_json_names(name: str, tmp_path: Path) -> None:
+    """Readers expect scales for every linear layer that is not named."""
+    save_small_hf(name, tmp_path / "in")
+    automoe.to_hf(automoe.from_hf(tmp_path / "in"), tmp_path / "out", fp8=True)
+    tensors = stored(tmp_path / "out")
+    matrices = {key for key, tensor in tensors.items() if tensor.dim() == 2 and not key.endswith(SUFFIX)}
+    bare = {key.removesuffix(".weight") for key in matrices if key + SUFFIX not in tensors}
+    declared = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert bare - {"model.embed_tokens"} == set(declared["modules_to_not_convert"])
+
+
 def test_transformers_itself_dequantises_an_fp8_export(tmp_path: Path) -> None:
     """Where it can: it takes a block's size from the number of scales. Its loader needs a package more."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
