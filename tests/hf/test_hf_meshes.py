@@ -96,6 +96,7 @@ def exhaustive(*case: str) -> Any:
         exhaustive("gpt_oss_odd", "pp2"),
         exhaustive("gpt_oss_odd", "ep_shard2"),
         exhaustive("gpt_oss_full", "hsdp2x2_ep2"),
+        exhaustive("mixtral_odd", "ep_shard2"),
         ("qwen3_next", "tp2_dp2_ep2_etp2"),
         *(exhaustive("qwen3_next", mesh) for mesh in ("ep2", "ep_shard2", "pp2_ep2_ep_shard2")),
         exhaustive("qwen3_next_odd", "pp2"),
