@@ -207,16 +207,19 @@ def _quantisation(folder: Path) -> Quantisation:
     stated = read_hf_config(folder).get("quantization_config")
     if stated is None:
         return Quantisation()
-    method = stated.get("quant_method")
-    if method == "fp8":
-        rows, cols = stated.get("weight_block_size") or (0, 0)
-        if rows < 1 or cols < 1 or stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if method == "fp8" and isinstance(stated, dict):
+        block = stated.get("weight_block_size")
+        pair = (
+            isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+        )
+        if not pair or stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
                 f"weight_block_size={stated.get('weight_block_size')}, and FP8 is read here as e4m3 with scales a "
                 "block, such as [128, 128]. Convert it to bfloat16"
             )
-        return Quantisation("fp8", (rows, cols))
+        return Quantisation("fp8", (block[0], block[1]))
     if method == "mxfp4":
         return Quantisation("mxfp4")
     raise CheckpointError(
@@ -232,11 +235,16 @@ def _pair_scales(tensors: dict[str, StoredTensor], quantisation: Quantisation) -
     sources = {}
     for name, data in tensors.items():
         if quantisation.encoding == "fp8":
-            if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in tensors:
+            owner = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
+            if owner is not None and len(owner.shape) > 1:
                 continue
-            scales = tensors.get(name + SCALE_SUFFIX)
+            scales = tensors.get(name + SCALE_SUFFIX) if len(data.shape) > 1 else None  # blocks of a matrix
             sources[name] = Source(data.shape, data, scales, "plain" if scales is None else "fp8")
-        elif name.endswith("_blocks") and (scales := tensors.get(f"{name[:-7]}_scales")) is not None:
+        elif (
+            name.endswith("_blocks")
+            and len(data.shape) > 2
+            and (scales := tensors.get(f"{name[:-7]}_scales")) is not None
+        ):
             *lead, rows, groups, half = data.shape
             sources[name[:-7]] = Source((*lead, 2 * groups * half, rows), data, scales, "mxfp4")
         elif not (name.endswith("_scales") and f"{name[:-7]}_blocks" in tensors):

@@ -60,7 +60,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def declare(folder: Path, quantisation: dict | None) -> None:
+def declare(folder: Path, quantisation: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = quantisation
     (folder / "config.json").write_text(json.dumps(config))
@@ -344,20 +344,30 @@ def test_scales_of_another_shape(fp8_copy: Path) -> None:
     assert key in message and "has scales [5, 2]" in message and "[4, 2]" in message
 
 
-def test_scales_that_belong_to_nothing(fp8_copy: Path) -> None:
-    edit(fp8_copy, **{"model.norm.weight_scale": torch.ones(1)})
-    assert "not the model's: model.norm.weight_scale" in refused(fp8_copy)
+@pytest.mark.parametrize("suffix", ["_scale", SUFFIX])
+def test_scales_that_belong_to_nothing(suffix: str, fp8_copy: Path) -> None:
+    edit(fp8_copy, **{"model.norm.weight" + suffix: torch.ones(1)})
+    assert f"not the model's: model.norm.weight{suffix}" in refused(fp8_copy)
+
+
+def test_mxfp4_blocks_that_are_no_stack_of_matrices(mxfp4: Path) -> None:
+    key = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+    edit(mxfp4, **{key: torch.zeros(8, 16, dtype=torch.uint8)})
+    assert f"not the model's: {key}" in refused(mxfp4)
 
 
 @pytest.mark.parametrize(
     ("quantisation", "says"),
     [
         ({"quant_method": "awq"}, "quant_method=awq"),
+        ("awq", "quant_method=awq"),
         ({"quant_method": "fp8"}, "weight_block_size=None"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size=[0, 128]"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt=e5m2"),
     ],
 )
-def test_quantisations_that_are_not_read(quantisation: dict, says: str, fp8_copy: Path) -> None:
+def test_quantisations_that_are_not_read(quantisation: object, says: str, fp8_copy: Path) -> None:
     declare(fp8_copy, quantisation)
     assert says in (message := refused(fp8_copy)) and "onvert it to bfloat16" in message
 
