@@ -117,10 +117,10 @@ class CheckpointStore:
         One save is in flight at a time. The copy stays allocated for the next save.
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
+        on_cuda = any(p.device.type == "cuda" for p in state.parameters())
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-            on_cuda = any(p.device.type == "cuda" for p in state.parameters())
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=on_cuda,
@@ -130,7 +130,10 @@ class CheckpointStore:
                 )
             )
         staged = self._stager.stage(state.tensors() | _generator_tensors())
-        executor = ThreadPoolExecutor(1, "save")
+        # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its thread: it would take
+        # memory there for a context of every rank.
+        here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
+        executor = ThreadPoolExecutor(1, "save", *here)
         self._in_flight = executor.submit(self._write, staged, self._content(state, val_loss), state.step)
         executor.shutdown(wait=False)
 
