@@ -110,7 +110,8 @@ def run_rank(
         watch.timeout_s = config.launch.timeout_s
         objective, preempted = _run_recipe(config, run_dir, rank, world_size, local_rank, store, stop)
     except BaseException as error:
-        watch.explain(error)
+        with contextlib.suppress(OSError):  # a full disk, which _fail survives too
+            watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
     if rank == 0:
         runs.write_status(run_dir, "preempted" if preempted else "done", objective=objective)
@@ -225,11 +226,15 @@ def _leave_unless_asked(run_dir: Path) -> None:
 def _leave(run_dir: Path, report: bool) -> None:
     """End this process at once, after writing the report where that is this rank's to do."""
     _leaving.acquire()  # the rank's own error and the watch over the others may both come here
-    if report:
-        from automoe.observe.report import write_report
+    try:
+        if report:
+            from automoe.observe.report import write_report
 
-        write_report(run_dir)
-    os._exit(1)
+            write_report(run_dir)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # whatever became of the report: threads that wait for a lost peer would keep the process
 
 
 def _fail(run_dir: Path, rank: int, error: BaseException, terminal: TextIO | None, report: bool) -> None:
