@@ -21,6 +21,9 @@ KILLS = [
     ("kill:rank=1:at=resuming:step=2", ["LATEST=step-2", "step-2"]),
     ("kill:rank=0:at=forward:step=4", ["LATEST=step-2", "step-2"]),
     ("kill:rank=1:at=shard_write:step=4 checkpoint.async_save=true", ["LATEST=step-2", "step-2"]),
+    ("kill:rank=0:at=recorded:step=4", ["LATEST=step-2", "step-2"]),
+    ("kill:rank=0:at=latest_written:step=4", ["LATEST=step-4", "step-2", "step-4"]),
+    ("kill:at=resumed:step=4", ["LATEST=step-4", "step-2", "step-4"]),
 ]
 
 
@@ -41,7 +44,7 @@ def test_the_joined_record_is_that_of_the_uninterrupted_run(
         assert record == expected[: len(record)], kill
     code, out, err = command.run()
     assert code == 0, err
-    assert "after step 2" in out and "warning" not in out
+    assert "after step 4" in out and "warning" not in out
     assert command.record() == expected
     assert command.checkpoints() == ["LATEST=step-6", "step-4", "step-6"]
     assert read_status(command.run_dir)["state"] == "done"
