@@ -33,7 +33,7 @@ def uninterrupted(folder: Path, mesh: str) -> list[dict[str, Any]]:
 
 
 def wait_for_hold(command: TrainCommand, process: subprocess.Popen[str], at: str) -> None:
-    """Wait until every rank, or the one that is told to, stands at the point ``at``, e.g. ``forward, step 3``."""
+    """Wait until the first rank stands at the point ``at``, e.g. ``forward, step 3``."""
     deadline = time.monotonic() + PATIENCE_S
     while not any(f"at {at}" in log.read_text() for log in (command.run_dir / "logs").glob("rank*.log")):
         assert process.poll() is None, process.communicate()
