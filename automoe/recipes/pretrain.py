@@ -181,6 +181,7 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             tracker.log(record)
         reach("recorded", state.step)
         if state.skipped >= train.max_skipped:
+            saver.finish()  # what was saved before all this is not lost with the run
             raise AutomoeError(
                 f"{state.skipped} steps in a row were skipped (train.max_skipped), the last step {state.step}: "
                 f"{skip_text(record)}. metrics.jsonl names the rows and documents of each. Lower optim.lr "
