@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from provenance import commit
+
 from automoe.observe.environment import describe_environment
 
 HERE = Path(__file__).parent
@@ -99,18 +101,6 @@ def check_memory(result: dict[str, Any]) -> None:
                 f"{name} took {memory[name] / 1e6:.0f} MB above the state, and {(allowed + SLACK_BYTES) / 1e6:.0f} are "
                 "allowed. Nothing was written."
             )
-
-
-def commit() -> str:
-    """The commit measured, with a ``+`` where files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    head = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-    )
-    return head + ("+" if changed.stdout.strip() else "")
 
 
 def print_table(report: dict[str, Any]) -> None:

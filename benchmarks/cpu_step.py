@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -34,31 +33,12 @@ from contenders import (
     transformers_contender,
 )
 from floors import measure_floors
+from provenance import commit, cpu_model
 from titan import WHY, measure_torchtitan_experts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GATE = 1e-4  # relative difference of loss and gradients that is accepted
 HERE = Path(__file__).resolve().parent
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def commit() -> str:
-    """Hash of the checkout, with ``+`` where measured files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    revision = subprocess.run(
-        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    paths = ["../automoe/model", "../automoe/moe", "../automoe/optim", "*.py"]
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", *paths], capture_output=True, text=True, check=True
-    )
-    return revision + ("+" if changed.stdout else "")
 
 
 def take_turns(
@@ -195,7 +175,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "what": "tokens per CPU second of one training step: forward, backward, AdamW, gradient zeroing",
         "quick": args.quick,
-        "commit": commit(),
+        "commit": commit("../automoe/model", "../automoe/moe", "../automoe/optim", "*.py"),
         "cpu": cpu_model(),
         "threads": 1,
         "dtype": "float32",

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu_step import cpu_model
+from provenance import commit, cpu_model
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
@@ -335,15 +334,6 @@ def combine(turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return result
 
 
-def commit() -> str:
-    """Hash of the checkout, with ``+`` where measured files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    status = [*git, "status", "--porcelain", "--", "../automoe/hf", "hf_load.py"]
-    changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
-    return done.stdout.strip() + ("+" if changed else "")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small checkpoint and one round")
@@ -408,7 +398,7 @@ def measure(root: Path, quick: bool, rounds: int) -> dict[str, Any]:
     return {
         "what": "a DeepSeek-V3-shaped checkpoint read by four ranks into float32 parameters, files in the page cache",
         "quick": quick,
-        "commit": commit(),
+        "commit": commit("../automoe/hf", "hf_load.py"),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),

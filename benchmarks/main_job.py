@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from provenance import commit, cpu_model
+
 HERE = Path(__file__).resolve().parent
 GOAL = 3.0  # validation bits per byte
 POLL_S = 0.02  # a step of the default run takes several times longer
@@ -74,26 +76,6 @@ class Run:
     seconds: float
     cpu_seconds: float
     bits_per_byte: list[tuple[int, float, float]]
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def commit() -> str:
-    """Hash of the checkout, with ``+`` where measured files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", "../automoe", "main_job.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return revision.strip() + ("+" if changed.stdout else "")
 
 
 class Command:
@@ -212,7 +194,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "what": "the documented commands and the default training run, as a user meets them",
         "quick": args.quick,
-        "commit": commit(),
+        "commit": commit("../automoe", "main_job.py"),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average_before": os.getloadavg(),

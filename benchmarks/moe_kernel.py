@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from kernel_peers import NOT_A_LAYER, PEERS, Absent, Layer, Shape
+from provenance import commit
 
 from automoe.moe.gates import gate_choices
 from automoe.observe.environment import describe_environment
@@ -300,18 +300,6 @@ def print_table(report: dict[str, Any]) -> None:
                 )
 
 
-def commit() -> str:
-    """Hash of the checkout, with ``+`` where anything measured differs from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(HERE), *words], capture_output=True, text=True, check=True
-        ).stdout
-
-    changed = git("status", "--porcelain", "--", "../automoe/moe", "kernel_peers.py", "moe_kernel.py")
-    return git("rev-parse", "HEAD").strip() + ("+" if changed else "")
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(
@@ -330,7 +318,7 @@ def main() -> None:
         0.0 if args.quick else args.seconds / len(shapes) / len(ROUTINGS) / 2
     )  # gates take the other half
     report: dict[str, Any] = {
-        "commit": commit(),
+        "commit": commit("../automoe/moe", "kernel_peers.py", "moe_kernel.py"),
         "environment": describe_environment(),
         "quick": args.quick,
         "device": device.type,

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
@@ -25,6 +24,7 @@ from typing import Any
 import moe_mappings
 import torch
 from moe_mappings import DISPATCHERS, MAPPINGS, RANKS, Size
+from provenance import commit, cpu_model
 
 GATE = {"cpu": 1e-5, "cuda": 2e-2}  # relative difference of output and gradient that is accepted
 BYTES_GATE = 0.01  # of the ratio of bytes from EP/K; routing weights travel beside the rows
@@ -40,24 +40,6 @@ STAGE_COLOURS = {
     "unpermute": "#c4ccd4",
     "router and rest": "#e9edf1",
 }
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def commit() -> str:
-    """Hash of the checkout, with ``+`` where measured files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-    paths = ["../automoe/moe", "../automoe/parallel/expert.py", "../automoe/collectives.py", "moe_*.py"]
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", *paths], capture_output=True, text=True, check=True
-    ).stdout
-    return revision.strip() + ("+" if changed else "")
 
 
 def over_ranks(ranks: list[dict[str, Any]], name: str, rounds: int) -> list[dict[str, float]]:
@@ -255,7 +237,9 @@ def main() -> None:
     report: dict[str, Any] = {
         "what": "one MoE layer, forward and backward, balanced routing: stages and totals by mapping",
         "quick": args.quick,
-        "commit": commit(),
+        "commit": commit(
+            "../automoe/moe", "../automoe/parallel/expert.py", "../automoe/collectives.py", "moe_*.py"
+        ),
         "device": device,
         "backend": "gloo on CPU" if device == "cpu" else f"NCCL on {torch.cuda.get_device_name()}",
         "cpu": cpu_model(),

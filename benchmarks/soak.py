@@ -33,6 +33,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from provenance import commit  # noqa: E402
+
 from automoe.testing.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402
 
 STEPS, EVERY = 24, 3
@@ -234,14 +236,6 @@ def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, p
     if not chosen:
         victim, chosen = VICTIMS[-1], [process.pid]
     return victim if any([kill(pid) for pid in chosen]) else "nobody"  # the run ended in this very moment
-
-
-def commit() -> str:
-    """Of the checkout; with a plus where files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
-    return head + ("+" if changed.strip() else "")
 
 
 if __name__ == "__main__":
