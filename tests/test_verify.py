@@ -70,7 +70,14 @@ def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]
 
 
 def test_a_dense_model_has_no_routing_to_force(ranks: RankPool, small: list[str]) -> None:
-    dense = ["model=small_llama", *small, "model.first_k_dense=2", "mesh.ep=1", "mesh.tp=2"]
+    dense = [
+        "model=small_llama",
+        *small,
+        "model.first_k_dense=2",
+        "model.attention.num_heads=4",
+        "mesh.ep=1",
+        "mesh.tp=2",
+    ]
     config, shape, cuts = make_runnable(compose_config(overrides=dense))
     assert cuts == []
     for each in passes(config):

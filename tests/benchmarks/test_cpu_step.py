@@ -59,6 +59,7 @@ def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> No
         assert sum(shares) == pytest.approx(1.0)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_differs_is_not_timed(tmp_path: Path) -> None:
     """One weight of ours off by a thousandth: the gate must stop the run and name a gradient."""
     out = tmp_path / "result.json"

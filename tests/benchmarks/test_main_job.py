@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.exhaustive
 def test_quick_run_writes_every_number(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     script = str(ROOT / "benchmarks" / "main_job.py")

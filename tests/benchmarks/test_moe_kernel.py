@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "moe_kernel.py"
 HERE_TOO = {"automoe grouped_mm", "transformers grouped_mm", "three grouped_mm", "eager loop"}
@@ -51,6 +53,7 @@ def test_quick_run_compares_every_peer_that_is_here_and_says_why_others_are_not(
     assert "saved/ideal" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_peer_is_not_timed(tmp_path: Path) -> None:
     done = run_script(tmp_path / "result.json", "--quick", "--spoil", "three grouped_mm")
     assert done.returncode == 1 and not (tmp_path / "result.json").exists()

@@ -26,6 +26,7 @@ def run_script(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_quick_run_passes_the_gates_and_writes_every_number(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = run_script(out)
@@ -60,6 +61,7 @@ def test_quick_run_passes_the_gates_and_writes_every_number(tmp_path: Path) -> N
     assert done.stdout.rstrip().splitlines()[-1].startswith("ep8, all-gather over all-to-all: bytes 4.0")
 
 
+@pytest.mark.exhaustive
 def test_a_layer_that_differs_is_not_written(tmp_path: Path) -> None:
     """One contender's weights off by a thousandth."""
     out = tmp_path / "result.json"
