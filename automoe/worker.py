@@ -93,9 +93,9 @@ def run_rank(
         store: where ranks meet; None takes torch's ``env://``.
     """
     terminal = _redirect(run_dir, rank)
-    stop = threading.Event()
+    stop = ranks.StopRequest()
     launcher = ranks.local_launcher_pid()
-    _handle_signals(stop, run_dir, launcher)
+    _handle_signals(stop, launcher)
     pid_file = run_dir / runs.LOG_FOLDER / f"rank{rank}.pid"
     pid_file.write_text(str(os.getpid()))
     if (run_dir / runs.STOP_FILE).exists():  # asked to stop before this process could listen
@@ -104,7 +104,8 @@ def run_rank(
     report = rank == 0 and launcher is None and config is not None and config.observe.report
     stuck.start_recording()
     watch = stuck.StuckWatch(run_dir, rank, world_size)
-    threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
+    may_leave = None if launcher is None else stop
+    threading.Thread(target=_watch, args=(run_dir, watch, report, may_leave), daemon=True).start()
     try:
         config = config or load_config(run_dir)
         watch.timeout_s = config.launch.timeout_s
@@ -125,7 +126,7 @@ def _run_recipe(
     world_size: int,
     local_rank: int,
     store: Store | None,
-    stop: threading.Event,
+    stop: ranks.StopRequest,
 ) -> tuple[float | None, bool]:
     """The recipe's objective, and whether all ranks agreed to leave before its end."""
     shape = resolve_mesh(config.mesh, world_size)
@@ -178,13 +179,10 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
     return terminal
 
 
-def _handle_signals(stop: threading.Event, run_dir: Path, launcher: int | None) -> None:
+def _handle_signals(stop: ranks.StopRequest, launcher: int | None) -> None:
     def ask_to_stop(signum: int, frame: object) -> None:
+        # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
         stop.set()
-        if launcher is not None and not (run_dir / runs.STOP_FILE).exists():
-            # Not the launcher's request: torchrun is clearing up because another rank is gone, and
-            # this one may be waiting for that rank in a collective.
-            threading.Thread(target=_leave_unless_asked, args=(run_dir,), daemon=True).start()
 
     signal.signal(signal.SIGTERM, ask_to_stop)
     signal.signal(signal.SIGINT, ask_to_stop if launcher is None else signal.SIG_IGN)
@@ -204,9 +202,18 @@ def _parent(pid: int) -> int | None:
         return None
 
 
-def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
-    """Leave soon after another rank has failed, even from inside a collective that nobody will join."""
+def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool, stop: ranks.StopRequest | None) -> None:
+    """Leave soon after another rank has failed, even from inside a collective that nobody will join.
+
+    Args:
+        stop: leave also soon after it is set, unless this project's launcher asked for that; None: it may be anybody.
+    """
     while not (run_dir / runs.ERROR_FILE).exists():
+        if stop is not None and stop.since is not None and time.monotonic() - stop.since > _GRACE_S:
+            # torchrun clears up because another rank is gone, and this one may wait for that rank in a collective.
+            # A scheduler that signals every process of a job makes the launcher ask as well.
+            if not (run_dir / runs.STOP_FILE).exists():
+                os._exit(1)
         try:
             watch.look()
         except Exception:
@@ -215,12 +222,6 @@ def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
         time.sleep(0.5)
     time.sleep(_GRACE_S)
     _leave(run_dir, report)
-
-
-def _leave_unless_asked(run_dir: Path) -> None:
-    time.sleep(_GRACE_S)
-    if not (run_dir / runs.STOP_FILE).exists():  # a scheduler that signals every process of a job asks twice
-        os._exit(1)
 
 
 def _leave(run_dir: Path, report: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,23 @@ from automoe.config.schema import LaunchConfig
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+
+
+class StopRequest:
+    """Set by signal handlers, read by everybody; ``since`` is when it was first set, on the monotonic clock.
+
+    No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and would wait for ever
+    for the lock that the interrupted call holds.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def set(self) -> None:
+        self.since = self.since or time.monotonic()
+
+    def is_set(self) -> bool:
+        return self.since is not None
 
 
 @dataclass
@@ -30,7 +47,7 @@ class RunContext:
     local_rank: int
     device: torch.device
     run_dir: Path
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: StopRequest = field(default_factory=StopRequest)
     preempted: bool = False
 
     def any_rank_stops(self) -> bool:

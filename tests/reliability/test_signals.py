@@ -30,7 +30,7 @@ def test_sigterm_in_a_step_and_again_in_the_save_that_follows(straight: Path, tm
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "SIGTERM: the ranks finish their step and save" in err and "error" not in err
     assert read_status(command.run_dir)["state"] == "preempted"
-    assert command.checkpoints() == ["LATEST=step-3", "step-2", "step-3"]
+    assert command.checkpoints() == ["LATEST=step-3", "step-2", "step-3"], err
     assert command.pids() == []
     code, out, err = command.run()
     assert code == 0 and "after step 3" in out, err
@@ -47,6 +47,6 @@ def test_ctrl_c_in_the_parent_saves_and_leaves_no_rank_behind(straight: Path, tm
     _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGINT, err
     assert read_status(command.run_dir)["state"] == "preempted"
-    assert command.checkpoints() == ["LATEST=step-5", "step-4", "step-5"]
+    assert command.checkpoints() == ["LATEST=step-5", "step-4", "step-5"], err
     assert command.pids() == []
     assert command.record() == uninterrupted(straight, MESH)[:5]
