@@ -58,6 +58,14 @@ def check_key(key: str, value: object) -> None:
         cls = _hints(cls)[part]
 
 
+def typed(key: str, value: object) -> Any:
+    """``value`` as the field under the dotted ``key`` takes it; ``ConfigError`` where it has another type."""
+    hint: Any = Config
+    for part in key.split("."):
+        hint = _hints(hint)[part]
+    return _convert(hint, value, key)
+
+
 def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
     """The choices most like ``word``, best first; empty when none is close."""
     return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)

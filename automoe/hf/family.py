@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from automoe.config.convert import typed
 from automoe.config.schema import ModelConfig, RopeConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import KeyMap
@@ -108,12 +111,13 @@ class Family:
                     "Choose another checkpoint",
                 )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
-        values = {ours: self._value(f, hf, path) for ours, f in self.fields.items()} | self.fixed
+        values = {ours: self._value(ours, f, hf, path) for ours, f in self.fields.items()} | self.fixed
         for ours, value in values.items():
             _set(config, ours, value)
         if self.dense:
             config.first_k_dense = config.num_layers
-        rope = self._read_rope(hf, path)
+        with _readable("numbers of rotary embeddings that are none", path):
+            rope = self._read_rope(hf, path)
         return replace(config, rope=replace(rope, interleaved=config.rope.interleaved))
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
@@ -156,18 +160,22 @@ class Family:
             hf["rope_scaling"] = {"type": "default", "rope_type": "default"}
         return hf
 
-    def _value(self, spec: Field, hf: HFConfig, path: str) -> Any:
-        for key in (spec.key, *spec.aliases):
-            if key in hf:
-                return spec.read(hf[key], hf)
-        if spec.default is REQUIRED:
+    def _value(self, ours: str, spec: Field, hf: HFConfig, path: str) -> Any:
+        key = next((key for key in (spec.key, *spec.aliases) if key in hf), None)
+        if key is None and spec.default is REQUIRED:
             raise ConfigError(
                 "model.hf_path",
                 path,
                 f"its config.json has no {spec.key}, which a {self.model_type} model needs",
                 "Copy the checkpoint's config.json again",
             )
-        return spec.read(spec.default, hf)
+        raw = spec.default if key is None else hf[key]
+        with _readable(f"{key or spec.key}={json.dumps(raw)}", path):
+            value = spec.read(raw, hf)
+            try:
+                return typed(f"model.{ours}", value)
+            except ConfigError as error:
+                raise TypeError(error.rule) from None
 
     def _read_rope(self, hf: HFConfig, path: str) -> RopeConfig:
         """Both spellings: ``rope_theta`` with ``rope_scaling`` as published, ``rope_parameters`` of transformers 5."""
@@ -222,6 +230,22 @@ class Family:
             mscale_all_dim=float(params.get("mscale_all_dim") or 0),
             truncate=params.get("truncate") is not False,
         )
+
+
+@contextmanager
+def _readable(what: str, path: str) -> Iterator[None]:
+    """Values of a wrong type are found while they are converted; what is raised then names ``what``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            "model.hf_path",
+            path,
+            f"its config.json has {what}: {error}",
+            "Copy the checkpoint's config.json again",
+        ) from None
 
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -155,9 +155,13 @@ def _used(config: ModelConfig, prefix: str) -> list[str]:
             "qkv_bias",
             "o_bias",
             "sinks",
+            "output_gate",
             "full_attention_interval",
         ]
-        grouped += ["sliding_window"] if config.attention.full_attention_interval > 1 else []
+        if config.attention.linear_num_key_heads:
+            grouped += [field.name for field in fields(config.attention) if field.name.startswith("linear_")]
+        elif config.attention.full_attention_interval > 1:
+            grouped += ["sliding_window"]
         split = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         return ["kind", "num_heads"] + (split if config.attention.kind == "mla" else grouped)
     if prefix == "model.rope":
@@ -182,7 +186,7 @@ def _used(config: ModelConfig, prefix: str) -> list[str]:
     experts = ["num_experts_per_token", "num_shared_experts", "shared_expert_gate"]
     experts += ["biased_experts", "expert_activation"]
     experts += ["swiglu_alpha", "swiglu_limit"] if config.expert_activation == "clamped_swiglu" else []
-    return ["family", "norm_eps", "tie_embeddings", "first_k_dense", "num_layers"] + (
+    return ["family", "norm_eps", "zero_centered_norms", "tie_embeddings", "first_k_dense", "num_layers"] + (
         experts if config.first_k_dense < config.num_layers else []
     )
 

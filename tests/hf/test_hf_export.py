@@ -17,6 +17,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import verifier
+from automoe.hf.catalog import check_catalog
 from automoe.hf.files import INDEX_FILE
 from automoe.hf.reader import load_hf
 from automoe.hf.registry import model_config_from_hf
@@ -153,6 +154,20 @@ def test_large_models_get_a_census_instead_of_logits(
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 1.0}))
     with pytest.raises(CheckpointError, match=r"model\.router\.routed_scaling_factor=1\.0"):
         verify_hf(model, tmp_path / "out")
+
+
+def test_a_delta_net_of_equal_shapes_and_other_heads_is_found(tmp_path: Path) -> None:
+    """Half as many heads of twice the width: every tensor keeps its shape, and the numbers mean something else."""
+    save_small_hf("qwen3_next", tmp_path)
+    config = model_config_from_hf(tmp_path)
+    heads, dim = config.attention.linear_num_key_heads, config.attention.linear_key_head_dim
+    hf = json.loads((tmp_path / "config.json").read_text())
+    changed = hf | {"linear_num_key_heads": heads // 2, "linear_key_head_dim": dim * 2}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(
+        CheckpointError, match=rf"model\.attention\.linear_num_key_heads={heads // 2}, and the model"
+    ):
+        verifier.verify_with_transformers(config, check_catalog(tmp_path, config))
 
 
 def test_existing_directories_are_not_overwritten_unasked(source: Path, tmp_path: Path) -> None:

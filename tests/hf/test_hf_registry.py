@@ -143,6 +143,14 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
             ["layer_types[46]=full_attention", "every 2 layers", "linear_attention"],
         ),
         ([1, 2], ["not a JSON object"]),
+        (DSV3 | {"num_hidden_layers": "61"}, ['num_hidden_layers="61"', "a whole number", "str '61'"]),
+        (DSV3 | {"n_routed_experts": None}, ["n_routed_experts=null", "a whole number"]),
+        (DSV3 | {"norm_topk_prob": 1}, ["norm_topk_prob=1", "true or false"]),
+        (QWEN3_30B | {"hidden_size": "wide", "head_dim": None}, ["config.json has", "hidden_size"]),
+        (QWEN3_30B | {"head_dim": None, "num_attention_heads": 0}, ["head_dim=null", "zero"]),
+        (QWEN3_30B | {"mlp_only_layers": 3}, ["mlp_only_layers=3"]),
+        (DSV3 | {"rope_scaling": "yarn"}, ["rotary embeddings", "'str'"]),
+        (DSV3 | {"rope_theta": "many"}, ["rotary embeddings", "many"]),
     ],
     ids=lambda value: None,
 )
@@ -151,6 +159,7 @@ def test_what_cannot_be_computed_is_refused(hf: object, needles: list[str], tmp_
         model_config_from_hf(write(tmp_path, hf))
     for needle in needles:
         assert needle in str(caught.value)
+    assert str(caught.value).count("model.hf_path=") == 1
 
 
 def test_config_missing_or_not_json(tmp_path: Path) -> None:
