@@ -376,7 +376,10 @@ def _generator_tensors() -> dict[str, torch.Tensor]:
 def _give_up(temporary: Path, folder: Path) -> str | None:
     """Free the space of a save that failed; returns the newest step that is there."""
     shutil.rmtree(temporary, ignore_errors=True)
-    steps = committed_steps(folder)
+    try:
+        steps = committed_steps(folder)
+    except OSError:  # the disk that failed the save may not even list what it has
+        return "what was there before"
     return steps[-1] if steps else None
 
 

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -164,6 +165,7 @@ def describe_error(report: dict[str, Any]) -> str:
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    # Machines that share the directory number their processes alike.
+    scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     scratch.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(scratch, path)
