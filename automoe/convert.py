@@ -51,8 +51,8 @@ def convert_hf(
     """Write ``source`` anew at ``out``, one tensor at a time, in one process on the CPU.
 
     Block-FP8 and MXFP4 are dequantised. Config, generation config and tokenizer go along. The result has its
-    name when its headers were read back and ``transformers`` builds the same model from it, with the same
-    logits where it is small enough to be run twice.
+    name when every number was read back and compared with the source's, and ``transformers`` builds the same
+    model from it, with the same logits where it is small enough to be run twice.
 
     Args:
         dtype: of parameters: ``keep`` (quantised ones become bfloat16), ``bfloat16`` or ``float32``.
@@ -83,7 +83,7 @@ def convert_hf(
     from automoe.hf.catalog import check_catalog
     from automoe.hf.folder import make_folder, working_folder, write_beside
     from automoe.hf.progress import reading
-    from automoe.hf.rewrite import rewrite_tensors
+    from automoe.hf.rewrite import compare_rewritten, rewrite_tensors
     from automoe.hf.shard_files import fp8_config
     from automoe.hf.shards import export_dtype
     from automoe.hf.verifier import verify_with_transformers
@@ -109,7 +109,9 @@ def convert_hf(
                 advance=advance,
             )
         write_beside(folder, config, str(done.dtype).removeprefix("torch."), None, quantisation)
-        error = verify_with_transformers(config, check_catalog(folder, config))
+        written = check_catalog(folder, config)
+        compare_rewritten(catalog, written, config, out_dtype, keys, fp8)
+        error = verify_with_transformers(config, written)
         return Written(path, done.num_tensors, done.num_files, done.num_bytes, logits_error=error)
 
     return make_folder(path, fill, overwrite)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from automoe import convert
 from automoe.convert import convert_hf
@@ -88,7 +88,9 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rewrite, "_region", read)
     monkeypatch.setattr(shard_files.FilesWriter, "write", write)
     convert_hf(tmp_path / "in", tmp_path / "out")
-    assert len(events) == 2 * len(stored(tmp_path / "out"))
+    written = 2 * len(stored(tmp_path / "out"))
+    assert not any(event.startswith("write ") for event in events[written:])  # read back and compared
+    events = events[:written]
     for one, other in zip(events[::2], events[1::2], strict=True):
         assert one.removeprefix("read ") == other.removeprefix("write ")
 
@@ -135,6 +137,31 @@ def test_a_config_that_says_something_else_is_found(
     monkeypatch.setattr(folder, "write_beside", other_angles)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "model.rope.theta=10.0, and the model has 10000.0" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("options", [[], ["--layout", "fused"], ["--fp8"]])
+def test_a_number_that_the_disk_changed_is_found(
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    real = folder.write_beside
+    fused, expert = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj.weight"
+    key = fused if "fused" in options else expert
+
+    def damaging(target: Path, *args) -> None:
+        real(target, *args)
+        tensors = load_file(target / "model.safetensors")
+        tensors[key].view(-1)[7] = 100.0
+        save_file(tensors, target / "model.safetensors")
+
+    monkeypatch.setattr(folder, "write_beside", damaging)
+    assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *options]) == 2
+    said = capsys.readouterr().err
+    assert key in said and "1 of " in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
 
 

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import torch
 
 from automoe.config.schema import ModelConfig
+from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
 from automoe.hf.files import INDEX_FILE
 from automoe.hf.folder import write_json
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, our_tensors
+from automoe.hf.quantised import dequantise_fp8, quantise_fp8
 from automoe.hf.registry import family_of
 from automoe.hf.shard_files import FilesWriter, Item, file_names, is_quantised_in_fp8, item_of, split
 from automoe.hf.shards import LocalShard
@@ -82,6 +84,34 @@ def rewrite_tensors(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX_FILE, index)
     return Rewritten(len(weight_map), len(names), total, jobs[0].item[0].dtype)
+
+
+def compare_rewritten(
+    source: Catalog,
+    written: Catalog,
+    config: ModelConfig,
+    dtype: torch.dtype | None,
+    keys: KeyMap,
+    fp8: bool,
+) -> None:
+    """Every number of ``written``, read back from its files, against the one of ``source`` that it was made from.
+
+    Args:
+        dtype, keys, fp8: as ``rewrite_tensors`` was told.
+
+    Raises:
+        CheckpointError: the first tensor that differs; in FP8, from what rounding the source gives.
+    """
+    for job in _jobs(source, config, keys, dtype, fp8):
+        key = job.pieces[0].key
+        wanted, found = (_assemble(job, catalog, lambda num_bytes: None) for catalog in (source, written))
+        if len(job.item) > 1:
+            wanted = dequantise_fp8(*quantise_fp8(wanted)).to(found.dtype)
+        if not torch.equal(wanted, found):
+            raise CheckpointError(
+                f"{written.folder}: {key} is not what {source.folder} holds: {int((wanted != found).sum())} of "
+                f"{wanted.numel()} numbers differ, or are not numbers"
+            )
 
 
 def _jobs(
