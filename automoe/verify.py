@@ -154,6 +154,8 @@ def make_runnable(
         here = replace(here, moe=replace(here.moe, dispatcher="alltoall"))
     if force_proxy or too_large(config, shape):
         here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
+    if here.kernels.attention == "cudnn":  # likewise
+        here = replace(here, kernels=replace(here.kernels, attention="sdpa"))
     validate(here, None, "cpu")
     assert resolve_mesh(here.mesh, None) == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]

@@ -175,6 +175,14 @@ class ParallelConfig:
 
 
 @dataclass
+class KernelsConfig:
+    """Which implementation computes what; none of it changes a checkpoint (``docs/kernels.md``)."""
+
+    # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced
+    attention: Literal["sdpa", "cudnn", "flash", "math"] = "sdpa"
+
+
+@dataclass
 class TrainConfig:
     steps: int = 200
     seq_len: int = 256
@@ -275,6 +283,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -14,6 +14,7 @@ from torch import nn
 
 from automoe.config.layer_kinds import window_of
 from automoe.config.schema import ModelConfig
+from automoe.model.attention_kernels import HALF, cudnn_is_first, only_kernels
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rotary_cos_sin, rotary_dim, rotate, softmax_scale
@@ -89,25 +90,30 @@ def attend(
     mask: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None = None,
+    kernel: str = "sdpa",
+    cudnn_first: bool = False,
 ) -> torch.Tensor:
     """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv].
 
     ``sinks`` [N] are scores of one more key a head, which every query sees and which has no value.
+    ``kernel`` is that of ``kernels.attention``; see ``automoe.model.attention_kernels``.
     """
     if sinks is not None:
-        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale)
+        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale, None, kernel, cudnn_first)
         return out[:, out.shape[1] - q.shape[1] :, :, : v.shape[-1]]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    value_dim = v.shape[-1]
-    if value_dim < q.shape[-1] and q.device.type == "cpu":
-        # Torch's fused CPU kernel wants equal head dims; zero columns cost less than its unfused path.
+    value_dim, device = v.shape[-1], q.device.type
+    if value_dim < q.shape[-1] and (kernel == "flash" or (kernel == "sdpa" and device == "cpu")):
+        # Flash wants equal head dims; on the CPU zero columns cost less than the unfused path.
         v = F.pad(v, (0, q.shape[-1] - value_dim))
-    if mask is not None and k.shape[1] != q.shape[1] and q.device.type == "cuda":
-        # Torch's fused CUDA kernels take a mask or grouped heads, not both; unfused, every score is kept.
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    if k.shape[1] != q.shape[1] and device == "cuda" and kernel == "sdpa":
+        if mask is not None or q.dtype not in HALF:
+            # The efficient kernel may be the only fused one left, and takes no grouped heads.
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    with only_kernels(kernel, device, q.shape[-1], v.shape[-1], cudnn_first):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
     return out[..., :value_dim].transpose(1, 2)
 
 
@@ -232,6 +238,11 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_nope, context.rotate(q_rope)), dim=-1)
         k = torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.split.reduce(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
+
+
+def attention_fn(kernel: str) -> AttentionFn:
+    """``attend`` with the kernel that ``kernels.attention`` names, on the device that this process has."""
+    return partial(attend, kernel=kernel, cudnn_first=cudnn_is_first())
 
 
 def build_attention(config: ModelConfig, layer: int) -> nn.Module:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config, ModelConfig, MoEConfig
+from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.mesh import Meshes
+from automoe.model.attention import attention_fn
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
 from automoe.parallel.context import apply_context_parallel
@@ -27,9 +28,14 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
 
 
 def build_decoder(
-    model: ModelConfig, moe: MoEConfig, dtype: torch.dtype, layers: range | None = None, **ends: bool
+    model: ModelConfig,
+    moe: MoEConfig,
+    dtype: torch.dtype,
+    layers: range | None = None,
+    kernels: KernelsConfig | None = None,
+    **ends: bool,
 ) -> Decoder:
-    """A decoder, or the part of one that holds ``layers``, on the meta device.
+    """A decoder, or the part of one that holds ``layers``, on the meta device; default kernels where None.
 
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
     """
@@ -37,7 +43,7 @@ def build_decoder(
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            return Decoder(model, moe, layers, **ends)
+            part = Decoder(model, moe, layers, **ends)
     finally:
         torch.set_default_dtype(default)
 
@@ -45,6 +51,8 @@ def build_decoder(
 def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     """This rank's pipeline stages, parallelized, still on the meta device: {stage number: part}."""
     shape: MeshShape = meshes.shape
+    part.attend = attention_fn((kernels or KernelsConfig()).attention)
+    return part
     stages = split_layers(
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
@@ -63,6 +71,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         )
         for _, layer in part.moe_layers():
             layer.router.seed = config.train.seed
+            config.kernels,
         parallelize(part, meshes, config)
         parts[stage] = part
     return parts

@@ -77,6 +77,7 @@ BAD = [
         "model.num_experts=16 or 20, or mesh.ep=2",
     ),
     (4, ["model.moe_intermediate_size=98"], "model.moe_intermediate_size", "98 % 4 = 2", "=96 or 100"),
+    (4, ["kernels.attention=cudnn"], "kernels.attention", "cuDNN needs CUDA", "kernels.attention=sdpa"),
     (
         8,
         ["model.hidden_size=196"],

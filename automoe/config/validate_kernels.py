@@ -1,0 +1,103 @@
+"""Rules of ``kernels``: which implementation can serve which model, mask, dtype and device. No torch."""
+
+from __future__ import annotations
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+
+MAX_FLASH_DIM = 256
+MAX_CUDNN_DIM = 128
+MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
+DIM_UNIT = 8
+
+
+def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
+    """Raise ``ConfigError`` for the first rule of this file that ``config`` breaks.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait then.
+    """
+    _check_attention_kernel(config, shape, device)
+
+
+def _check_attention_kernel(config: Config, shape: MeshShape, device: str) -> None:
+    kernel = config.kernels.attention
+    if kernel == "sdpa":
+        return
+    if config.parallel.context == "ring" and shape.cp > 1:
+        raise _refused(kernel, "ring attention (parallel.context=ring) calls kernels of its own", "sdpa")
+    if kernel == "math":
+        return
+    if kernel == "cudnn":
+        if device == "cpu":
+            raise _refused(kernel, "cuDNN needs CUDA, and this run is on cpu", "sdpa")
+        _check_cudnn_dims(config)
+    if device != "cuda":  # the CPU's flash kernel takes any mask, dtype and dims
+        return
+    if config.train.dtype != "bfloat16":
+        raise _refused(
+            kernel,
+            f"on CUDA it computes in half precision alone, and train.dtype={config.train.dtype}",
+            "sdpa",
+            ", or train.dtype=bfloat16",
+        )
+    if kernel == "flash":
+        _check_flash(config, shape)
+
+
+def _check_cudnn_dims(config: Config) -> None:
+    query, value = head_dims(config)
+    if (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM:
+        raise _refused(
+            "cudnn",
+            f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; this "
+            f"model's have {query}, its values {value}",
+            "sdpa",
+        )
+    if query % DIM_UNIT or value % DIM_UNIT:
+        raise _refused(
+            "cudnn",
+            f"it has heads of multiples of {DIM_UNIT} dims: {query} % {DIM_UNIT} = {query % DIM_UNIT}, "
+            f"{value} % {DIM_UNIT} = {value % DIM_UNIT}",
+            "sdpa",
+        )
+
+
+def _check_flash(config: Config, shape: MeshShape) -> None:
+    dim = max(head_dims(config))
+    if dim > MAX_FLASH_DIM:
+        raise _refused(
+            "flash", f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}", "sdpa"
+        )
+    masked = "on CUDA it knows causality alone, and "
+    if config.data.document_mask:
+        raise _refused(
+            "flash",
+            f"{masked}data.document_mask=true masks documents",
+            "sdpa",
+            ", or data.document_mask=false",
+        )
+    if window := config.model.attention.sliding_window:
+        raise _refused(
+            "flash", f"{masked}model.attention.sliding_window={window} masks what is further back", "sdpa"
+        )
+    if shape.cp > 1:
+        raise _refused("flash", f"{masked}with mesh.cp={shape.cp} keys are masked by their position", "sdpa")
+
+
+def head_dims(config: Config) -> tuple[int, int]:
+    """Dims of a head as kernels see it: of queries and keys, and of values."""
+    attention = config.model.attention
+    if attention.kind == "mla":
+        return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+    dim = attention.head_dim
+    if attention.sinks:  # one more dim of the queries holds the sink, and multiples of 8 stay so
+        dim += DIM_UNIT - dim % DIM_UNIT
+    return dim, dim
+
+
+def _refused(kernel: str, rule: str, choice: str, other: str = "") -> ConfigError:
+    return ConfigError(
+        "kernels.attention", kernel, rule, f"Nearest valid choice: kernels.attention={choice}{other}"
+    )

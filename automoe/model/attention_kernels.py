@@ -1,0 +1,57 @@
+"""Which of torch's attention kernels computes: ``kernels.attention``, said here and not left to torch.
+
+What torch 2.11 to 2.13 ask of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
+
+    cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads
+    flash      bfloat16, float16; D = Dv to 256; no mask; grouped heads
+    efficient  float32 as well; D and Dv multiples of 8 (float32: of 4); mask; no grouped heads
+    math       everything, and keeps every score [B, N, S, S]
+
+Torch itself lets cuDNN take any dims to 256 on Hopper, also where cuDNN then finds no plan for the backward
+pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any dtype, mask) and math.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HALF = (torch.bfloat16, torch.float16)
+FORCED = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Older ones are wrong where the length of a row is not a multiple of 128.
+_MIN_CUDNN = 91501
+
+
+def cudnn_is_first() -> bool:
+    """Whether cuDNN's attention goes before flash here: Hopper or datacenter Blackwell, cuDNN 9.15.1 or later."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
+        return False
+    version = torch.backends.cudnn.version()
+    return version is not None and version >= _MIN_CUDNN
+
+
+def cuda_order(query_dim: int, value_dim: int, cudnn_first: bool) -> list[SDPBackend]:
+    """The kernels that may compute on CUDA, the best first, for heads of these dims."""
+    served = max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
+    return [SDPBackend.CUDNN_ATTENTION, *_PLAIN_ORDER] if cudnn_first and served else list(_PLAIN_ORDER)
+
+
+def only_kernels(
+    kernel: str, device_type: str, query_dim: int, value_dim: int, cudnn_first: bool
+) -> AbstractContextManager[object]:
+    """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order that can.
+
+    A named kernel that cannot serve its tensors makes SDPA raise: none takes its place.
+    """
+    if kernel != "sdpa":
+        return sdpa_kernel([FORCED[kernel]])
+    if device_type == "cuda":
+        return sdpa_kernel(cuda_order(query_dim, value_dim, cudnn_first), set_priority=True)
+    return nullcontext()

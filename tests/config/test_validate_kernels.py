@@ -1,0 +1,91 @@
+"""What a kernel cannot serve is an error before ranks start, with the rule and the nearest choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from automoe.config.validate_kernels import check_kernels
+from automoe.errors import ConfigError
+
+DSV3 = AttentionConfig(
+    kind="mla", kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
+
+
+def config(kernel: str, attention: AttentionConfig = DSV3, **changes: object) -> Config:
+    """A model with ``attention`` on one rank that the kernel can serve on CUDA, but for ``changes``."""
+    return Config(
+        mesh=MeshConfig(dp_shard=1, cp=changes.pop("cp", 1)),
+        model=ModelConfig(attention=attention),
+        parallel=ParallelConfig(context=changes.pop("context", "gather")),
+        train=TrainConfig(dtype=changes.pop("dtype", "bfloat16")),
+        data=DataConfig(document_mask=changes.pop("document_mask", False)),
+        kernels=KernelsConfig(**({"attention": kernel} | changes)),
+    )
+
+
+def check(config: Config, device: str = "cuda") -> None:
+    check_kernels(config, resolve_mesh(config.mesh, None), device)
+
+
+def gqa(dim: int, **changes: object) -> AttentionConfig:
+    return AttentionConfig(head_dim=dim, **changes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "device", "problem"),
+    [
+        (config("cudnn"), "cpu", "cuDNN needs CUDA, and this run is on cpu"),
+        (config("cudnn", dtype="float32"), "cuda", "half precision alone, and train.dtype=float32"),
+        (
+            config("cudnn", gqa(256)),
+            "cuda",
+            "up to 128 dims, and 192 with values of 128; this model's have 256",
+        ),
+        (config("cudnn", gqa(12)), "cuda", r"multiples of 8 dims: 12 % 8 = 4"),
+        (config("cudnn", gqa(128, sinks=True)), "cuda", "this model's have 136, its values 136"),
+        (config("flash", dtype="float64"), "cuda", "half precision alone, and train.dtype=float64"),
+        (config("flash", document_mask=True), "cuda", "data.document_mask=true masks documents"),
+        (config("flash", cp=2), "cuda", "with mesh.cp=2 keys are masked by their position"),
+        (
+            config("flash", gqa(64, sliding_window=128)),
+            "cuda",
+            "sliding_window=128 masks what is further back",
+        ),
+        (config("flash", gqa(256, sinks=True)), "cuda", "up to 256 dims, and this model's have 264"),
+        (config("math", cp=2, context="ring"), "cuda", "ring attention .* calls kernels of its own"),
+    ],
+)
+def test_what_a_kernel_cannot_serve(wrong: Config, device: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{problem}.*Nearest valid choice: kernels\.attention=sdpa"):
+        check(wrong, device)
+
+
+@pytest.mark.parametrize(
+    ("right", "device"),
+    [
+        (config("sdpa", document_mask=True, cp=2, dtype="float32"), "cuda"),
+        (config("sdpa", cp=2, context="ring"), "cuda"),
+        (config("math", document_mask=True, dtype="float64"), "cuda"),
+        (config("cudnn", document_mask=True, cp=2), "cuda"),
+        (config("cudnn", gqa(120, sinks=True)), "cuda"),
+        (config("flash"), "cuda"),
+        (config("flash", gqa(248, sinks=True)), "cuda"),
+        (config("flash", document_mask=True, dtype="float64"), "cpu"),
+        (config("flash", document_mask=True, dtype="float64"), "auto"),  # told when the device is known
+        (config("cudnn"), "auto"),
+    ],
+)
+def test_what_a_kernel_serves(right: Config, device: str) -> None:
+    check(right, device)

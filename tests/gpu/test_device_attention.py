@@ -1,0 +1,31 @@
+"""Attention kernels on the device against the scores written out in float64, at MLA's head dims and at equal ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_models import relative
+
+from automoe.model.attention import attention_fn
+
+KERNELS = {"cpu": ["sdpa", "flash", "math"], "cuda": ["sdpa", "cudnn", "flash", "math"]}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128)], ids=["mla", "equal"])
+def test_every_kernel_equals_the_float64_scores(device: torch.device, dims: tuple[int, int]) -> None:
+    generator, dtype = torch.Generator().manual_seed(0), DTYPES[device.type]
+    rows, heads = (2, 37, 4), {"q": dims[0], "k": dims[0], "v": dims[1]}
+    args = [torch.randn(*rows, dim, generator=generator).to(dtype) for dim in heads.values()]
+    upstream = torch.randn(*rows, dims[1], generator=generator).to(dtype)
+
+    def run(name: str, to: dict) -> list[torch.Tensor]:
+        leaves = [x.to(**to, copy=True).requires_grad_() for x in args]
+        out = attention_fn(name)(*leaves, None, dims[0] ** -0.5)
+        return [out, *torch.autograd.grad(out, leaves, upstream.to(**to))]
+
+    expected = run("math", dict(dtype=torch.float64))
+    for name in KERNELS[device.type]:
+        for part, got, exact in zip(("out", *heads), run(name, dict(device=device)), expected, strict=True):
+            assert relative(got, exact) < TOLERANCE[dtype], (name, part)

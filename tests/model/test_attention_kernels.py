@@ -1,0 +1,143 @@
+"""Attention kernels: the one that is named is the one that runs, all of them agree, and the order on CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automoe.config.schema import KernelsConfig, ModelConfig, MoEConfig
+from automoe.model import attention_kernels
+from automoe.model.attention import attend, attention_fn
+from automoe.model.attention_kernels import cuda_order, cudnn_is_first, only_kernels
+from automoe.parallel.parallelize import build_decoder
+
+B, S, N, G = 2, 9, 4, 2
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+FLASH_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def heads(query_dim: int, value_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(query_dim)
+    shapes = ((B, S, N, query_dim), (B, S, G, query_dim), (B, S, G, value_dim))
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def seen(kind: str) -> torch.Tensor | None:
+    if kind == "causal":
+        return None
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    same = documents[:, None, :] == documents[:, :, None]
+    return (same & torch.ones(S, S, dtype=torch.bool).tril())[:, None]
+
+
+@pytest.mark.parametrize("dims", [(24, 16), (16, 16)], ids=["mla", "gqa"])
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_kernels_agree_and_each_is_the_one_that_was_named(
+    dims: tuple[int, int], kind: str, with_sinks: bool
+) -> None:
+    results = {}
+    for name in ("sdpa", "flash", "math"):
+        args = heads(*dims, torch.float64)
+        sinks = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if with_sinks else None
+        with Operators() as operators:
+            out = attention_fn(name)(*args, seen(kind), dims[0] ** -0.5, sinks)
+        assert (FLASH_ON_CPU in operators.names) == (name != "math"), operators.names
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        trained = args if sinks is None else [*args, sinks]
+        results[name] = [out, *torch.autograd.grad(out, trained, upstream)]
+    for name in ("sdpa", "flash"):
+        for got, expected in zip(results[name], results["math"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_kernel_that_cannot_serve_is_not_replaced() -> None:
+    q, k, v = heads(24, 16, torch.float32)
+    with pytest.raises(RuntimeError):  # the CPU has no cuDNN
+        attend(q, k, v, None, 1.0, kernel="cudnn")
+    with only_kernels("flash", "cpu", 24, 16, cudnn_first=False), pytest.raises(RuntimeError):
+        # Without the padding that attend does, flash cannot; math could, and must not.
+        F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
+
+
+def test_the_order_on_cuda() -> None:
+    assert cuda_order(192, 128, cudnn_first=True) == [CUDNN, FLASH, EFFICIENT, MATH], "MLA"
+    assert cuda_order(128, 128, cudnn_first=True) == [CUDNN, FLASH, EFFICIENT, MATH]
+    assert cuda_order(192, 128, cudnn_first=False) == [FLASH, EFFICIENT, MATH], "flash declines unequal dims"
+    for dims in ((192, 192), (256, 256), (160, 128), (128, 192)):  # cuDNN may find no plan for the backward
+        assert cuda_order(*dims, cudnn_first=True) == [FLASH, EFFICIENT, MATH], dims
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    with only_kernels("sdpa", "cuda", 192, 128, cudnn_first=True):
+        assert _cur_sdpa_kernel_backends(with_priority=True) == [CUDNN, FLASH, EFFICIENT, MATH]
+    with only_kernels("sdpa", "cuda", 256, 256, cudnn_first=True):
+        assert _cur_sdpa_kernel_backends(with_priority=True) == [FLASH, EFFICIENT, MATH]
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "first"),
+    [
+        ((9, 0), 91900, True),
+        ((10, 3), 91501, True),
+        ((9, 0), 91500, False),  # wrong where a row's length is no multiple of 128
+        ((8, 0), 91900, False),
+        ((12, 0), 91900, False),
+        ((9, 0), None, False),
+    ],
+)
+def test_where_cudnn_goes_first(
+    capability: tuple[int, int], version: int | None, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cudnn_is_first() == (torch.cuda.is_available() and cudnn_is_first())
+    monkeypatch.setattr(attention_kernels.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_kernels.torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(attention_kernels.torch.backends.cudnn, "version", lambda: version)
+    assert cudnn_is_first() == first
+
+
+def test_a_model_gets_the_kernel_of_its_configuration() -> None:
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1, intermediate_size=16)
+    for name, fused in (("math", False), ("flash", True), ("sdpa", True)):
+        model = build_decoder(
+            config, MoEConfig(), torch.float32, kernels=KernelsConfig(attention=name)
+        ).to_empty(device="cpu")
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        with Operators() as operators:
+            model(tokens)
+        assert (FLASH_ON_CPU in operators.names) == fused, name
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash", "math"])
+def test_the_choice_of_kernels_compiles_without_a_graph_break(name: str) -> None:
+    fn = torch.compile(attention_fn(name), fullgraph=True, backend="aot_eager")
+    args = heads(24, 16, torch.float32)
+    torch.testing.assert_close(fn(*args, None, 0.2), attention_fn(name)(*args, None, 0.2))
+
+
+def test_the_order_on_cuda_compiles_without_a_graph_break() -> None:
+    def ordered(q, k, v):  # what attend does on CUDA, over tensors that this machine has
+        with only_kernels("sdpa", "cuda", 24, 24, cudnn_first=True):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    args = [x.detach() for x in heads(24, 24, torch.float32)]
+    args = [args[0].transpose(1, 2)] + [x.repeat_interleave(N // G, 2).transpose(1, 2) for x in args[1:]]
+    got = torch.compile(ordered, fullgraph=True, backend="aot_eager")(*args)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(*args))
