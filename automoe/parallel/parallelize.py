@@ -46,13 +46,13 @@ def build_decoder(
             part = Decoder(model, moe, layers, **ends)
     finally:
         torch.set_default_dtype(default)
+    part.attend = attention_fn((kernels or KernelsConfig()).attention)
+    return part
 
 
 def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     """This rank's pipeline stages, parallelized, still on the meta device: {stage number: part}."""
     shape: MeshShape = meshes.shape
-    part.attend = attention_fn((kernels or KernelsConfig()).attention)
-    return part
     stages = split_layers(
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
@@ -66,12 +66,12 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
             config.moe,
             PARAM_DTYPES[config.train.dtype],
             stages[stage],
+            config.kernels,
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )
         for _, layer in part.moe_layers():
             layer.router.seed = config.train.seed
-            config.kernels,
         parallelize(part, meshes, config)
         parts[stage] = part
     return parts
