@@ -1,5 +1,7 @@
 """The models of the CPU step benchmark: two shapes, and each trainer's way of building the same one.
 
+The GPU step benchmark takes its ``transformers`` models and its batches from here.
+
 Letters: B rows, S positions, T = B S tokens, E experts, K top-k, H hidden, I expert width.
 """
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, OptimConfig, RouterConfig
 from automoe.hf.reader import load_hf
+from automoe.hf.registry import family_of
 from automoe.model.decoder import Decoder
 from automoe.optim.adamw import build_optimizer
 from automoe.rows import IGNORE
@@ -125,58 +128,23 @@ class Contender:
         return loss.item(), gradients
 
 
-def transformers_contender(config: ModelConfig, experts: str, seed: int) -> Contender:
-    """The ``transformers`` model of this shape, SDPA attention, with one of its expert implementations.
-
-    The optimizer is its Trainer's default, fused AdamW.
-    """
+def transformers_model(config: ModelConfig, experts: str) -> nn.Module:
+    """The ``transformers`` model of this shape, SDPA attention, with one of its expert implementations; float32."""
     import transformers
 
-    attention = config.attention
-    common = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "num_experts_per_tok": config.num_experts_per_token,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-        "initializer_range": config.initializer_range,
-        "use_cache": False,
-    }
-    if config.family == "mixtral":
-        hf_config = transformers.MixtralConfig(
-            **common,
-            head_dim=attention.head_dim,
-            intermediate_size=config.moe_intermediate_size,
-            num_local_experts=config.num_experts,
-        )
-    else:
-        hf_config = transformers.DeepseekV3Config(
-            **common,
-            intermediate_size=config.intermediate_size,
-            moe_intermediate_size=config.moe_intermediate_size,
-            n_routed_experts=config.num_experts,
-            n_shared_experts=config.num_shared_experts,
-            first_k_dense_replace=config.first_k_dense,
-            q_lora_rank=attention.q_lora_rank,
-            kv_lora_rank=attention.kv_lora_rank,
-            qk_nope_head_dim=attention.qk_nope_head_dim,
-            qk_rope_head_dim=attention.qk_rope_head_dim,
-            v_head_dim=attention.v_head_dim,
-            n_group=config.router.num_groups,
-            topk_group=config.router.topk_groups,
-            routed_scaling_factor=config.router.routed_scaling_factor,
-            norm_topk_prob=config.router.norm_topk_prob,
-            rope_interleave=config.rope.interleaved,
-            num_nextn_predict_layers=0,
-        )
-    torch.manual_seed(seed)
+    values = family_of(config).write_config(config)
+    hf_config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    hf_config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(
-        hf_config, attn_implementation="sdpa", experts_implementation=experts
+        hf_config, attn_implementation="sdpa", experts_implementation=experts, dtype=torch.float32
     )
-    model.train()
+    return model.train()
+
+
+def transformers_contender(config: ModelConfig, experts: str, seed: int) -> Contender:
+    """``transformers_model`` trained as its Trainer does by default, with fused AdamW."""
+    torch.manual_seed(seed)
+    model = transformers_model(config, experts)
 
     def loss(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return model(input_ids=tokens, labels=labels, shift_labels=labels).loss

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -21,13 +20,13 @@ from typing import Any
 
 import torch
 from kernel_peers import NOT_A_LAYER, PEERS, Absent, Layer, Shape
+from measuring import PEAK, host_syncs, seconds
 from provenance import commit
 
 from automoe.moe.gates import gate_choices
 from automoe.observe.environment import describe_environment
 
 TOLERANCE = 2e-2  # relative to float32, of the output and of every gradient
-PEAK = 989.5e12  # dense bfloat16 FLOP/s of H100 and H200 SXM
 SHAPES = {
     "Qwen3-30B-A3B, 8k tokens": Shape(8192, 2048, 768, 128, 8),
     "Qwen3-30B-A3B, 32k tokens": Shape(32768, 2048, 768, 128, 8),
@@ -137,32 +136,6 @@ def saved_bytes(layer: Layer, inputs: Inputs) -> int:
     return sum(kept.values())
 
 
-def host_syncs(work: Callable[[], object], device: torch.device) -> int | None:
-    """How often the host waited for the device; None where that cannot be asked."""
-    if device.type != "cuda":
-        return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        work()
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
-
-
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Between two events on a GPU, of this process' CPU elsewhere."""
-    if device.type != "cuda":
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
 def rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
     """Median amount a second over ten runs after three."""
     for _ in range(3):
@@ -209,7 +182,8 @@ def measure(
                 if wrong:
                     raise SystemExit(f"{name}, {routing}: differs from float32 by {wrong}, over {TOLERANCE}")
                 facts["saved_bytes_a_token"] = saved_bytes(layer, inputs) / shape.tokens
-                facts["host_syncs"] = host_syncs(lambda run=layer: run(*inputs.leaves), device)
+                waits = host_syncs(lambda run=layer: run(*inputs.leaves), device)
+                facts["host_syncs"] = None if waits is None else sum(waits.values())
                 facts["peak_bytes"] = peak_bytes(layer, inputs, device)
             results[name], layers[name] = facts, layer
         except (Absent, torch.OutOfMemoryError) as error:
@@ -318,7 +292,7 @@ def main() -> None:
         0.0 if args.quick else args.seconds / len(shapes) / len(ROUTINGS) / 2
     )  # gates take the other half
     report: dict[str, Any] = {
-        "commit": commit("../automoe/moe", "kernel_peers.py", "moe_kernel.py"),
+        "commit": commit("../automoe/moe", "kernel_peers.py", "measuring.py", "moe_kernel.py"),
         "environment": describe_environment(),
         "quick": args.quick,
         "device": device.type,

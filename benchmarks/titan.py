@@ -1,4 +1,5 @@
-"""torchtitan's routed experts beside ours. Its whole step is not compared: see ``WHY``."""
+"""torchtitan's MoE layer: its experts beside ours on the CPU (no whole step there, see ``WHY``), and all of it
+in the place of ours for a step on a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from automoe.config.schema import ModelConfig
 from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.moe.layer import MoE
 
 WHY = (
     "torchtitan 0.3.0 multiplies experts in bfloat16 whatever the model's dtype (GroupedExperts.forward casts "
@@ -72,3 +75,59 @@ def measure_torchtitan_experts(config: ModelConfig, num_tokens: int, rounds: int
         }
         for name in contenders
     }
+
+
+def torchtitan_moe(config: ModelConfig, layer: MoE) -> nn.Module:
+    """torchtitan's MoE layer with the weights of ``layer``; a shared expert, which is a plain FFN, stays ours.
+
+    Expert biases are neither taken over nor moved. Its experts apply routing weights to their outputs.
+    """
+    from torchtitan.models.common import moe as titan
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    num_experts, top_k, hidden = config.num_experts, config.num_experts_per_token, config.hidden_size
+    grouped, router = config.router.num_groups > 1, config.router
+    with torch.device("meta"):
+        theirs = titan.MoE(
+            titan.MoE.Config(
+                num_experts=num_experts,
+                routed_experts=titan.RoutedExperts.Config(
+                    inner_experts=titan.GroupedExperts.Config(
+                        dim=hidden, hidden_dim=config.moe_intermediate_size, num_experts=num_experts
+                    ),
+                    token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+                ),
+                router=titan.TokenChoiceTopKRouter.Config(
+                    num_experts=num_experts,
+                    gate=Linear.Config(in_features=hidden, out_features=num_experts),
+                    num_expert_groups=router.num_groups if grouped else None,
+                    num_limited_groups=router.topk_groups if grouped else None,
+                    top_k=top_k,
+                    score_func=router.score,
+                    route_norm=router.norm_topk_prob,
+                    route_scale=router.routed_scaling_factor,
+                ),
+                load_balance_coeff=None,
+            )
+        )
+    experts = theirs.routed_experts.inner_experts
+    w_gate_up = layer.experts.w_gate_up.detach()
+    experts.w1_EFD = nn.Parameter(w_gate_up[:, 0].clone())
+    experts.w3_EFD = nn.Parameter(w_gate_up[:, 1].clone())
+    experts.w2_EDF = nn.Parameter(layer.experts.w_down.detach())
+    theirs.router.gate.weight = nn.Parameter(layer.router.weight.detach())
+    theirs.tokens_per_expert_E = torch.zeros(num_experts, device=w_gate_up.device)
+    return TorchtitanLayer(theirs, layer.shared_experts)
+
+
+class TorchtitanLayer(nn.Module):
+    """x [B, S, H] -> [B, S, H]: torchtitan's routed experts, and the shared one beside them."""
+
+    def __init__(self, layer: nn.Module, shared_experts: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.shared_experts = layer, shared_experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import resources
 
 import torch
-import yaml
 
-from automoe.config.convert import config_from_dict
-from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from automoe.config.schema import Config, MeshConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.batch import IGNORE, StepBatch
+from automoe.testing.conf_models import conf_model
 
 SMALL = {"deepseek_v3": "small_dsv3", "qwen3_moe": "small_qwen3_moe", "mixtral": "small_mixtral"}
 PUBLISHED = {"deepseek_v3": "dsv3_671b", "qwen3_moe": "qwen3_30b_a3b", "mixtral": "mixtral_8x22b"}
-
-
-def conf_model(name: str) -> ModelConfig:
-    """A model of the conf tree, read without Hydra."""
-    text = resources.files("automoe.conf").joinpath("model", f"{name}.yaml").read_text()
-    return config_from_dict({"model": yaml.safe_load(text)}).model
 
 
 def small(family: str, dtype: str) -> Config:

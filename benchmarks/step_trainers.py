@@ -1,0 +1,298 @@
+"""Who trains in ``train_step.py``: one model, one set of first weights, automoe's own step, another model code in it.
+
+Every contender is sharded by FSDP2 alike (float32 weights and moments, bfloat16 products), and has the same
+optimizer, gradient norm and micro-batches: what differs is the model. Letters: S positions, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from contenders import our_name, random_batch, transformers_model
+from kernel_peers import Absent
+from step_parts import RANGE
+from titan import torchtitan_moe
+from torch import nn
+from torch.profiler import record_function
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.cost.plan import make_plan
+from automoe.data.batch import StepBatch
+from automoe.mesh import Meshes, build_meshes
+from automoe.model.decoder import Decoder
+from automoe.model.init import initialize
+from automoe.moe.gates import gate_choices
+from automoe.moe.router import expert_weights, score_experts
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
+from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize
+from automoe.parallel.shared_gradients import counted_parameters
+from automoe.parallel.stats import gather_stats, update_balance_state
+from automoe.parallel.step import build_runner, prepare_inputs
+
+GATES = {"balanced": "balanced", "natural": "learned"}  # routing -> MoEConfig.gate
+SAMPLE = 4096  # elements of a gradient that are compared
+TIGHT = 0.9  # of a GPU's memory, the rest for fragmentation and kernels' workspaces
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train a slice of: at most ``layers`` layers, at least ``least``."""
+
+    model: ModelConfig
+    layers: int
+    least: int
+    rows: int = 8  # of a step
+    micro_rows: int = 2  # of a micro-batch
+    seq_len: int = 4096
+
+    def config(self, layers: int, num_experts: int) -> Config:
+        """The configuration of a slice on one rank."""
+        model = replace(self.model, num_layers=layers, num_experts=num_experts)
+        config = Config(
+            mesh=MeshConfig(dp_shard=1),
+            model=model,
+            moe=MoEConfig(bias_update_rate=0.0),  # nobody else moves biases within the step
+            train=TrainConfig(
+                seq_len=self.seq_len,
+                global_batch_size=self.rows,
+                micro_batch_size=self.micro_rows,
+                dtype="bfloat16",
+            ),
+        )
+        config.data.document_mask = False
+        return config
+
+    def slice_for(self, memory: float) -> tuple[Config, float]:
+        """The largest slice that every contender can train in ``memory`` bytes (0: no limit), and its planned bytes.
+
+        Layers go first, then experts by halves. On top of the plan, which is ours, comes what transformers
+        needs: all logits of a micro-batch in bfloat16, in float32, and their gradient.
+
+        Raises:
+            Absent: not even the smallest fits.
+        """
+        num_experts, needed = self.model.num_experts, 0.0
+        logits = 10.0 * self.micro_rows * self.seq_len * self.model.vocab_size
+        while num_experts >= max(self.model.num_experts_per_token, 2 * self.model.router.num_groups):
+            for layers in range(self.layers, self.least - 1, -1):
+                config = self.config(layers, num_experts)
+                needed = make_plan(config, resolve_mesh(config.mesh, 1)).heaviest.peak + logits
+                if not memory or needed <= TIGHT * memory:
+                    return config, needed
+            num_experts //= 2
+        raise Absent(
+            f"the smallest slice needs {needed / 2**30:.0f} GiB of {TIGHT} times {memory / 2**30:.0f}"
+        )
+
+
+@dataclass(frozen=True)
+class Built:
+    """A sharded model, how its routing is chosen, and its gradients under our parameters' names."""
+
+    part: Any  # a Decoder, or what has a decoder's signature
+    choose: Callable[[str], None]
+    gradients: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+class Trainer:
+    """One contender with optimizer and data, ready to step."""
+
+    def __init__(self, built: Built, meshes: Meshes, config: Config, device: torch.device) -> None:
+        self.part, self.choose, self._gradients = built.part, built.choose, built.gradients
+        self.meshes, self.config, self.device = meshes, config, device
+        self.runner = build_runner({0: self.part}, meshes, config, device)
+        self.optimizer = build_optimizer([self.part], config.optim)
+        tokens, labels = random_batch(config.model, config.train.global_batch_size, config.train.seq_len)
+        positions = torch.arange(config.train.seq_len).expand_as(tokens)
+        self.batch = StepBatch(tokens, labels, positions, torch.zeros_like(tokens), 0, 0)
+
+    def step(self) -> float:
+        """What ``automoe.recipes.pretrain`` does in a step, its records apart; returns the loss."""
+        inputs, _ = prepare_inputs(self.batch, self.meshes, self.config, self.device)
+        loss_share = self.runner.train(inputs)
+        stats = gather_stats(loss_share, [self.part], self.config)
+        with record_function(RANGE + "gradient norm"):
+            norm = global_grad_norm(counted_parameters([self.part]), self.meshes.group("pp"))
+            float(norm)  # the recipe decides by it whether to take the step
+        with record_function(RANGE + "optimizer"):
+            clip_(self.part.parameters(), norm, self.config.train.grad_clip)
+            self.optimizer.step()
+            update_balance_state(stats, [self.part], self.config)
+            self.optimizer.zero_grad()
+        return stats.loss
+
+    def fingerprint(self) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss and a sample of every gradient, float32 on the CPU; the model stays as it is."""
+        inputs, _ = prepare_inputs(self.batch, self.meshes, self.config, self.device)
+        loss = gather_stats(self.runner.train(inputs), [self.part], self.config).loss
+        samples = {}
+        for name, gradient in self._gradients():
+            flat = gradient.flatten()
+            at = torch.linspace(0, flat.numel() - 1, min(SAMPLE, flat.numel()), dtype=torch.float64)
+            samples[name] = flat[at.long().to(flat.device)].float().cpu()
+        self.optimizer.zero_grad()
+        return loss, samples
+
+
+def automoe(experts: str) -> Callable[[Config, Meshes, torch.device], Built]:
+    """This project's model, with one of its expert backends."""
+
+    def build(config: Config, meshes: Meshes, device: torch.device) -> Built:
+        if experts == "triton" and device.type != "cuda":
+            raise Absent("Triton's kernels need CUDA")
+        config = replace(config, moe=replace(config.moe, experts=experts))
+        parts = build_parts(config, meshes)
+        materialize(parts, config, device)
+        part = parts[0]
+
+        def choose(routing: str) -> None:
+            for _, layer in part.moe_layers():
+                layer.router.moe = replace(layer.router.moe, gate=GATES[routing])
+
+        return Built(part, choose, lambda: _named(part))
+
+    return build
+
+
+def transformers_grouped_mm(config: Config, meshes: Meshes, device: torch.device) -> Built:
+    """The ``transformers`` model with ``experts_implementation="grouped_mm"``."""
+    try:
+        with torch.device(device):
+            model = transformers_model(config.model, "grouped_mm")
+    except Exception as error:  # another release of it may raise anything
+        raise Absent(f"transformers: {type(error).__name__}: {error}") from None
+    ours = dict(_first_weights(config, device).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(ours.pop(our_name(name)).view_as(parameter))
+    assert not ours, f"transformers' model lacks {sorted(ours)}"
+    routing = ["natural"]
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(_forced_choices(routing, config))
+    part = TransformersPart(model)
+    apply_data_parallel(part, meshes, config.parallel, config.train.dtype)  # type: ignore[arg-type]
+
+    def choose(kind: str) -> None:
+        routing[0] = kind
+
+    def gradients() -> Iterator[tuple[str, torch.Tensor]]:
+        return ((our_name(name.removeprefix("model.")), g) for name, g in _named(part))
+
+    return Built(part, choose, gradients)
+
+
+def torchtitan_layer(config: Config, meshes: Meshes, device: torch.device) -> Built:
+    """Our model with torchtitan's MoE layer in place of ours."""
+    part = _first_weights(config, device)
+    layers = []
+    for number, layer in list(part.moe_layers()):
+        try:
+            theirs = torchtitan_moe(config.model, layer)
+        except Exception as error:  # a release whose names differ, or that does not import here
+            raise Absent(f"torchtitan: {type(error).__name__}: {error}") from None
+        part.layers[str(number)].mlp = theirs
+        layers.append((number, theirs.layer))
+    parallelize(part, meshes, config)
+
+    def choose(routing: str) -> None:
+        for _, layer in layers:
+            layer.router._debug_force_load_balance = routing == "balanced"
+
+    def gradients() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, gradient in _named(part):
+            if ".mlp.layer." not in name:
+                yield name, gradient
+        for number, layer in layers:
+            mlp, experts = f"layers.{number}.mlp", layer.routed_experts.inner_experts
+            gate, up, down = map(_gradient, (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF))
+            yield f"{mlp}.experts.w_gate_up", torch.stack((gate, up), dim=1)
+            yield f"{mlp}.experts.w_down", down
+            yield f"{mlp}.router.weight", _gradient(layer.router.gate.weight)
+
+    return Built(part, choose, gradients)
+
+
+CONTENDERS: dict[str, Callable[[Config, Meshes, torch.device], Built]] = {
+    "automoe triton": automoe("triton"),
+    "automoe grouped_mm": automoe("grouped_mm"),
+    "torchtitan layer": torchtitan_layer,
+    "transformers grouped_mm": transformers_grouped_mm,
+}
+
+
+def build_trainer(name: str, config: Config, device: torch.device) -> Trainer:
+    """The contender called ``name`` with its first weights.
+
+    Raises:
+        Absent: it cannot run here.
+    """
+    meshes = build_meshes(resolve_mesh(config.mesh, 1), device)
+    return Trainer(CONTENDERS[name](config, meshes, device), meshes, config, device)
+
+
+class TransformersPart(nn.Module):
+    """A ``transformers`` model with the signature of a decoder that predicts."""
+
+    embed_tokens = None  # nothing is shared with another stage
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        return {str(number): layer for number, layer in enumerate(self.model.model.layers)}
+
+    def moe_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        return iter(())  # none that counts its load
+
+    def forward(
+        self, tokens: torch.Tensor, *, labels: torch.Tensor, token_counts: torch.Tensor, **_beside: Any
+    ) -> torch.Tensor:
+        out = self.model(
+            input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=token_counts[0, 0]
+        )
+        return torch.stack([out.loss])
+
+
+def _first_weights(config: Config, device: torch.device) -> Decoder:
+    """Our model before it is sharded, with the values that every mesh starts from."""
+    part = build_decoder(config.model, config.moe, PARAM_DTYPES[config.train.dtype])
+    allocate({0: part}, device)
+    initialize(part, config.model.initializer_range, config.train.seed)
+    return part
+
+
+def _forced_choices(routing: list[str], config: Config) -> Callable[..., Any]:
+    """A forward hook on a router that returns (logits, weights, ids): balanced choices where ``routing`` says so."""
+    model = config.model
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if not (isinstance(output, tuple) and len(output) == 3):
+            raise Absent("this transformers' router does not return its choices, so none can be forced")
+        if routing[0] != "balanced":
+            return output
+        logits, weights, ids = output
+        index = torch.arange(logits.shape[0], device=logits.device).view(-1, config.train.seq_len)
+        ids = gate_choices("balanced", index % config.train.seq_len, model.num_experts, ids.shape[-1], 0)
+        ids = ids.flatten(0, 1)
+        scores = score_experts(logits.float(), model.router)
+        return logits, expert_weights(scores.choice, ids, model.router).to(weights.dtype), ids
+
+    return hook
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient: Any = parameter.grad
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _named(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, _gradient(parameter)) for name, parameter in part.named_parameters())

@@ -1,0 +1,279 @@
+"""How fast whole training steps run on one GPU, beside other model code in the same step.
+
+A step is automoe's own: inputs, forward and backward over micro-batches, statistics, gradient norm, AdamW. Of each
+model as many layers are taken as fit, by the plan; every contender starts from the same weights. First all of
+them must agree on the loss and the gradients of a step; only then they are timed, in turns, each alone on the
+device. MFU is given in the two conventions of ``automoe.cost.flops``.
+
+    python benchmarks/train_step.py            # on a GPU, 9 minutes: writes benchmarks/results/train_step.json and .png
+    python benchmarks/train_step.py --quick    # anywhere, seconds: small models, to check the script itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from kernel_peers import Absent
+from measuring import PEAK, host_syncs, seconds
+from provenance import commit
+from step_parts import PARTS, seconds_by_part
+from step_trainers import CONTENDERS, GATES, Case, Trainer, build_trainer
+
+from automoe.config.schema import Config
+from automoe.cost.flops import train_flops_per_token
+from automoe.cost.params import count_params
+from automoe.observe.environment import describe_environment
+from automoe.testing.conf_models import conf_model
+from automoe.testing.one_rank import one_rank
+
+LOSS_TOLERANCE = 1e-3  # relative to our grouped_mm contender's
+GRADIENT_TOLERANCE = 5e-2  # likewise, of a sample of each gradient; bfloat16 leaves about half of it
+REFERENCE = "automoe grouped_mm"
+HERE = Path(__file__).resolve().parent
+
+
+def cases() -> dict[str, Case]:
+    """A dense and three MoE layers of DeepSeek-V3 with a quarter of its experts; the others as deep as they fit."""
+    dsv3 = replace(conf_model("dsv3_671b"), first_k_dense=1, num_experts=64)
+    qwen3, moonlight = conf_model("qwen3_30b_a3b"), conf_model("moonlight_16b_a3b")
+    return {
+        "DeepSeek-V3 slice": Case(dsv3, layers=4, least=2, micro_rows=1),
+        "Qwen3-30B-A3B": Case(qwen3, layers=qwen3.num_layers, least=1),
+        "Moonlight-16B-A3B": Case(moonlight, layers=moonlight.num_layers, least=2),
+    }
+
+
+def quick_cases() -> dict[str, Case]:
+    """The small models of both kinds of attention."""
+    sizes = dict(layers=2, rows=4, micro_rows=2, seq_len=32)
+    return {
+        "small DeepSeek-V3": Case(conf_model("small_dsv3"), least=2, **sizes),
+        "small Qwen3-MoE": Case(conf_model("small_qwen3_moe"), least=1, **sizes),
+    }
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Of the GPU; 0 on the CPU, where nothing is cut to fit."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def examine(trainer: Trainer, device: torch.device) -> dict[str, Any]:
+    """Beside time: peak memory, waits of the host and seconds by part, of a step that is not the first."""
+    facts: dict[str, Any] = {"loss": trainer.step()}
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    facts["host_syncs"] = host_syncs(trainer.step, device)
+    facts["peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    facts["parts"] = seconds_by_part(trainer.step, trainer.part, device)
+    return facts
+
+
+def gate(
+    config: Config, device: torch.device, spoil: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, dict[str, Any]]]]:
+    """Every contender's first step against ours, and what ``examine`` finds; contenders that cannot run say why.
+
+    Raises:
+        SystemExit: a contender's loss or gradients differ.
+    """
+    facts: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {routing: {} for routing in GATES}
+    expected: tuple[float, dict[str, torch.Tensor]] | None = None
+    for name in sorted(CONTENDERS, key=lambda name: name != REFERENCE):
+        try:
+            trainer = build_trainer(name, config, device)
+            trainer.choose("balanced")  # the same choices, which rounding would not leave learned ones
+            loss, gradients = trainer.fingerprint()
+            if name == spoil:
+                loss *= 1 + 2 * LOSS_TOLERANCE
+            expected = expected or (loss, gradients)
+            facts[name] = compare(name, (loss, gradients), expected)
+            for routing in GATES:
+                trainer.choose(routing)
+                found[routing][name] = examine(trainer, device)
+        except (Absent, torch.OutOfMemoryError) as error:
+            facts[name] = {"absent": str(error).splitlines()[0]}
+        trainer = None
+        release(device)
+    return facts, found
+
+
+def compare(
+    name: str, got: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """Relative differences of a first step's loss and gradients, or the end of the run."""
+    (loss, gradients), (reference, references) = got, expected
+    assert gradients.keys() == references.keys(), sorted(gradients.keys() ^ references.keys())
+    differences = {
+        key: float((gradients[key] - value).norm() / value.norm()) for key, value in references.items()
+    }
+    worst = max(differences, key=lambda key: differences[key])
+    off = abs(loss - reference) / reference
+    if not (off <= LOSS_TOLERANCE and differences[worst] <= GRADIENT_TOLERANCE):
+        raise SystemExit(
+            f"{name}: the first step's loss differs from that of {REFERENCE} by {off:.1e} ({LOSS_TOLERANCE:.0e} is "
+            f"allowed), the gradient of {worst} by {differences[worst]:.1e} ({GRADIENT_TOLERANCE:.0e}). Nothing was timed."
+        )
+    return {"loss_difference": off, "worst_gradient": worst, "worst_gradient_difference": differences[worst]}
+
+
+def measure(
+    case: Case, device: torch.device, budget_s: float, least_rounds: int, steps: int, spoil: str
+) -> dict[str, Any]:
+    """One model: the slice, the gate, then rounds in which every contender steps in turn until time is up."""
+    end = time.monotonic() + budget_s
+    try:
+        config, planned = case.slice_for(memory_bytes(device))
+    except Absent as error:
+        return {"absent": str(error)}
+    facts, found = gate(config, device, spoil)
+    times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
+    rounds = 0
+    while rounds < least_rounds or time.monotonic() < end:
+        for name in CONTENDERS:
+            if "absent" in facts[name]:
+                continue
+            trainer = build_trainer(name, config, device)
+            for routing in GATES:
+                trainer.choose(routing)
+                trainer.step()
+                seen = times[routing].setdefault(name, [])
+                seen += [seconds(trainer.step, device) for _ in range(steps)]
+            del trainer
+            release(device)
+        rounds += 1
+    tokens = config.train.global_batch_size * config.train.seq_len
+    flops = train_flops_per_token(config.model, config.train.seq_len)
+    for routing, contenders in times.items():
+        for name, seen in contenders.items():
+            rate = tokens / median(seen)
+            mfu, mfu_full_attention = flops.mfu(rate, PEAK)
+            found[routing][name] |= {
+                "tokens_per_second": rate,
+                "mfu": mfu,
+                "mfu_full_attention": mfu_full_attention,
+                "step_seconds": median(seen),
+                "step_seconds_all": seen,
+            }
+    return {
+        "layers": config.model.num_layers,
+        "of_layers": case.model.num_layers,
+        "experts": config.model.num_experts,
+        "parameters": count_params(config.model).total,
+        "planned_bytes": planned,
+        "rows": config.train.global_batch_size,
+        "micro_rows": config.train.micro_batch_size,
+        "seq_len": config.train.seq_len,
+        "contenders": facts,
+        "routings": found,
+    }
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Bars of seconds by part, a bar a contender, balanced routing: a plot a model."""
+    import matplotlib
+
+    from automoe.observe.plot_style import CELLS, GRID, INK, MUTED, RC, new_figure, save, say_empty
+
+    colours = dict(zip(PARTS, (*CELLS, GRID, MUTED, INK, "#8aa0b5"), strict=True))
+    models = report["models"]
+    with matplotlib.rc_context(RC):
+        figure, axes = new_figure(4.4 * len(models), 4.8, columns=len(models))
+        for axis, (title, model) in zip(axes, models.items(), strict=True):
+            axis.set_title(title)
+            if "absent" in model:
+                say_empty(axis, model["absent"])
+                continue
+            contenders = model["routings"]["balanced"]
+            bottoms = [0.0] * len(contenders)
+            for part in PARTS:
+                heights = [sum(f["parts"][way][part] for way in f["parts"]) for f in contenders.values()]
+                axis.bar(range(len(heights)), heights, 0.7, bottoms, label=part, color=colours[part])
+                bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+            axis.set_xticks(range(len(contenders)), [name.replace(" ", "\n") for name in contenders])
+            axis.set_ylabel("seconds a step, by the profiler")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        save(figure, path)
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """The numbers that matter, last on the screen."""
+    columns = f"{'tokens/s':>10}{'MFU':>8}{'full':>8}{'spread':>8}{'peak GiB':>10}{'syncs':>7}"
+    for title, model in report["models"].items():
+        if "absent" in model:
+            print(f"{title}: not run: {model['absent']}")
+            continue
+        print(
+            f"{title}: {model['layers']} of {model['of_layers']} layers, {model['experts']} experts, "
+            f"{model['parameters'] / 1e9:.2f} B parameters, {model['rows']} x {model['seq_len']} tokens"
+        )
+        print(f"{'':36}{columns}")
+        for name, facts in model["contenders"].items():
+            if "absent" in facts:
+                print(f"  {name:34}  not run: {facts['absent'][:90]}")
+        for routing, contenders in model["routings"].items():
+            for name, f in contenders.items():
+                spread = (max(f["step_seconds_all"]) - min(f["step_seconds_all"])) / f["step_seconds"]
+                waits = None if f["host_syncs"] is None else sum(f["host_syncs"].values())
+                peak = "" if f["peak_bytes"] is None else f"{f['peak_bytes'] / 2**30:.1f}"
+                print(
+                    f"  {f'{name}, {routing}':34}{f['tokens_per_second']:10.0f}{f['mfu']:8.1%}"
+                    f"{f['mfu_full_attention']:8.1%}{spread:8.1%}{peak:>10}{waits!s:>7}"
+                )
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small models, on the CPU where there is no GPU")
+    parser.add_argument(
+        "--model", action="append", help="only this one (--quick has others); may be repeated"
+    )
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all models together")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "train_step.json")
+    parser.add_argument("--spoil", default="", help="make this contender wrong, to see the gate close")
+    args = parser.parse_args()
+    if not args.quick and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; --quick checks the script itself without one")
+    known = quick_cases() if args.quick else cases()
+    if unknown := sorted(set(args.model or ()) - known.keys()):
+        raise SystemExit(f"no such model: {', '.join(unknown)}. There are: {', '.join(known)}")
+    chosen = {title: case for title, case in known.items() if title in (args.model or known)}
+    with one_rank("cuda" if torch.cuda.is_available() else "cpu") as device:
+        report: dict[str, Any] = {
+            "commit": commit("../automoe", "*.py"),
+            "environment": describe_environment(),
+            "quick": args.quick,
+            "device": device.type,
+            "peak_flops": PEAK,
+            "loss_tolerance": LOSS_TOLERANCE,
+            "gradient_tolerance": GRADIENT_TOLERANCE,
+            "models": {},
+        }
+        for title, case in chosen.items():
+            budget, rounds, steps = (0.0, 1, 2) if args.quick else (args.seconds / len(chosen), 2, 4)
+            report["models"][title] = measure(case, device, budget, rounds, steps, args.spoil)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
+    draw(report, args.out.with_suffix(".png"))
+    print_table(report)
+
+
+if __name__ == "__main__":
+    main()
