@@ -6,6 +6,8 @@ the tokens before and adds up the results after is the ``TokenSplit`` that a mod
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,25 +25,28 @@ class Linear(nn.Module):
     """``x @ weight.T + bias``, weight [out, in], bias [out] or none.
 
     ``rows`` restricts the product to some output rows: where key/value heads are fewer than the ranks
-    that share them, each rank keeps the whole weight and uses one head of it.
+    that share them, each rank keeps the whole weight and uses one head of it. ``product`` computes it: of x,
+    weight and bias or None.
     """
 
     rows: slice | None = None
+    product: Callable[..., torch.Tensor]
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.product = F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = local_part(self.weight), None if self.bias is None else local_part(self.bias)
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
-        return F.linear(x, weight, bias)
+        return self.product(x, weight, bias)
 
     def summed(self, x: torch.Tensor, split: TokenSplit) -> torch.Tensor:
         """The product of ranks that each have some input features: their terms summed, then the bias, once."""
-        out = split.reduce(F.linear(x, local_part(self.weight)))
+        out = split.reduce(self.product(x, local_part(self.weight)))
         return out if self.bias is None else out + local_part(self.bias)
 
 

@@ -21,7 +21,7 @@ LAYERS = [
     {"launch", "parallel", "checkpoint", "hf", "data", "observe", "optim", "interop"},
     {"model"},
     {"moe"},
-    {"mesh", "blocks", "collectives", "counter_random", "rows"},
+    {"mesh", "blocks", "collectives", "counter_random", "quantise", "rows"},
     {"config", "errors", "fault_points"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
