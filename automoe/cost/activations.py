@@ -42,7 +42,7 @@ class Kernels:
     """What operators keep beyond what their backward formulas read.
 
     Attributes:
-        wide_casts: norms and router multiply in float32 and keep float32 copies of narrower inputs.
+        wide_casts: routers multiply in float32 and keep a float32 copy of a narrower input.
         swiglu_steps: dense FFNs keep silu(gate) beside gate, up and the product.
         experts_reread: routed experts keep gate and up alone. Their rows stay where they came from, a
             dispatcher's receive buffer or the tokens themselves, and the product is made again.
@@ -124,7 +124,7 @@ def layer_activation_bytes(
     others_read = others_read or (kernels.experts_reread and not load.dispatched)
     kept_outputs = 1 if wide_router and not others_read else 2
     parts = {
-        "norms": tokens * float(2 * _norm_input(hidden, size, kernels) + kept_outputs * size * hidden),
+        "norms": tokens * float(2 * _norm_input(hidden, size) + kept_outputs * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, size, kernels, "core_attn" in recompute),
     }
     ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
@@ -167,10 +167,9 @@ def recompute_workspace_bytes(
     return max((kept(NOTHING) - kept(frozenset((name,))) for name in recompute), default=0.0)
 
 
-def _norm_input(width: int, size: int, kernels: Kernels) -> int:
+def _norm_input(width: int, size: int) -> int:
     """Bytes per token that a norm over ``width`` keeps, its output (which the next matmul keeps) apart."""
-    wide = max(4, size)
-    return (wide if kernels.wide_casts else size) * width + 4
+    return size * width + 4
 
 
 def _attention_bytes(
@@ -185,12 +184,10 @@ def _attention_bytes(
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, attention.num_kv_heads
         if attention.qk_norm:
-            kept += tokens * (heads + groups) * _norm_input(dim, size, kernels)
+            kept += tokens * (heads + groups) * _norm_input(dim, size)
         if attention.output_gate:
-            # The gate and what it has let through; and the queries' norm, where it makes no wider copy of them,
-            # keeps the whole projection.
-            copied = kernels.wide_casts and size < 4
-            kept += (3 - copied) * size * tokens * heads * dim
+            # The gate and what it has let through; and the queries' norm keeps the whole projection.
+            kept += 3 * size * tokens * heads * dim
         if attention.sinks and not again:
             # A key more a row; one more dim, to a multiple of 8, holds the sinks; what leaves the kernel is cut.
             kept += size * tokens * heads * dim
@@ -207,11 +204,10 @@ def _attention_bytes(
     kept += size * heads * (tokens * (qk + out) + kv_tokens * (qk + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
-    kept += tokens * _norm_input(latent, size, kernels) + size * kv_tokens * (latent + rope * gathered)
-    if not (kernels.wide_casts and size < 4):
-        kept += size * tokens * rope  # beside the latent, in the storage that its norm keeps
+    kept += tokens * _norm_input(latent, size) + size * kv_tokens * (latent + rope * gathered)
+    kept += size * tokens * rope  # beside the latent, in the storage that its norm keeps
     if attention.q_lora_rank is not None:
-        kept += tokens * (_norm_input(attention.q_lora_rank, size, kernels) + size * attention.q_lora_rank)
+        kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * attention.q_lora_rank)
     return kept
 
 
@@ -230,7 +226,9 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, aga
     )
     channels = 2 * groups * key + heads * value
     convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of what it was given
-    kept = size * tokens * (convolved * channels + heads * value) + wide * tokens * heads * (4 * value + 5)
+    kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (
+        3 * value + 5
+    )
     if again:
         return float(kept)
     inside = heads * (6 * DELTA_CHUNK + 3 * value + 10 * key + key * value / DELTA_CHUNK + 3) + 2 * groups

@@ -108,7 +108,7 @@ def test_a_layer_keeps_what_the_plan_says(
     planned = layer_activation_bytes(config.model, layer, token_load(config, documents), dtype.itemsize, CPU)
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
-    assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+    assert measured == pytest.approx(sum(planned.values()), rel=0.006)
 
 
 @pytest.mark.parametrize("recompute", ["core_attn", "mlp", "moe", "shared_experts", "full", "all four"])
@@ -127,7 +127,7 @@ def test_a_recomputed_layer_keeps_what_the_plan_says(
 
     before = layer_bytes(config, layer, dtype, True, [])
     measured = layer_bytes(config, layer, dtype, True, names)
-    assert measured == pytest.approx(planned(names), abs=0.005 * before)
+    assert measured == pytest.approx(planned(names), abs=0.006 * before)
     assert before - measured == pytest.approx(planned([]) - planned(names), rel=0.02)
 
 

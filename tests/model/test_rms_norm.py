@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._decomp.decompositions import _fused_rms_norm_backward
 
 from automoe import blocks
-from automoe.model.norm import RMSNorm
+from automoe.model.norm import RMSNorm, _FusedRMSNorm, _RMSNorm
 
 
 def norm_with_weight(dim: int, dtype: torch.dtype) -> RMSNorm:
@@ -46,3 +47,30 @@ def test_blocks_cover_every_row_once_in_order(num_rows: int, width: int) -> None
     seen = [rows[block] for block in blocks.row_blocks(num_rows, width, torch.device("cpu"))]
     assert torch.equal(torch.cat([rows[:0], *seen]), rows)
     assert len(list(blocks.row_blocks(num_rows, width, torch.device("cuda")))) == (num_rows > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_path_over_fused_kernels_is_the_same_function(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Torch has the backward kernel on GPUs alone; here its own decomposition stands in for it."""
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm_backward", _fused_rms_norm_backward)
+    torch.manual_seed(0)
+    x = torch.randn(6, 8).to(dtype).requires_grad_()
+    weight, grad = torch.randn(8, requires_grad=True), torch.randn(6, 8).to(dtype)
+    results = []
+    for norm in (_RMSNorm, _FusedRMSNorm):
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: s.append(t) or t, lambda t: t):
+            out = norm.apply(x, weight, 1e-5)
+        assert {(t.shape, t.dtype) for t in saved} == {
+            ((6, 8), dtype),
+            ((8,), torch.float32),
+            ((6, 1), torch.float32),
+        }
+        results.append((out, *torch.autograd.grad(out, (x, weight), grad)))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(
+            theirs, ours, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
