@@ -89,7 +89,9 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
             )
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
-    model = build_decoder(config.model, config.moe, PARAM_DTYPES[config.train.dtype])
+    # Nothing is computed, so the backends that trained it need not be here.
+    moe = replace(config.moe, experts="loop")
+    model = build_decoder(config.model, moe, PARAM_DTYPES[config.train.dtype])
     model.to_empty(device="cpu")
     if step_dir is None:
         load_hf(model, exported)

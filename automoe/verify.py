@@ -152,10 +152,11 @@ def make_runnable(
     )
     if here.moe.dispatcher == "deepep":  # needs CUDA too, and sums the same rows
         here = replace(here, moe=replace(here.moe, dispatcher="alltoall"))
+    if here.kernels.attention in ("cudnn", "te"):  # likewise
+        here = replace(here, kernels=replace(here.kernels, attention="sdpa"))
+    here = replace(here, kernels=replace(here.kernels, norm="torch"))
     if force_proxy or too_large(config, shape):
         here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
-    if here.kernels.attention == "cudnn":  # likewise
-        here = replace(here, kernels=replace(here.kernels, attention="sdpa"))
     validate(here, None, "cpu")
     assert resolve_mesh(here.mesh, None) == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]

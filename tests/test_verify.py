@@ -140,8 +140,9 @@ def test_what_cannot_run_on_a_cpu_is_said() -> None:
     assert ("parallel.context", "ring", "gather") in cuts
     assert ("moe.dispatcher", "deepep", "alltoall") in cuts
     config, _, cuts = make_runnable(
-        compose_config("qwen3_30b_a3b", ["launch.device=cuda", "kernels.attention=cudnn"])
+        compose_config("qwen3_30b_a3b", ["launch.device=cuda", "kernels.attention=cudnn", "kernels.norm=te"])
     )
+    assert ("kernels.norm", "te", "torch") in cuts
     assert config.kernels.attention == "sdpa" and ("kernels.attention", "cudnn", "sdpa") in cuts
 
 

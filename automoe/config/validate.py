@@ -371,7 +371,7 @@ def _check_backend(config: Config, shape: MeshShape, device: str) -> None:
                 key,
                 width,
                 16 // size,
-                f"grouped_mm needs rows of a multiple of 16 bytes: {width} * {size} bytes = {width * size}",
+                f"{backend} needs rows of a multiple of 16 bytes: {width} * {size} bytes = {width * size}",
                 "moe.experts=loop",
             )
 

@@ -10,6 +10,7 @@ MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
 MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
 DIM_UNIT = 8
+FOREIGN_EXPERTS = {"te": "transformer-engine"}
 
 
 def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
@@ -19,6 +20,37 @@ def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait then.
     """
     _check_attention_kernel(config, shape, device)
+    _check_norm_kernel(config, device)
+    _check_expert_kernel(config, device)
+
+
+def _check_norm_kernel(config: Config, device: str) -> None:
+    if config.kernels.norm == "torch":
+        return
+    for key, value, wrong in (
+        ("launch.device", device, "cpu"),
+        ("train.dtype", config.train.dtype, "float64"),
+    ):
+        if value == wrong:
+            raise ConfigError(
+                "kernels.norm",
+                config.kernels.norm,
+                f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}",
+                "Set kernels.norm=torch",
+            )
+
+
+def _check_expert_kernel(config: Config, device: str) -> None:
+    backend = config.moe.experts
+    if backend not in FOREIGN_EXPERTS or config.model.first_k_dense == config.model.num_layers:
+        return
+    rule = None
+    if device == "cpu":
+        rule = f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"
+    elif config.model.biased_experts:
+        rule = "it has experts without biases, and model.biased_experts=true"
+    if rule is not None:
+        raise ConfigError("moe.experts", backend, rule, "Nearest valid choice: moe.experts=grouped_mm")
 
 
 def _check_attention_kernel(config: Config, shape: MeshShape, device: str) -> None:
@@ -29,10 +61,11 @@ def _check_attention_kernel(config: Config, shape: MeshShape, device: str) -> No
         raise _refused(kernel, "ring attention (parallel.context=ring) calls kernels of its own", "sdpa")
     if kernel == "math":
         return
-    if kernel == "cudnn":
+    if kernel != "flash":
         if device == "cpu":
-            raise _refused(kernel, "cuDNN needs CUDA, and this run is on cpu", "sdpa")
-        _check_cudnn_dims(config)
+            name = {"cudnn": "cuDNN", "te": "transformer-engine"}[kernel]
+            raise _refused(kernel, f"{name} needs CUDA, and this run is on cpu", "sdpa")
+        _check_cudnn_dims(config)  # what te's fused attention computes with, too
     if device != "cuda":  # the CPU's flash kernel takes any mask, dtype and dims
         return
     if config.train.dtype != "bfloat16":
@@ -42,48 +75,47 @@ def _check_attention_kernel(config: Config, shape: MeshShape, device: str) -> No
             "sdpa",
             ", or train.dtype=bfloat16",
         )
-    if kernel == "flash":
-        _check_flash(config, shape)
+    if kernel == "flash" and (dim := max(head_dims(config))) > MAX_FLASH_DIM:
+        raise _refused(
+            kernel, f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}", "sdpa"
+        )
+    if kernel != "cudnn":
+        _check_causal_alone(config, shape)
 
 
 def _check_cudnn_dims(config: Config) -> None:
-    query, value = head_dims(config)
+    kernel, (query, value) = config.kernels.attention, head_dims(config)
     if (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM:
         raise _refused(
-            "cudnn",
+            kernel,
             f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; this "
             f"model's have {query}, its values {value}",
             "sdpa",
         )
     if query % DIM_UNIT or value % DIM_UNIT:
         raise _refused(
-            "cudnn",
+            kernel,
             f"it has heads of multiples of {DIM_UNIT} dims: {query} % {DIM_UNIT} = {query % DIM_UNIT}, "
             f"{value} % {DIM_UNIT} = {value % DIM_UNIT}",
             "sdpa",
         )
 
 
-def _check_flash(config: Config, shape: MeshShape) -> None:
-    dim = max(head_dims(config))
-    if dim > MAX_FLASH_DIM:
-        raise _refused(
-            "flash", f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}", "sdpa"
-        )
-    masked = "on CUDA it knows causality alone, and "
+def _check_causal_alone(config: Config, shape: MeshShape) -> None:
+    kernel, attention = config.kernels.attention, config.model.attention
+    knows = "on CUDA it knows causality alone, and "
     if config.data.document_mask:
         raise _refused(
-            "flash",
-            f"{masked}data.document_mask=true masks documents",
-            "sdpa",
-            ", or data.document_mask=false",
+            kernel, f"{knows}data.document_mask=true masks documents", "sdpa", ", or data.document_mask=false"
         )
-    if window := config.model.attention.sliding_window:
+    if window := attention.sliding_window:
         raise _refused(
-            "flash", f"{masked}model.attention.sliding_window={window} masks what is further back", "sdpa"
+            kernel, f"{knows}model.attention.sliding_window={window} masks what is further back", "sdpa"
         )
     if shape.cp > 1:
-        raise _refused("flash", f"{masked}with mesh.cp={shape.cp} keys are masked by their position", "sdpa")
+        raise _refused(kernel, f"{knows}with mesh.cp={shape.cp} keys are masked by their position", "sdpa")
+    if attention.sinks and kernel == "te":
+        raise _refused(kernel, f"{knows}model.attention.sinks=true adds a key", "sdpa")
 
 
 def head_dims(config: Config) -> tuple[int, int]:

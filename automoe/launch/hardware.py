@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import gcd
 from pathlib import Path
 
@@ -92,6 +92,9 @@ def missing_hardware(shape: MeshShape, device: str) -> str | None:
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
+    for key, package, remedy in _foreign(config):
+        if importlib.util.find_spec(package) is None:
+            raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
     if config.moe.dispatcher != "deepep" or shape.ep == 1:
         return
     if device != "cuda":
@@ -103,6 +106,24 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
             "moe.dispatcher=deepep: the package deep_ep is not installed here. Build DeepEP from its sources (the "
             "release on the package index does not compile), or set moe.dispatcher=alltoall"
         )
+
+
+def _foreign(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(key=value, package, remedy) of every optional package that ``config`` computes with."""
+    chosen = (
+        ("kernels.attention", config.kernels.attention, "sdpa"),
+        ("kernels.norm", config.kernels.norm, "torch"),
+        ("moe.experts", config.moe.experts, "grouped_mm"),
+    )
+    for key, value, instead in chosen:
+        if value == "te":
+            # Its Python part installs anywhere, and imports only beside the one built for torch.
+            for package in ("transformer_engine", "transformer_engine_torch"):
+                yield (
+                    f"{key}={value}",
+                    package,
+                    f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}",
+                )
 
 
 def _fixed(mesh: MeshConfig) -> tuple[int, int]:

@@ -21,6 +21,7 @@ Shapes: E experts of this rank, I expert width, H hidden.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -79,6 +80,7 @@ def loop_experts(
 
 
 BACKENDS: dict[str, ExpertFn] = {"loop": loop_experts, "grouped_mm": grouped_mm_experts}
+INTEROP = {"te": "automoe.interop.transformer_engine"}
 
 
 def expert_backend(name: str) -> ExpertFn:
@@ -96,9 +98,12 @@ def expert_backend(name: str) -> ExpertFn:
                 + ", ".join(BACKENDS)
             ) from None
         return triton_experts
+    if name in INTEROP:
+        # Upwards, against the order of the house: what comes from a foreign framework is in one file, there.
+        return import_module(INTEROP[name]).experts()
     if name not in BACKENDS:
         raise BackendError(
-            f"moe.experts={name}: no such expert backend. There are: {', '.join(BACKENDS)}, triton"
+            f"moe.experts={name}: no such expert backend. There are: {', '.join([*BACKENDS, 'triton', *INTEROP])}"
         )
     return BACKENDS[name]
 

@@ -8,12 +8,12 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.mesh import Meshes
-from automoe.model.attention import attention_fn
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
 from automoe.parallel.context import apply_context_parallel
 from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.expert import apply_expert_parallel
+from automoe.parallel.kernels import apply_kernels
 from automoe.parallel.recompute import apply_recompute
 from automoe.parallel.tensor import apply_tensor_parallel
 
@@ -46,7 +46,7 @@ def build_decoder(
             part = Decoder(model, moe, layers, **ends)
     finally:
         torch.set_default_dtype(default)
-    part.attend = attention_fn((kernels or KernelsConfig()).attention)
+    apply_kernels(part, kernels or KernelsConfig())
     return part
 
 

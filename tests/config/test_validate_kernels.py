@@ -64,6 +64,11 @@ def gqa(dim: int, **changes: object) -> AttentionConfig:
             "sliding_window=128 masks what is further back",
         ),
         (config("flash", gqa(256, sinks=True)), "cuda", "up to 256 dims, and this model's have 264"),
+        (config("te"), "cpu", "transformer-engine needs CUDA, and this run is on cpu"),
+        (config("te", dtype="float32"), "cuda", "half precision alone, and train.dtype=float32"),
+        (config("te", gqa(256)), "cuda", "up to 128 dims, and 192 with values of 128; this model's have 256"),
+        (config("te", document_mask=True), "cuda", "data.document_mask=true masks documents"),
+        (config("te", gqa(120, sinks=True)), "cuda", "model.attention.sinks=true adds a key"),
         (config("math", cp=2, context="ring"), "cuda", "ring attention .* calls kernels of its own"),
     ],
 )
@@ -82,6 +87,8 @@ def test_what_a_kernel_cannot_serve(wrong: Config, device: str, problem: str) ->
         (config("cudnn", gqa(120, sinks=True)), "cuda"),
         (config("flash"), "cuda"),
         (config("flash", gqa(248, sinks=True)), "cuda"),
+        (config("te"), "cuda"),
+        (config("sdpa", norm="te", dtype="float32"), "cuda"),
         (config("flash", document_mask=True, dtype="float64"), "cpu"),
         (config("flash", document_mask=True, dtype="float64"), "auto"),  # told when the device is known
         (config("cudnn"), "auto"),
@@ -89,3 +96,27 @@ def test_what_a_kernel_cannot_serve(wrong: Config, device: str, problem: str) ->
 )
 def test_what_a_kernel_serves(right: Config, device: str) -> None:
     check(right, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "problem"), [("cpu", "float32", "launch.device=cpu"), ("cuda", "float64", "float64")]
+)
+def test_where_transformer_engine_has_no_norm(device: str, dtype: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kernels\.norm=te: .*{problem}.*Set kernels\.norm=torch"):
+        check(config("sdpa", norm="te", dtype=dtype), device)
+
+
+@pytest.mark.parametrize("backend", ["te"])
+def test_what_experts_of_a_foreign_framework_cannot_serve(backend: str) -> None:
+    foreign = config("sdpa")
+    foreign.moe.experts = backend
+    check(foreign)
+    check(foreign, "auto")
+    nearest = r"Nearest valid choice: moe\.experts=grouped_mm"
+    with pytest.raises(ConfigError, match=f"needs CUDA, and this run is on cpu.*{nearest}"):
+        check(foreign, "cpu")
+    foreign.model.biased_experts = True
+    with pytest.raises(ConfigError, match=f"model.biased_experts=true.*{nearest}"):
+        check(foreign)
+    foreign.model.first_k_dense = foreign.model.num_layers  # nothing to compute
+    check(foreign, "cpu")

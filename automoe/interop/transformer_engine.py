@@ -1,0 +1,176 @@
+"""transformer-engine behind one file: ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``.
+
+The calls follow the signatures of 2.20.2 as published in its sources; they have not been run on a GPU by this
+project. Parameters stay the model's own, under their own names: a module of transformer-engine is made without
+storage and called with ours in place of its parameters, so checkpoints do not change, nor get its extra state.
+
+Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H hidden, I width.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from automoe.errors import BackendError
+from automoe.model.attention import AttentionFn
+from automoe.model.norm import RMSNorm
+from automoe.moe.activation import SWIGLU, Activation
+from automoe.moe.dispatch.measure import on_host
+from automoe.moe.experts import ExpertFn
+from automoe.moe.grouped_mm import grouped_mm_experts
+
+
+def attention() -> AttentionFn:
+    """Causal attention by ``DotProductAttention``.
+
+    Raises:
+        BackendError: transformer-engine does not import; names the kernels that there are.
+    """
+    return _Attention(_load("kernels.attention=te", "kernels.attention=sdpa"))
+
+
+def experts() -> ExpertFn:
+    """The experts' products by ``GroupedLinear``.
+
+    Raises:
+        BackendError: transformer-engine does not import; names the backend that there is.
+    """
+    return _Experts(_load("moe.experts=te", "moe.experts=grouped_mm"))
+
+
+def use_norms(model: nn.Module) -> None:
+    """Let transformer-engine compute every RMSNorm of ``model``, zero-centered ones included.
+
+    Raises:
+        BackendError: transformer-engine does not import; names the norm that there is.
+    """
+    te = _load("kernels.norm=te", "kernels.norm=torch")
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.forward = _Norm(te, module)  # not another module: parameters keep their names
+
+
+def _load(choice: str, instead: str) -> Any:
+    try:
+        return import_module("transformer_engine.pytorch")
+    except Exception as error:  # without CUDA or cuDNN it raises RuntimeError, OSError and others
+        raise BackendError(
+            f"{choice}: transformer_engine does not import ({type(error).__name__}: {error}). Install "
+            f"transformer-engine with its torch part for this CUDA, or set {instead}"
+        ) from error
+
+
+class _Attention:
+    """The signature of ``automoe.model.attention.attend``, for plain causality."""
+
+    def __init__(self, te: Any) -> None:
+        # Its unfused attention, which keeps every score, would otherwise take what no fused kernel serves.
+        os.environ["NVTE_UNFUSED_ATTN"] = "0"
+        self._te = te
+        self._modules: dict[tuple[int, int, int, int, float], Any] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] -> [B, S, N, Dv]."""
+        if mask is not None or sinks is not None:
+            raise BackendError(
+                "kernels.attention=te attends to all of the row before a query, and this layer has "
+                f"{'a mask' if sinks is None else 'sinks'}. Set kernels.attention=sdpa"
+            )
+        module = self._module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], scale)
+        return module(q, k, v).view(*q.shape[:3], v.shape[3])  # its result is [B, S, N Dv]
+
+    def _module(self, heads: int, groups: int, query_dim: int, value_dim: int, scale: float) -> Any:
+        key = (heads, groups, query_dim, value_dim, scale)
+        if key not in self._modules:
+            self._modules[key] = self._te.DotProductAttention(
+                heads,
+                (query_dim, value_dim),
+                num_gqa_groups=groups,
+                attention_dropout=0.0,
+                qkv_format="bshd",
+                attn_mask_type="causal",
+                softmax_scale=scale,
+            )
+        return self._modules[key]
+
+
+class _Norm:
+    """The forward of one ``RMSNorm``: x [..., D] -> [..., D] in the dtype of x."""
+
+    def __init__(self, te: Any, norm: RMSNorm) -> None:
+        self._norm = norm
+        self._module = te.RMSNorm(
+            norm.weight.shape[0],
+            eps=norm.eps,
+            zero_centered_gamma=norm.zero_centered,
+            device="meta",
+            dtype=norm.weight.dtype,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
+        return functional_call(self._module, {"weight": self._norm.weight}, (x,)).to(x.dtype)
+
+
+class _Experts:
+    """See ``automoe.moe.experts`` for arguments and result. No biases.
+
+    The host waits once a call for the number of rows of every expert. Gradients of gathered rows are added up by
+    torch, on CUDA with atomics: not in the same order in every run.
+    """
+
+    def __init__(self, te: Any) -> None:
+        self._te = te
+        self._modules: dict[tuple[int, int, int, torch.dtype], nn.Module] = {}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        gather_idx: torch.Tensor,
+        offsets: torch.Tensor,
+        probs: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        b_gate_up: torch.Tensor | None = None,
+        b_down: torch.Tensor | None = None,
+        activation: Activation = SWIGLU,
+    ) -> torch.Tensor:
+        if b_gate_up is not None or b_down is not None:
+            raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
+        ends: list[int] = on_host(offsets)
+        splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        num_rows, used = gather_idx.shape[0], ends[-1]
+        if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
+            out = grouped_mm_experts(x, gather_idx[:0], offsets, probs[:0], w_gate_up, w_down)
+        else:
+            rows = x.index_select(0, gather_idx[:used])
+            gate, up = self._multiply(rows, splits, w_gate_up.flatten(1, 2)).chunk(2, dim=-1)
+            act = activation(gate, up) * probs[:used, None].to(x.dtype)
+            out = self._multiply(act, splits, w_down)
+        return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to nobody
+
+    def _multiply(self, rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
+        """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R, N]."""
+        num_experts, size_out, size_in = weights.shape
+        key = (num_experts, size_in, size_out, weights.dtype)
+        if key not in self._modules:
+            self._modules[key] = self._te.GroupedLinear(
+                num_experts, size_in, size_out, bias=False, params_dtype=weights.dtype, device="meta"
+            )
+        ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
+        return functional_call(self._modules[key], ours, (rows, splits))

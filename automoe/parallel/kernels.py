@@ -1,0 +1,20 @@
+"""Hands a model the implementations that ``kernels`` names."""
+
+from __future__ import annotations
+
+from automoe.config.schema import KernelsConfig
+from automoe.interop import transformer_engine
+from automoe.model.attention import attention_fn
+from automoe.model.decoder import Decoder
+
+
+def apply_kernels(model: Decoder, kernels: KernelsConfig) -> None:
+    """Before everything that wraps what they compute: recomputation, compilation, FSDP.
+
+    Raises:
+        BackendError: an implementation whose package is missing.
+    """
+    te = kernels.attention == "te"
+    model.attend = transformer_engine.attention() if te else attention_fn(kernels.attention)
+    if kernels.norm == "te":
+        transformer_engine.use_norms(model)
