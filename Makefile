@@ -4,11 +4,14 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints-cpu.txt
 EXTRAS ?= dev
 ARGS ?=
+# Files of tests that run beside one another; `make test ARGS='-n0 --pdb'` runs all in one process.
+JOBS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/setup-done
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile
 # `make test-gpu PY=python3` runs on what is installed there, and installs nothing.
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
@@ -33,16 +36,16 @@ train: setup ## Train the default model on this machine (ARGS='train.steps=50 me
 	@$(PY) -m automoe.train $(ARGS)
 
 test: setup ## Run the tests (ARGS='-k mesh')
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
 test-meshes: $(SETUP) ## All mappings of the mesh suite and random ones (AUTOMOE_MESH_SEED=N draws the same again)
-	@$(PY) -m pytest -m exhaustive $(ARGS)
+	@$(PYTEST) -m exhaustive $(ARGS)
 
 test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on
-	@$(PY) -m pytest -m faults $(ARGS)
+	@$(PYTEST) -m faults $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
 	@$(PY) benchmarks/soak.py $(ARGS)
