@@ -7,6 +7,8 @@ asynchronous tensors, which wait when first read.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -31,6 +33,21 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; the gradient is an all-gather."""
     return _reduce_scatter(x.contiguous(), "sum", dim, group)
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: functional.AsyncCollectiveTensor) -> torch.Tensor:
+        return x.trigger_wait()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def arrived(x: Any) -> Any:
+    """``x`` waited for and plain where it is one of torch's asynchronous tensors; anything else as it is."""
+    return _Arrived.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
 def all_to_all(

@@ -191,6 +191,7 @@ class TrainConfig:
     micro_batch_size: int = 2  # rows per forward on one data-parallel rank
     seed: int = 0
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: fp32 master weights
+    compile: bool = False  # attention with its norms, FFNs, router and loss by torch.compile; experts are not
     grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
     max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up
     spike_factor: float = 0.0  # skip a step whose loss is this many deviations above recent ones; 0: never

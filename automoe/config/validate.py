@@ -14,6 +14,7 @@ from automoe.config.schema import Config
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.step_range import parse_profile_steps
 from automoe.config.validate_checkpoint import check_checkpoint
+from automoe.config.validate_compile import check_compile
 from automoe.config.validate_kernels import check_kernels
 from automoe.config.validate_layers import check_layers
 from automoe.config.validate_moe import check_moe
@@ -49,6 +50,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     _check_backend(config, shape, device)
     check_recompute(config)
     check_kernels(config, shape, device)
+    check_compile(config, shape)
     _check_optimizer(config)
     _check_data(config)
     check_checkpoint(config)

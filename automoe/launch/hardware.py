@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
+import shutil
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from math import gcd
 from pathlib import Path
@@ -92,6 +96,8 @@ def missing_hardware(shape: MeshShape, device: str) -> str | None:
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
+    if config.train.compile:
+        _check_compile(device)
     for key, package, remedy in _foreign(config):
         if importlib.util.find_spec(package) is None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
@@ -115,6 +121,8 @@ def _foreign(config: Config) -> Iterator[tuple[str, str, str]]:
         ("kernels.norm", config.kernels.norm, "torch"),
         ("moe.experts", config.moe.experts, "grouped_mm"),
     )
+    if config.moe.experts == "quack":
+        yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in chosen:
         if value == "te":
             # Its Python part installs anywhere, and imports only beside the one built for torch.
@@ -124,6 +132,31 @@ def _foreign(config: Config) -> Iterator[tuple[str, str, str]]:
                     package,
                     f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}",
                 )
+
+
+def _check_compile(device: str) -> None:
+    """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's headers."""
+    key, remedy = "train.compile=true", "or set train.compile=false"
+    version = sys.version_info
+    if version >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and version < (3, 13, 3)):
+        raise BackendError(
+            f"{key}: torch.compile runs on Python 3.11 to 3.14 (without the interpreter lock from 3.13.3 on), and "
+            f"this is {sys.version.split()[0]}. Install one of those, {remedy}"
+        )
+    # Inductor writes C++ for the CPU; on CUDA Triton builds the launcher of each kernel in C.
+    variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
+    names = shlex.split(os.environ.get(variable, ""))[:1] or names
+    if not any(shutil.which(name) for name in names):
+        raise BackendError(
+            f"{key} compiles with {' or '.join(names)} on {device}, and there is none on the PATH. Install it, set "
+            f"{variable} to another compiler, {remedy}"
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        raise BackendError(
+            f"{key} compiles against Python's headers, and there is no {header}. Install them (Debian: python3-dev), "
+            f"{remedy}"
+        )
 
 
 def _fixed(mesh: MeshConfig) -> tuple[int, int]:

@@ -33,15 +33,22 @@ AttentionFn = Callable[
 class AttentionContext:
     """What all layers of one forward share: rotation angles, masks, how K and V are exchanged and used."""
 
-    def __init__(self, config: ModelConfig, rows: Rows, dtype: torch.dtype, attend: AttentionFn) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rows: Rows,
+        dtype: torch.dtype,
+        attend: AttentionFn,
+        always_masked: bool = False,
+    ) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
         self.cos, self.sin = rotary_cos_sin(config.rope, dim, rows.positions, dtype)
         self.interleaved = config.rope.interleaved
         self.exchange: RowExchange = rows.exchange
-        self.mask = attention_mask(rows)
+        self.mask = attention_mask(rows, always=always_masked)
         self.window = attention.sliding_window
-        self.window_mask = attention_mask(rows, self.window) if self.window else None
+        self.window_mask = attention_mask(rows, self.window, always_masked) if self.window else None
         self._attend = attend
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,18 +67,19 @@ class AttentionContext:
         return self._attend(q, k, v, self.window_mask if window else self.mask, scale, sinks)
 
 
-def attention_mask(rows: Rows, window: int = 0) -> torch.Tensor | None:
+def attention_mask(rows: Rows, window: int = 0, always: bool = False) -> torch.Tensor | None:
     """[B, 1, S, R] True where a query may look, or None where plain causality says it all.
 
-    With ``window`` no further back than that many positions of the row, its own included.
+    With ``window`` no further back than that many positions of the row, its own included. With ``always`` rows
+    with document ids get a mask whatever the ids are: compiled code is made for one case.
     """
     whole = rows.exchange.whole
     doc_ids = rows.doc_ids
-    if doc_ids is not None and doc_ids.device.type == "cpu" and bool((doc_ids == doc_ids[:, :1]).all()):
+    if doc_ids is not None and doc_ids.device.type == "cpu" and whole and not always:
         # One document a row is the common case and lets SDPA take its causal kernel. Only asked on
         # the CPU: on a GPU the answer would cost a host sync. With a context axis this rank sees a
-        # part of the row only, so ``whole`` decides below.
-        doc_ids = None if whole else doc_ids
+        # part of the row only.
+        doc_ids = None if bool((doc_ids == doc_ids[:, :1]).all()) else doc_ids
     if doc_ids is None and whole and not window:
         return None
     key_index = rows.exchange.gather(rows.index)

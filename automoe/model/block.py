@@ -42,6 +42,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, context: AttentionContext, rows: Rows) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]; ``rows`` are those of x, ``context`` belongs to the whole attention."""
-        x = x + self.attention(self.input_layernorm(x), context)
-        h = self.post_attention_layernorm(x)
+        x, h = self.mix(x, context)
         return x + (self.mlp(h, rows) if isinstance(self.mlp, MoE) else self.mlp(h))
+
+    def mix(self, x: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, S, H] -> x with attention's output added, and its norm, which the feed-forward takes."""
+        x = x + self.attention(self.input_layernorm(x), context)
+        return x, self.post_attention_layernorm(x)

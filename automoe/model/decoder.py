@@ -11,7 +11,7 @@ from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext, AttentionFn, attend
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear, local_part
-from automoe.model.loss import cross_entropy_sum
+from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
 from automoe.model.norm import RMSNorm
 from automoe.moe.layer import MoE
 from automoe.rows import BatchSum, RowExchange, Rows, TokenSplit, WholeBatch, WholeRows, WholeTokens
@@ -52,6 +52,8 @@ class Decoder(nn.Module):
         self.batch_sum: BatchSum = WholeBatch()
         self.first_id = 0  # token id of the first row of embedding and head that this rank holds
         self.attend: AttentionFn = attend
+        self.always_masked = False  # see ``attention_mask``
+        self.chunk_loss: ChunkLoss = chunk_loss
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
         """(layer number, MoE module) of this part, in order."""
@@ -111,7 +113,7 @@ class Decoder(nn.Module):
         if self.embeds:
             assert self.embed_tokens is not None
             x = self.split.reduce(self.embed_tokens(x))
-        context = AttentionContext(self.config, rows, x.dtype, self.attend)
+        context = AttentionContext(self.config, rows, x.dtype, self.attend, self.always_masked)
         own_rows = rows.part(self.split)
         for block in self.layers.values():
             x = block(x, context, own_rows)
@@ -122,7 +124,12 @@ class Decoder(nn.Module):
         if labels is None:
             return nn.functional.linear(x, local_part(self.head_weight))
         loss = cross_entropy_sum(
-            x.flatten(0, 1), local_part(self.head_weight), labels.flatten(), self.first_id, self.split
+            x.flatten(0, 1),
+            local_part(self.head_weight),
+            labels.flatten(),
+            self.first_id,
+            self.split,
+            self.chunk_loss,
         )
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.

@@ -5,6 +5,8 @@ Shapes: T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from automoe.rows import IGNORE, TokenSplit, WholeTokens
@@ -12,12 +14,52 @@ from automoe.rows import IGNORE, TokenSplit, WholeTokens
 CHUNK_TOKENS = 512  # logits alive at once: CHUNK_TOKENS x V numbers
 
 
+# x [t, H] of one chunk, weight, labels [t], first_id and split of ``cross_entropy_sum``, whether a gradient is
+# wanted -> the sum of the chunk's losses, and its gradient by the logits [t, V] in the dtype of x
+ChunkLoss = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, int, TokenSplit, bool],
+    tuple[torch.Tensor, torch.Tensor | None],
+]
+
+
+def chunk_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    first_id: int,
+    split: TokenSplit,
+    wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A ``ChunkLoss``, operation by operation."""
+    trained = (labels != IGNORE).unsqueeze(1)
+    # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
+    target = (labels - first_id).unsqueeze(1)
+    here = trained & (target >= 0) & (target < weight.shape[0])
+    target = target.clamp(0, weight.shape[0] - 1)
+    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+    largest = split.max(logits.amax(-1, keepdim=True))
+    of_target = split.sum(logits.gather(1, target) * here)
+    grad = logits.sub_(largest).exp_()  # softmax but for its divisor, in the logits' storage
+    divisor = split.sum(grad.sum(-1, keepdim=True))
+    loss = ((divisor.log() + largest - of_target) * trained).sum()
+    if not wanted:
+        return loss, None
+    grad.mul_(trained / divisor).scatter_add_(1, target, -here.to(grad.dtype))
+    return loss, grad.to(x.dtype)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Both gradients are computed beside the loss, a chunk of logits at a time, and scaled in backward."""
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first_id: int, split: TokenSplit
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        first_id: int,
+        split: TokenSplit,
+        of_chunk: ChunkLoss,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -26,22 +68,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Many chunks are added up, so the sum is kept wide whatever the weight's dtype.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         for start in range(0, x.shape[0], CHUNK_TOKENS):
-            chunk, target = x[start : start + CHUNK_TOKENS], labels[start : start + CHUNK_TOKENS]
-            trained = (target != IGNORE).unsqueeze(1)
-            # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
-            target = (target - first_id).unsqueeze(1)
-            here = trained & (target >= 0) & (target < weight.shape[0])
-            target = target.clamp(0, weight.shape[0] - 1)
-            logits = (chunk @ weight.T).to(wide)
-            largest = split.max(logits.amax(-1, keepdim=True))
-            of_target = split.sum(logits.gather(1, target) * here)
-            grad = logits.sub_(largest).exp_()  # softmax but for its divisor, in the logits' storage
-            divisor = split.sum(grad.sum(-1, keepdim=True))
-            total += ((divisor.log() + largest - of_target) * trained).sum()
-            if not (needs_x or needs_weight):
+            chunk, chunk_labels = x[start : start + CHUNK_TOKENS], labels[start : start + CHUNK_TOKENS]
+            loss, grad = of_chunk(chunk, weight, chunk_labels, first_id, split, needs_x or needs_weight)
+            total += loss
+            if grad is None:
                 continue
-            grad.mul_(trained / divisor).scatter_add_(1, target, -here.to(wide))
-            grad = grad.to(x.dtype)
             if grad_x is not None:
                 torch.mm(grad, weight, out=grad_x[start : start + CHUNK_TOKENS])
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
@@ -60,6 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -69,6 +101,7 @@ def cross_entropy_sum(
     labels: torch.Tensor,
     first_id: int = 0,
     split: TokenSplit | None = None,
+    of_chunk: ChunkLoss = chunk_loss,
 ) -> torch.Tensor:
     """Sum over trained tokens of -log softmax(x @ weight.T)[label].
 
@@ -79,8 +112,9 @@ def cross_entropy_sum(
         first_id: token id of the weight's first row.
         split: the ranks that hold the other rows, all with the same x and labels; None: there are none.
             Every one of them returns the whole loss; their gradients of x are terms of a sum.
+        of_chunk: what computes a chunk, compiled perhaps.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, first_id, split or WholeTokens())
+    return _ChunkedCrossEntropy.apply(x, weight, labels, first_id, split or WholeTokens(), of_chunk)

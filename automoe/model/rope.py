@@ -124,4 +124,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     The result is always laid out in halves: queries and keys are permuted alike, so their products
     do not change, and one layout is enough for the rest of the attention.
     """
+    if torch.compiler.is_compiling():  # which wants plain operations, and needs no hand-written backward
+        turned, kept = x.tensor_split((2 * cos.shape[-1],), dim=-1)
+        first, second = _pairs(turned, interleaved)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
     return _Rotation.apply(x, cos, sin, interleaved)

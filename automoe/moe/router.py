@@ -160,24 +160,60 @@ class Router(nn.Module):
         In training mode the weights carry the auxiliary losses into the backward (every expert output
         is multiplied by one, so they always have a gradient), and one micro-batch is counted.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        dtype = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
-        x = x.to(dtype)
-        if self.training and self.moe.router_jitter:
-            x = x * self._jitter(x, rows).to(dtype)
-        logits = F.linear(x, self.weight.to(dtype)).to(wide)
-        if self.bias is not None:
-            logits = logits + self.bias.to(wide)
-        scores = score_experts(logits, self.config)
+        jitter = self._jitter(x, rows) if self.training and self.moe.router_jitter else None
+        scores = self.score(x, jitter)
         with torch.no_grad():
             ids, plain_ids = decided(self._choose, scores.choice, rows)
-        routing = Routing(ids, expert_weights(scores.choice, ids, self.config), plain_ids)
+        routing = Routing(ids, self.weigh(scores.choice, ids), plain_ids)
         if self.moe.capacity_factor:
             kept = decided(choose_kept, ids, routing.weights, rows, self.moe, self.num_experts)
             routing = routing._replace(kept=kept)
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, rows)
         return routing
+
+    # The arithmetic: functions of their arguments and of what all layers have alike, so that one compilation
+    # of each serves every layer.
+
+    def score(self, x: torch.Tensor, jitter: torch.Tensor | None) -> Scores:
+        """x [B, S, H], times ``jitter`` of that shape if given -> scores of all experts."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
+        x = x.to(dtype)
+        if jitter is not None:
+            x = x * jitter.to(dtype)
+        logits = F.linear(x, self.weight.to(dtype)).to(wide)
+        if self.bias is not None:
+            logits = logits + self.bias.to(wide)
+        return score_experts(logits, self.config)
+
+    def select(self, choice: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """choice [B, S, E] -> ids and plain_ids of ``Routing``."""
+        plain_ids = best(choice, self.top_k, self.config.exact_ties)
+        if self.expert_bias is None and self.config.num_groups == 1:
+            return plain_ids, plain_ids
+        return select_experts(choice, self.expert_bias, self.config, self.top_k), plain_ids
+
+    def weigh(self, choice: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """choice [B, S, E], ids [B, S, K] -> weights [B, S, K]."""
+        return expert_weights(choice, ids, self.config)
+
+    def count(
+        self, scores: Scores, ids: torch.Tensor, plain_ids: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Counts [B, E] of ids and of plain_ids, and the losses, in the order of ``balance.LOSSES``."""
+        chosen = count_choices(ids, rows.valid, self.num_experts)
+        same = ids is plain_ids
+        plain = chosen if same else count_choices(plain_ids, rows.valid, self.num_experts)
+        moe, shares, k = self.moe, scores.shares(), self.top_k
+        off = shares.new_zeros(())
+        terms = (
+            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares, plain, rows, k)),
+            (moe.global_balance_coef, lambda: lagged_balance_loss(shares, self.load_fractions, rows)),
+            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares, plain, rows, k)),
+            (moe.z_loss_coef, lambda: z_loss(scores.logits, rows)),
+        )
+        return chosen, plain, [coef * term() if coef else off for coef, term in terms]
 
     def _jitter(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index, dimension)."""
@@ -195,25 +231,11 @@ class Router(nn.Module):
         if self.moe.gate != "learned":
             ids = gate_choices(self.moe.gate, rows.index, self.num_experts, self.top_k, self.moe_index)
             return ids, ids
-        plain_ids = best(choice, self.top_k, self.config.exact_ties)
-        if self.expert_bias is None and self.config.num_groups == 1:
-            return plain_ids, plain_ids
-        return select_experts(choice, self.expert_bias, self.config, self.top_k), plain_ids
+        return self.select(choice)
 
     def _balance(self, scores: Scores, routing: Routing, rows: Rows) -> Routing:
-        chosen = count_choices(routing.ids, rows.valid, self.num_experts)
-        same = routing.ids is routing.plain_ids
-        plain = chosen if same else count_choices(routing.plain_ids, rows.valid, self.num_experts)
-        moe, shares, k = self.moe, scores.shares(), self.top_k
-        off = shares.new_zeros(())
-        terms = (  # in the order of balance.LOSSES
-            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares, plain, rows, k)),
-            (moe.global_balance_coef, lambda: lagged_balance_loss(shares, self.load_fractions, rows)),
-            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares, plain, rows, k)),
-            (moe.z_loss_coef, lambda: z_loss(scores.logits, rows)),
-        )
-        losses = [coef * term() if coef else off for coef, term in terms]
-        if any(coef for coef, _ in terms):
+        chosen, plain, losses = self.count(scores, routing.ids, routing.plain_ids, rows)
+        if any(loss.requires_grad for loss in losses):
             routing = routing._replace(weights=attach_loss(routing.weights, torch.stack(losses).sum()))
         self.load.add(chosen, plain, losses)
         if routing.kept is not None:

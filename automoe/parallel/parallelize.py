@@ -10,6 +10,7 @@ from automoe.config.stages import split_layers, stage_of_rank
 from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
+from automoe.parallel.compile import apply_compile
 from automoe.parallel.context import apply_context_parallel
 from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.expert import apply_expert_parallel
@@ -19,10 +20,17 @@ from automoe.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
-    """Apply every axis but pp, and recomputation, to one part of the model, in the only order that composes."""
+    """Apply every axis but pp, compilation and recomputation to one part, in the only order that composes.
+
+    Collectives of tp, ep and cp belong to what is compiled and to what is recomputed. A recomputed region
+    runs compiled code again as it is, but for ``core_attn``, which lies within a compiled part and is recomputed by
+    the compiler. FSDP comes last: its hooks stay outside both, on modules, whose weights are then gathered.
+    """
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, config.moe)
     apply_context_parallel(part, meshes, config.parallel)
+    if config.train.compile:
+        apply_compile(part)
     apply_recompute(part, config.parallel)
     apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
 

@@ -37,6 +37,8 @@ class Recomputed:
         self.passes = _passes if decides else noop_context_fn
 
     def __call__(self, *args: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # of the parts that are compiled none has an FSDP unit or decides
+            return checkpoint(self.fn, *args, use_reentrant=False)
         return checkpoint(
             self.fn,
             *args,

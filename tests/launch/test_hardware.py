@@ -6,7 +6,8 @@ import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, LaunchConfig, MeshConfig
+from automoe.config.schema import Config, LaunchConfig, MeshConfig, TrainConfig
+from automoe.errors import BackendError
 from automoe.launch import hardware
 
 
@@ -82,3 +83,34 @@ def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     limit = hardware.MAX_CPU_RANKS_PER_CORE * hardware.num_cores()
     assert hardware.missing_hardware(resolve_mesh(MeshConfig(), limit), "cpu") is None
     assert f"at most {limit}" in str(hardware.missing_hardware(resolve_mesh(MeshConfig(), limit + 1), "cpu"))
+
+
+COMPILED = Config(train=TrainConfig(compile=True))
+
+
+def refusal(device: str) -> str:
+    with pytest.raises(BackendError) as raised:
+        hardware.check_backends(COMPILED, resolve_mesh(MeshConfig(), 1), device)
+    return str(raised.value)
+
+
+def test_compilation_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank = resolve_mesh(MeshConfig(), 1)
+    hardware.check_backends(COMPILED, one_rank, "cpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "compiles with g++ on cpu, and there is none on the PATH" in refusal("cpu")
+    assert "compiles with gcc or clang on cuda" in refusal("cuda")
+    hardware.check_backends(Config(), one_rank, "cpu")
+    monkeypatch.setenv("CXX", "my-c++ -O1")
+    assert "compiles with my-c++ on cpu" in refusal("cpu")
+    (tmp_path / "my-c++").touch(mode=0o755)
+    hardware.check_backends(COMPILED, one_rank, "cpu")
+
+
+def test_compilation_needs_the_headers_of_a_python_that_torch_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert f"there is no {tmp_path}/Python.h" in refusal("cpu")
+    monkeypatch.setattr(hardware.sys, "version_info", (3, 15, 0, "final", 0))
+    assert "runs on Python 3.11 to 3.14" in refusal("cpu")

@@ -1,0 +1,32 @@
+"""Rules of ``train.compile``: what cannot be compiled whole, and is therefore not run beside it."""
+
+from __future__ import annotations
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+
+# Outputs that are made again for whoever reads them: within a compiled part the compiler decides that.
+PROMISED = ("layernorm", "mla_up_proj")
+
+
+def check_compile(config: Config, shape: MeshShape) -> None:
+    """Raise ``ConfigError`` for the first choice that ``train.compile`` excludes."""
+    if not config.train.compile:
+        return
+    names = config.parallel.recompute
+    promised = [name for name in PROMISED if name in ([names] if isinstance(names, str) else names)]
+    kernels = config.kernels
+    for found, what in (
+        (config.parallel.context == "ring" and shape.cp > 1, "the calls of parallel.context=ring"),
+        (kernels.attention == "te", "the modules of kernels.attention=te"),
+        (kernels.norm == "te", "the modules of kernels.norm=te"),
+        (bool(promised), f"the hooks of parallel.recompute=[{','.join(promised)}]"),
+    ):
+        if found:
+            raise ConfigError(
+                "train.compile",
+                True,
+                f"attention and norms are compiled whole, and {what} cannot be a part of that",
+                "Set train.compile=false, or choose otherwise there",
+            )

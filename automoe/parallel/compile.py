@@ -1,0 +1,62 @@
+"""``train.compile``: torch.compile of the parts of a layer that have the same shapes in every step.
+
+Attention with both norms, FFNs, the router's arithmetic, the last norm and a chunk of the loss are compiled
+whole (no graph break: one is an error), each once for all layers that are alike, as torchtitan compiles its
+transformer blocks. Dispatch and experts stay as they are: the tokens that an expert gets change with every
+step, on some ranks the sizes come from the host, and the products have kernels of their own. Nothing that is
+compiled sees those sizes, so nothing is compiled again because of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from automoe.collectives import arrived
+from automoe.model.block import Block
+from automoe.model.decoder import Decoder
+from automoe.model.mlp import MLP
+from automoe.model.norm import RMSNorm
+from automoe.moe.router import Router
+
+# The router's choice of experts is between ``score`` and ``weigh``, in Python: recomputation repeats it.
+COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
+    Block: ("mix",),
+    MLP: ("forward",),
+    Router: ("score", "select", "weigh", "count"),
+}
+
+
+def apply_compile(model: Decoder, backend: str = "inductor") -> None:
+    """Compile, at their first call, the methods ``COMPILED`` of the model's modules, its last norm and its loss.
+
+    Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks stay outside.
+    """
+    for module in model.modules():
+        for name in COMPILED.get(type(module), ()):
+            _compile_method(module, name, backend)
+    if model.norm is not None:
+        assert type(model.norm) is RMSNorm
+        _compile_method(model.norm, "forward", backend)
+    model.always_masked = True
+    model.chunk_loss = _compiled(model.chunk_loss, backend)
+
+
+def _compile_method(module: nn.Module, name: str, backend: str) -> None:
+    compiled = _compiled(getattr(type(module), name), backend)
+
+    def call(*args: Any) -> Any:
+        # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen in torch 2.13).
+        return compiled(module, *map(arrived, args))
+
+    setattr(module, name, call)
+
+
+@functools.cache  # one for all modules: torch keeps what it has compiled by function
+def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    # Shapes are constants: they do not change, and a kernel that knows them is better.
+    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)

@@ -1,0 +1,36 @@
+"""What ``train.compile`` excludes."""
+
+from __future__ import annotations
+
+import pytest
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, KernelsConfig, MeshConfig, ParallelConfig, TrainConfig
+from automoe.config.validate_compile import check_compile
+from automoe.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        (dict(parallel=ParallelConfig(context="ring")), "parallel.context=ring"),
+        (dict(kernels=KernelsConfig(attention="te")), "kernels.attention=te"),
+        (dict(kernels=KernelsConfig(norm="te")), "kernels.norm=te"),
+        (dict(parallel=ParallelConfig(recompute=["moe", "layernorm"])), "parallel.recompute=[layernorm]"),
+        (dict(parallel=ParallelConfig(recompute="mla_up_proj")), "parallel.recompute=[mla_up_proj]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_compiled_is_named(choice: dict, named: str) -> None:
+    cut_rows = resolve_mesh(MeshConfig(cp=2), 2)
+    with pytest.raises(ConfigError) as raised:
+        check_compile(Config(train=TrainConfig(compile=True), **choice), cut_rows)
+    assert raised.value.key == "train.compile" and named in str(raised.value)
+    check_compile(Config(**choice), cut_rows)
+
+
+def test_what_can_be_compiled() -> None:
+    fine = ParallelConfig(recompute=["core_attn", "mlp", "moe", "shared_experts"])
+    check_compile(Config(train=TrainConfig(compile=True), parallel=fine), resolve_mesh(MeshConfig(cp=2), 2))
+    ring = Config(train=TrainConfig(compile=True), parallel=ParallelConfig(context="ring"))
+    check_compile(ring, resolve_mesh(MeshConfig(), 2))  # which cuts no row

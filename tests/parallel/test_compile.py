@@ -1,0 +1,140 @@
+"""``train.compile``: the same numbers, whole graphs, one of each for all layers, none made again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+from compile_cases import Compiled, run_compiled
+from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, make_config, world_size
+from torch._dynamo.utils import counters
+
+from automoe.config.schema import Config
+from automoe.parallel.compile import apply_compile
+from automoe.parallel.parallelize import build_decoder
+from automoe.testing.compare import compare_trajectories
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+
+# Operations in another order round otherwise: 4e-14 and 6e-6 at most were seen in gradients.
+FLOAT64, FLOAT32 = 1e-10, 1e-5
+
+
+def compiled(config: Config) -> Config:
+    return replace(config, train=replace(config.train, compile=True))
+
+
+def run(
+    ranks: RankPool, config: Config, steps: int = STEPS, backend: str = "aot_eager", forced=None
+) -> tuple[Trajectory, list[Compiled]]:
+    results = ranks.run(
+        run_compiled, world_size(config), compiled(config), batches, steps, backend, forced=forced
+    )
+    return merge_trajectories([trajectory for trajectory, _ in results]), [facts for _, facts in results]
+
+
+def check(got: Trajectory, expected: Trajectory, tolerance: float) -> None:
+    different = [c for c in compare_trajectories(got, expected) if not c.within(tolerance)]
+    assert not different, f"{len(different)} differ, first: {different[0]}"
+
+
+# Attention with its norms, router (score, select, weigh, count), dense and shared FFN, last norm, loss.
+GRAPHS = {"deepseek_v3": 9, "qwen3_moe": 7}
+
+DENSE_AND_MOE = replace(DEEPSEEK, num_layers=3)  # graphs do not multiply with layers
+EVERYTHING = ["core_attn", "mlp", "moe", "shared_experts"]
+CASES = {"recompute": make_config(DENSE_AND_MOE, rows=2, recompute=EVERYTHING)}
+MORE = {
+    "tp2-ep2-recompute": make_config(QWEN3, dict(tp=2, ep=2), 4, recompute=["core_attn", "moe"]),
+    "cp2-ep2-full": make_config(DENSE_AND_MOE, dict(cp=2, ep=2), 4, recompute="full"),
+    "interleaved": make_config(QWEN3, dict(pp=2), 2, schedule="Interleaved1F1B", stages_per_rank=2),
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(config, id=name) for name, config in CASES.items()]
+    + [pytest.param(config, id=name, marks=pytest.mark.exhaustive) for name, config in MORE.items()],
+)
+def test_compiled_layers_train_like_eager_ones(ranks: RankPool, config: Config) -> None:
+    """Three steps with other numbers of tokens at every expert; the second and third compile nothing."""
+    [reference] = ranks.run(
+        run_trajectory, 1, make_config(config.model), batches, STEPS
+    )  # one rank, the batch at once
+    got, facts = run(ranks, config)
+    check(got, reference, FLOAT64)
+    counts = got.expert_counts
+    assert not torch.equal(counts[0], counts[1]) and not torch.equal(counts[1], counts[2])
+    assert all(rank.breaks == 0 and 0 < rank.graphs <= GRAPHS[config.model.family] for rank in facts), facts
+    if config.mesh.pp == 1:
+        assert {rank.graphs for rank in facts} == {GRAPHS[config.model.family]}
+
+
+@pytest.mark.exhaustive
+def test_inductor_in_float32(ranks: RankPool) -> None:
+    """The first step of the backend that runs are compiled with, its routing that of the eager run."""
+    model = replace(QWEN3, num_layers=1)
+
+    def float32(config: Config) -> Config:
+        moe = replace(config.moe, experts="grouped_mm")
+        return replace(config, moe=moe, train=replace(config.train, dtype="float32"))
+
+    reference = float32(make_config(model))
+    [expected] = ranks.run(run_trajectory, 1, reference, batches, 1, record=True)
+    got, facts = run(ranks, float32(make_config(model, rows=4)), 1, "inductor", expected.choices)
+    compared = [c for c in compare_trajectories(got, expected) if c.kind != "updated parameter"]
+    different = [c for c in compared if not c.within(FLOAT32)]  # Adam makes a step of any rounding near zero
+    assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
+    assert all(rank.breaks == 0 for rank in facts)
+
+
+@pytest.fixture
+def decoder():
+    """Two MoE layers, compiled, from an empty cache."""
+    torch.compiler.reset()
+    counters.clear()
+    config = make_config(replace(QWEN3, num_layers=2))
+    model = build_decoder(config.model, config.moe, torch.float64).to_empty(device="cpu")
+    for _, layer in model.moe_layers():
+        layer.router.reset_buffers()
+        layer.router.load.reset_buffers()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    apply_compile(model, "aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        yield model
+    torch.compiler.reset()
+
+
+def test_training_and_evaluation_are_compiled_once_each(decoder) -> None:
+    tokens = torch.randint(0, VOCAB, (2, SEQ_LEN))
+    one_document, two = torch.zeros_like(tokens), (torch.arange(SEQ_LEN) > 5).long().repeat(2, 1)
+
+    def train_and_evaluate(doc_ids: torch.Tensor) -> None:
+        decoder.train()(tokens, labels=tokens, doc_ids=doc_ids).sum().backward()
+        with torch.no_grad():
+            decoder.eval()(tokens, labels=tokens, doc_ids=doc_ids)
+
+    train_and_evaluate(two)
+    made = counters["stats"]["unique_graphs"]
+    # Every graph is needed with and without gradients, but evaluation counts no load.
+    assert made == 2 * GRAPHS["qwen3_moe"] - 1
+    torch._dynamo.config.error_on_recompile = True
+    for doc_ids in (one_document, two):  # of one document a row attention would need no mask
+        train_and_evaluate(doc_ids)
+    assert counters["stats"]["unique_graphs"] == made
+    with pytest.raises(torch._dynamo.exc.RecompileError):  # other shapes would be seen
+        decoder(tokens[:, :-2], labels=tokens[:, :-2])
+
+
+def test_a_graph_break_is_an_error(decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    monkeypatch.setattr("automoe.model.norm.RMSNorm.forward", broken)
+    tokens = torch.randint(0, VOCAB, (2, SEQ_LEN))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        decoder(tokens, labels=tokens)
