@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from automoe.errors import BackendError
 from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
 from automoe.moe.experts import expert_backend
 
@@ -50,9 +51,12 @@ def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
     """This project's local dispatcher with one of its expert backends."""
 
     def build(shape: Shape, ids: torch.Tensor) -> Layer:
-        if backend == "triton" and ids.device.type != "cuda":
-            raise Absent("Triton's kernels need CUDA")
-        dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend)
+        if backend != "grouped_mm" and ids.device.type != "cuda":
+            raise Absent(f"moe.experts={backend} needs CUDA")
+        try:
+            dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend)
+        except BackendError as error:
+            raise Absent(str(error)) from None
 
         def layer(x, weights, w_gate_up, w_down):
             def run(rows, gather_idx, offsets, probs):
@@ -182,6 +186,8 @@ def bmm_bound(shape: Shape, ids: torch.Tensor) -> Layer:
 PEERS: dict[str, Callable[[Shape, torch.Tensor], Layer]] = {
     "automoe triton": ours("triton"),
     "automoe grouped_mm": ours("grouped_mm"),
+    "automoe quack": ours("quack"),
+    "automoe te": ours("te"),
     "transformers grouped_mm": transformers_grouped_mm,
     "three grouped_mm": three_products,
     "liger": liger,
@@ -189,6 +195,7 @@ PEERS: dict[str, Callable[[Shape, torch.Tensor], Layer]] = {
     "eager loop": eager_loop,
     "bmm bound": bmm_bound,
 }
+MUST_RUN = ("automoe triton", "automoe grouped_mm")  # where they can; others may fail and are then absent
 NOT_A_LAYER = "bmm bound"  # computes something else: timed, not compared
 
 

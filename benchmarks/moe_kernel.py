@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from kernel_peers import NOT_A_LAYER, PEERS, Absent, Layer, Shape
+from kernel_peers import MUST_RUN, NOT_A_LAYER, PEERS, Absent, Layer, Shape
 from measuring import PEAK, host_syncs, seconds
 from provenance import commit
 
@@ -186,8 +186,12 @@ def measure(
                 facts["host_syncs"] = None if waits is None else sum(waits.values())
                 facts["peak_bytes"] = peak_bytes(layer, inputs, device)
             results[name], layers[name] = facts, layer
-        except (Absent, torch.OutOfMemoryError) as error:
-            results[name] = {"absent": str(error).splitlines()[0]}
+        except Exception as error:
+            # Foreign packages fail in many ways where a machine is not to their liking.
+            if name in MUST_RUN and not isinstance(error, Absent | torch.OutOfMemoryError):
+                raise
+            what = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
+            results[name] = {"absent": what + (str(error).splitlines() or [""])[0]}
         inputs.clear()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     end, rounds = time.monotonic() + budget_s, 0
@@ -234,13 +238,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Bars of both passes' TFLOPS: a group a layer, balanced routing, the dense ceiling as a line."""
     import matplotlib
 
-    from automoe.observe.plot_style import CELLS, INK, RC, new_figure, save
+    from automoe.observe.plot_style import CELLS, INK, MUTED, PALE_BLUE, RC, new_figure, save
 
     layers = report["layers"]
     with matplotlib.rc_context(RC):
         figure, (axis,) = new_figure(11, 4.8)
         wide = 0.8 / len(PEERS)
-        for place, (peer, colour) in enumerate(zip(PEERS, CELLS, strict=True)):
+        for place, (peer, colour) in enumerate(zip(PEERS, [*CELLS, PALE_BLUE, MUTED], strict=True)):
             bars = [layer["balanced"][peer].get("tflops", 0.0) for layer in layers.values()]
             axis.bar([n + place * wide for n in range(len(bars))], bars, wide, label=peer, color=colour)
         for n, name in enumerate(layers):

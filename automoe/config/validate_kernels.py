@@ -10,7 +10,7 @@ MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
 MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
 DIM_UNIT = 8
-FOREIGN_EXPERTS = {"te": "transformer-engine"}
+FOREIGN_EXPERTS = {"te": "transformer-engine", "quack": "quack-kernels"}
 
 
 def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
@@ -49,6 +49,10 @@ def _check_expert_kernel(config: Config, device: str) -> None:
         rule = f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"
     elif config.model.biased_experts:
         rule = "it has experts without biases, and model.biased_experts=true"
+    elif backend == "quack" and config.train.dtype != "bfloat16":
+        rule = f"it computes in half precision alone, and train.dtype={config.train.dtype}"
+    elif backend == "quack" and config.model.expert_activation != "swiglu":
+        rule = f"it has SwiGLU alone, and model.expert_activation={config.model.expert_activation}"
     if rule is not None:
         raise ConfigError("moe.experts", backend, rule, "Nearest valid choice: moe.experts=grouped_mm")
 

@@ -80,7 +80,7 @@ def loop_experts(
 
 
 BACKENDS: dict[str, ExpertFn] = {"loop": loop_experts, "grouped_mm": grouped_mm_experts}
-INTEROP = {"te": "automoe.interop.transformer_engine"}
+INTEROP = {"te": "automoe.interop.transformer_engine", "quack": "automoe.interop.quack"}
 
 
 def expert_backend(name: str) -> ExpertFn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
@@ -106,7 +108,7 @@ def test_where_transformer_engine_has_no_norm(device: str, dtype: str, problem: 
         check(config("sdpa", norm="te", dtype=dtype), device)
 
 
-@pytest.mark.parametrize("backend", ["te"])
+@pytest.mark.parametrize("backend", ["te", "quack"])
 def test_what_experts_of_a_foreign_framework_cannot_serve(backend: str) -> None:
     foreign = config("sdpa")
     foreign.moe.experts = backend
@@ -115,6 +117,15 @@ def test_what_experts_of_a_foreign_framework_cannot_serve(backend: str) -> None:
     nearest = r"Nearest valid choice: moe\.experts=grouped_mm"
     with pytest.raises(ConfigError, match=f"needs CUDA, and this run is on cpu.*{nearest}"):
         check(foreign, "cpu")
+    if backend == "quack":
+        for section, key, wrong in (
+            ("train", "dtype", "float32"),
+            ("model", "expert_activation", "clamped_swiglu"),
+        ):
+            limited = copy.deepcopy(foreign)
+            setattr(getattr(limited, section), key, wrong)
+            with pytest.raises(ConfigError, match=f"{section}.{key}={wrong}.*{nearest}"):
+                check(limited)
     foreign.model.biased_experts = True
     with pytest.raises(ConfigError, match=f"model.biased_experts=true.*{nearest}"):
         check(foreign)

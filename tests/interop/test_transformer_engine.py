@@ -172,6 +172,7 @@ def test_norms_and_attention_of_a_model_keep_names_numbers_and_gradients(zero_ce
         first_k_dense=2,
         intermediate_size=16,
         zero_centered_norms=zero_centered,
+        norm_eps=0.1,
         attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, qk_norm=True),
     )
     results = []
