@@ -1,13 +1,13 @@
-"""How the single-GPU benchmarks take time and count waits; on the CPU the same calls serve to check the scripts."""
+"""How the single-GPU benchmarks take time; on the CPU the same calls serve to check the scripts."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
 
 import torch
+
+from automoe.testing.host_syncs import host_syncs as host_syncs
 
 PEAK = 989.5e12  # dense bfloat16 FLOP/s of H100 and H200 SXM
 
@@ -24,16 +24,3 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-def host_syncs(work: Callable[[], object], device: torch.device) -> dict[str, int] | None:
-    """How often the host waited for the device, by place in the code; None where that cannot be asked."""
-    if device.type != "cuda":
-        return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        work()
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    return dict(Counter(f"{warning.filename}:{warning.lineno}" for warning in waits))

@@ -26,8 +26,9 @@ class StepStats:
             coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert, before
             any is dropped.
-        plain_counts: [L, E] tokens that plain top-k of the scores would give each expert.
         dropped_share: [L] share of the choices that found no room.
+        device_counts: [L, 2, E] float64 where the model is: the same, and tokens that plain top-k of the scores
+            would give each expert.
     """
 
     loss: float
@@ -36,8 +37,8 @@ class StepStats:
     micro_batch_balance: float
     z_loss: float
     expert_counts: torch.Tensor
-    plain_counts: torch.Tensor
     dropped_share: list[float]
+    device_counts: torch.Tensor
 
 
 def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Config) -> StepStats:
@@ -57,7 +58,8 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
             table[layer.router.moe_index] += layer.router.load.totals
             layer.router.load.totals.zero_()
     dist.all_reduce(sums)
-    sums = sums.cpu()
+    device_counts = table[:, : 2 * num_experts].unflatten(1, (2, num_experts))
+    sums = sums.cpu()  # the host waits for the step's forward and backward here
     table = sums[:-1].view(num_layers, size)
     losses = table[:, 2 * num_experts : -1].sum(0).tolist() if num_layers else [0.0] * len(LOSSES)
     chosen = table[:, :num_experts]
@@ -68,8 +70,8 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
         micro_batch_balance=losses[2],
         z_loss=losses[3],
         expert_counts=chosen,
-        plain_counts=table[:, num_experts : 2 * num_experts],
         dropped_share=(table[:, -1] / chosen.sum(1).clamp_min(1)).tolist(),
+        device_counts=device_counts,
     )
 
 
@@ -78,11 +80,9 @@ def update_balance_state(stats: StepStats, parts: Iterable[Decoder], config: Con
     for part in parts:
         for _, layer in part.moe_layers():
             router = layer.router
-            counts, plain = stats.expert_counts[router.moe_index], stats.plain_counts[router.moe_index]
+            counts, plain = stats.device_counts[router.moe_index]
             if router.expert_bias is not None:
-                update_expert_bias(
-                    router.expert_bias, counts.to(router.expert_bias.device), config.moe.bias_update_rate
-                )
+                update_expert_bias(router.expert_bias, counts, config.moe.bias_update_rate)
             router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
 
 

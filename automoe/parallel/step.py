@@ -41,7 +41,8 @@ def prepare_inputs(
         forced_ids: [rows of this rank, R, L, 2, K] routing to repeat.
     """
     num_rows, seq_len = batch.tokens.shape
-    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum())], device=device)
+    # Summed where they are, over gloo: on the device, reading them would wait for the step before.
+    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum())])
     for axis in ("dp_shard", "dp_replicate"):
         if (group := meshes.group(axis)) is not None:
             dist.all_reduce(counts, group=group)
@@ -54,12 +55,20 @@ def prepare_inputs(
         whole["doc_ids"] = batch.doc_ids
     if forced_ids is not None:
         whole["forced_ids"] = forced_ids
-    inputs = {name: tensor[:, index].contiguous().to(device) for name, tensor in whole.items()}
-    inputs["index"] = index.expand(num_rows, -1).contiguous().to(device)
+    inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
+    inputs["index"] = _send(index.expand(num_rows, -1), device)
     row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
-    inputs["row_ids"] = row_ids.expand(-1, len(index)).contiguous().to(device)
-    inputs["token_counts"] = counts.expand(num_rows, 2).contiguous()
+    inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
+    inputs["token_counts"] = _send(counts.expand(num_rows, 2), device)
     return inputs, int(counts[0])
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
+    tensor = tensor.contiguous()
+    if device.type != "cpu" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class StepRunner(Protocol):

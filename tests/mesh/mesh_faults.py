@@ -176,7 +176,9 @@ def expert_bias_moved_per_micro_batch():
 def load_fractions_never_updated():
     def make(original):
         def update(stats, parts, config):
-            original(replace(stats, plain_counts=torch.ones_like(stats.plain_counts)), parts, config)
+            counts = stats.device_counts.clone()
+            counts[:, 1] = 1
+            original(replace(stats, device_counts=counts), parts, config)
 
         return update
 

@@ -1,0 +1,50 @@
+"""How often a real step waits for the GPU; without one, ``tests/parallel/test_host_syncs.py`` proves what it can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from device_models import rows, small
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.mesh import build_meshes
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.stats import gather_stats, update_balance_state
+from automoe.parallel.step import build_runner, prepare_inputs
+from automoe.testing.host_syncs import host_syncs
+from automoe.testing.one_rank import one_rank
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["grouped_mm", "triton"])
+def test_a_step_waits_for_its_statistics_and_its_norm(experts: str) -> None:
+    config = small("deepseek_v3", "bfloat16")
+    config = replace(config, moe=replace(config.moe, experts=experts))
+    with one_rank("cuda") as device:
+        meshes = build_meshes(resolve_mesh(config.mesh, 1), device)
+        parts = build_parts(config, meshes)
+        materialize(parts, config, device)
+        runner, optimizer = (
+            build_runner(parts, meshes, config, device),
+            build_optimizer([parts[0]], config.optim),
+        )
+        batch = rows(config, 0, 0, 1)
+
+        def step() -> None:
+            inputs, _ = prepare_inputs(batch, meshes, config, device)
+            stats = gather_stats(runner.train(inputs), parts.values(), config)
+            norm = global_grad_norm(parts[0].parameters())
+            float(norm)
+            clip_(parts[0].parameters(), norm, config.train.grad_clip)
+            optimizer.step()
+            update_balance_state(stats, parts.values(), config)
+            optimizer.zero_grad()
+
+        step()  # the first one makes state
+        torch.cuda.synchronize()
+        found = host_syncs(step, device)
+    assert found is not None and sum(found.values()) == 2, found

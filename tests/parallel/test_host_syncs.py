@@ -1,0 +1,132 @@
+"""Which functions make the host wait for the device in a step, proven on a device without numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+
+import automoe.moe.kernels.experts
+import automoe.parallel.step
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
+from automoe.data.batch import StepBatch
+from automoe.mesh import build_meshes
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.fake_world import fake_world
+from automoe.parallel.parallelize import build_decoder
+from automoe.parallel.recompute import apply_recompute
+from automoe.parallel.shared_gradients import counted_parameters
+from automoe.parallel.stats import gather_stats, update_balance_state
+from automoe.parallel.step import SingleStageRunner, prepare_inputs
+from automoe.testing.conf_models import conf_model
+from automoe.testing.host_syncs import DEVICE, HostSyncFinder
+
+ROWS, MICRO_ROWS, SEQ_LEN = 4, 2, 32
+COEFFICIENTS = dict(
+    seq_balance_coef=0.1, global_balance_coef=0.1, micro_batch_balance_coef=0.1, z_loss_coef=0.1
+)
+STATS = {"parallel/stats.py:gather_stats": 1}  # docs/parallelism.md: once a step, and the norm
+
+
+def places_of_a_step(config: Config) -> Counter[str]:
+    """Everything that ``automoe.recipes.pretrain`` gives the device in a step but the norm's read and fused AdamW.
+
+    The model is as it is within FSDP, and not sharded: FSDP wants streams.
+    """
+    tokens = torch.randint(config.model.vocab_size, (ROWS, SEQ_LEN))
+    doc_ids = (torch.arange(SEQ_LEN) >= SEQ_LEN // 2).long().expand(ROWS, SEQ_LEN)
+    batch = StepBatch(tokens, tokens, torch.arange(SEQ_LEN).expand(ROWS, SEQ_LEN), doc_ids, 0, 0)
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(0, 1))
+        meshes = build_meshes(resolve_mesh(config.mesh, 1), torch.device("cpu"))
+        part = build_decoder(config.model, config.moe, torch.bfloat16).train()
+        apply_recompute(part, config.parallel)
+        stack.enter_context(patch.object(automoe.parallel.step, "defer"))  # FSDP's switches
+        stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
+        # A launch wants storage; the kernels themselves cannot wait for themselves.
+        stack.enter_context(patch.object(automoe.moe.kernels.experts, "products", MagicMock()))
+        finder = stack.enter_context(HostSyncFinder())
+        inputs, _ = prepare_inputs(batch, meshes, config, DEVICE)
+        loss_share = SingleStageRunner(part, meshes, config).train(inputs)
+        stats = gather_stats(loss_share, [part], config)
+        norm = global_grad_norm(counted_parameters([part]), meshes.group("pp"))
+        clip_(part.parameters(), norm, config.train.grad_clip)
+        update_balance_state(stats, [part], config)
+        assert norm.device == DEVICE and all(p.grad is not None for p in part.parameters())
+    return finder.places
+
+
+def one_gpu(model: str, moe: dict[str, Any] | None = None, **parts: Any) -> Config:
+    config = Config(
+        mesh=MeshConfig(dp_shard=1),
+        model=conf_model(model),
+        moe=MoEConfig(overlap_shared_experts=False, **COEFFICIENTS, **(moe or {})),  # that wants streams too
+        train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=MICRO_ROWS),
+    )
+    for name, value in parts.items():
+        config = replace(config, **{name: replace(getattr(config, name), **value)})
+    return config
+
+
+CASES = {
+    "dsv3": one_gpu("small_dsv3"),
+    "triton": one_gpu("small_dsv3", {"experts": "triton"}),
+    "padded": one_gpu(
+        "small_dsv3", {"capacity_factor": 1.0, "pad_to_capacity": True}, data={"document_mask": False}
+    ),
+    "dense": one_gpu("small_llama"),
+}
+MORE_CASES = {
+    "recomputed": one_gpu("small_dsv3", {"router_jitter": 0.1}, parallel={"recompute": "full"}),
+    "qwen3": one_gpu("small_qwen3_moe", {"gate": "zipf"}),
+    "gpt_oss": one_gpu("small_gpt_oss"),
+    "qwen3_next": one_gpu("small_qwen3_next", data={"document_mask": False}),
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(pytest.param(config, id=name) for name, config in CASES.items()),
+        *(pytest.param(config, id=name, marks=pytest.mark.exhaustive) for name, config in MORE_CASES.items()),
+    ],
+)
+def test_a_step_waits_for_its_statistics_alone(config: Config) -> None:
+    assert places_of_a_step(config) == STATS
+
+
+def test_dropping_waits_once_a_layer_and_micro_batch() -> None:
+    config = one_gpu("small_dsv3", {"capacity_factor": 1.0})
+    layers = config.model.num_layers - config.model.first_k_dense
+    dropped = {"moe/dispatch/measure.py:on_host": layers * ROWS // MICRO_ROWS}
+    assert places_of_a_step(config) == STATS | dropped
+
+
+def test_every_kind_of_wait_is_found() -> None:
+    x, here = torch.zeros(3, device=DEVICE), torch.zeros(3)
+    waits = (
+        lambda: float(x.sum()),
+        lambda: bool((x > 0).any()),
+        lambda: x.tolist(),
+        lambda: x.cpu(),
+        lambda: here.to(DEVICE),
+        lambda: x.copy_(here),
+        lambda: here.clone().copy_(x),
+        lambda: torch.tensor([1, 2], device=DEVICE),
+    )
+    for wait in waits:
+        with HostSyncFinder() as finder:
+            wait()
+        assert finder.places == {"elsewhere": 1}, wait
+    for unknown in (lambda: x.nonzero(), lambda: x[x > 0], lambda: x.repeat_interleave(x.long())):
+        with pytest.raises((RuntimeError, NotImplementedError)), HostSyncFinder():
+            unknown()
+    with HostSyncFinder() as finder:
+        here.to(DEVICE, non_blocking=True), x + 1, x.sort(), x.where(x > 0, 0)
+    assert not finder.places
