@@ -191,6 +191,9 @@ class TrainConfig:
     micro_batch_size: int = 2  # rows per forward on one data-parallel rank
     seed: int = 0
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: fp32 master weights
+    # Products of attention, FFNs and experts in 8 bits, and what has a scale (docs/fp8.md): a matrix by its own
+    # largest number, by that of the steps before, or blocks of it.
+    fp8: Literal["off", "tensorwise", "delayed", "blockwise"] = "off"
     compile: bool = False  # attention with its norms, FFNs, router and loss by torch.compile; experts are not
     grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
     max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up

@@ -15,6 +15,7 @@ from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.step_range import parse_profile_steps
 from automoe.config.validate_checkpoint import check_checkpoint
 from automoe.config.validate_compile import check_compile
+from automoe.config.validate_fp8 import check_fp8
 from automoe.config.validate_kernels import check_kernels
 from automoe.config.validate_layers import check_layers
 from automoe.config.validate_moe import check_moe
@@ -48,6 +49,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     _check_pipeline(config, shape)
     _check_context(config, shape, device)
     _check_backend(config, shape, device)
+    check_fp8(config, shape, device)
     check_recompute(config)
     check_kernels(config, shape, device)
     check_compile(config, shape)

@@ -21,6 +21,7 @@ def check_compile(config: Config, shape: MeshShape) -> None:
         (config.parallel.context == "ring" and shape.cp > 1, "the calls of parallel.context=ring"),
         (kernels.attention == "te", "the modules of kernels.attention=te"),
         (kernels.norm == "te", "the modules of kernels.norm=te"),
+        (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}"),
         (bool(promised), f"the hooks of parallel.recompute=[{','.join(promised)}]"),
     ):
         if found:

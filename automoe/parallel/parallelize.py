@@ -14,6 +14,7 @@ from automoe.parallel.compile import apply_compile
 from automoe.parallel.context import apply_context_parallel
 from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.expert import apply_expert_parallel
+from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.kernels import apply_kernels
 from automoe.parallel.recompute import apply_recompute
 from automoe.parallel.tensor import apply_tensor_parallel
@@ -29,6 +30,7 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, config.moe)
     apply_context_parallel(part, meshes, config.parallel)
+    apply_fp8(part, meshes, config)
     if config.train.compile:
         apply_compile(part)
     apply_recompute(part, config.parallel)

@@ -38,6 +38,7 @@ from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.optim.schedule import learning_rate
 from automoe.optim.skip import reason_to_skip, remember
 from automoe.parallel.agree import same_on_all_ranks
+from automoe.parallel.fp8 import update_scales
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.routing import record_routing, replayed_routing
 from automoe.parallel.shared_gradients import counted_parameters
@@ -135,6 +136,7 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             state.skipped = 0
         else:
             state.skipped += 1
+        update_scales(parts.values(), meshes, stepped=not skips)
         optimizer.zero_grad()
         state.step += 1
         state.tokens += trained

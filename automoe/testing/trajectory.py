@@ -18,6 +18,7 @@ from automoe.model.decoder import Decoder
 from automoe.moe.replay import RoutingRecorder
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.fp8 import update_scales
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.routing import record_routing, replayed_routing
 from automoe.parallel.shared_gradients import counted_parameters
@@ -106,6 +107,7 @@ def run_trajectory(
         optimizer.step()
         optimizer.zero_grad()
         update_balance_state(stats, parts.values(), config)
+        update_scales(parts.values(), meshes, stepped=True)
         seen.losses.append(stats.loss)
         seen.sequence_balance.append(stats.sequence_balance)
         seen.lagged_balance.append(stats.lagged_balance)

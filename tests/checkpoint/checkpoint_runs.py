@@ -35,6 +35,7 @@ from automoe.fault_points import VARIABLE
 from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.fp8 import update_scales
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.shared_gradients import counted_parameters
 from automoe.parallel.stats import gather_stats, update_balance_state
@@ -187,6 +188,7 @@ def _run_rank(
         state.optimizer.step()
         state.optimizer.zero_grad()
         update_balance_state(stats, state.parts.values(), config)
+        update_scales(state.parts.values(), meshes, stepped=True)
         state.step += 1
         state.tokens += config.train.global_batch_size * config.train.seq_len
         seen.losses.append(stats.loss)

@@ -1,0 +1,111 @@
+"""Which products of a model are in 8 bits (``train.fp8``), and what their scales have to ask other ranks.
+
+Linear layers of attention and of dense and shared FFNs, and the routed experts. Everything else keeps its
+precision: embedding, head, router, norms, the scores of attention, a shared expert's output gate, and the
+small projection to a delta net's decays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from automoe.config.schema import Config
+from automoe.errors import BackendError
+from automoe.mesh import Meshes
+from automoe.model.attention import GroupedQueryAttention, LatentAttention
+from automoe.model.decoder import Decoder
+from automoe.model.delta_net import GatedDeltaNet
+from automoe.model.linear import Linear
+from automoe.model.mlp import MLP
+from automoe.moe.quantised import QuantisedExperts
+from automoe.quantise.dense import QuantisedProduct
+from automoe.quantise.formats import E4M3, E5M2
+from automoe.quantise.scaling import Blockwise, Delayed, Scaling, Tensorwise
+
+_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
+    MLP: ("gate_proj", "up_proj", "down_proj"),
+    GroupedQueryAttention: ("q_proj", "k_proj", "v_proj", "o_proj"),
+    LatentAttention: ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    GatedDeltaNet: ("in_proj_qkvz", "out_proj"),
+}
+
+
+def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
+    """Give the products that this file's docstring names their scales. After the axes that cut weights.
+
+    Raises:
+        BackendError: a GPU that has no 8-bit products of this kind.
+    """
+    mode = config.train.fp8
+    if mode == "off":
+        return
+    if meshes.default.device_type == "cuda":
+        _check_capability(torch.cuda.get_device_capability())
+    tp, etp = meshes.group("tp"), meshes.group("etp")
+    for linear in list(_linears(model)):
+        # Cut by tp, or whole and used in part.
+        cut = isinstance(linear.weight, DTensor) or linear.rows is not None
+        linear.product = QuantisedProduct(_scaling(mode, E5M2, tp if cut else None))
+    for _, layer in model.moe_layers():
+        # Gradients in e4m3 too: torch's grouped product knows no other format.
+        up, down = _scaling(mode, E4M3, etp), _scaling(mode, E4M3, etp)
+        layer.experts.backend = QuantisedExperts(up, down)
+
+
+def _linears(model: Decoder) -> Iterator[Linear]:
+    for module in model.modules():
+        for name in _LAYERS.get(type(module), ()):
+            if (linear := getattr(module, name, None)) is not None:
+                yield linear
+
+
+def _scaling(mode: str, gradients: torch.dtype, cut_over: dist.ProcessGroup | None) -> Scaling:
+    if mode == "blockwise":
+        return Blockwise()
+    if mode == "delayed":
+        return Delayed(gradients)
+    return Tensorwise(gradients) if cut_over is None else Tensorwise(gradients, _max_over(cut_over))
+
+
+def _max_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        return x
+
+    return largest
+
+
+def _check_capability(capability: tuple[int, int]) -> None:
+    if capability != (9, 0):
+        found = ".".join(map(str, capability))
+        raise BackendError(
+            f"train.fp8 needs a Hopper GPU (compute capability 9.0), whose 8-bit products it was written for, and this "
+            f"one has {found}. Set train.fp8=off"
+        )
+
+
+@torch.no_grad()
+def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> None:
+    """Once a step: delayed scales remember what any rank of their stage has seen. Collective.
+
+    Args:
+        stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps, is forgotten.
+    """
+    delayed = [module for part in parts for module in part.modules() if isinstance(module, Delayed)]
+    if not delayed:
+        return
+    seen = torch.stack([scaling.seen for scaling in delayed])
+    if stepped:
+        # Every rank of a stage has the same modules in the same order. A maximum may be taken axis by axis.
+        for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
+            if (group := meshes.group(axis)) is not None:
+                dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    for scaling, largest in zip(delayed, seen, strict=True):
+        scaling.seen.copy_(largest)
+        scaling.end_step(stepped)

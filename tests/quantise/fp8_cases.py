@@ -1,0 +1,73 @@
+"""A small model whose weights tp and etp can cut on the grid of 128, and its rows; ranks import this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from automoe.data.batch import StepBatch
+
+ROWS, SEQ_LEN, VOCAB = 4, 64, 64
+
+MODEL = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=VOCAB,
+    hidden_size=128,
+    num_layers=2,
+    first_k_dense=1,
+    intermediate_size=256,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=256,
+    num_shared_experts=1,
+    initializer_range=0.1,
+    attention=AttentionConfig(
+        kind="mla",
+        num_heads=2,
+        num_kv_heads=2,
+        q_lora_rank=48,
+        kv_lora_rank=40,
+        qk_nope_head_dim=96,
+        qk_rope_head_dim=32,
+        v_head_dim=160,
+    ),
+)
+# q: a and b; kv: a and b; o; gate, up, down of the dense FFN in layer 0 and of the shared expert in layer 1.
+LINEARS = 2 * 5 + 3 + 3
+
+
+def config(fp8: str, mesh: dict[str, int] | None = None, rows: int = ROWS, **train: Any) -> Config:
+    """``rows`` rows a micro-batch on ``mesh``."""
+    return Config(
+        mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
+        model=MODEL,
+        moe=MoEConfig(experts="grouped_mm"),
+        parallel=ParallelConfig(),
+        train=TrainConfig(global_batch_size=ROWS, seq_len=SEQ_LEN, micro_batch_size=rows, fp8=fp8, **train),  # type: ignore[arg-type]
+        optim=OptimConfig(lr=4e-3, warmup_steps=0, schedule="constant"),
+        data=DataConfig(document_mask=False),
+    )
+
+
+def batches(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    """Rows that repeat from step to step and can be learned: each token is a function of the one before."""
+    generator = torch.Generator().manual_seed(7 + step % 2)
+    start = torch.randint(VOCAB, (ROWS, 1), generator=generator)
+    tokens = (start + 5 * torch.arange(SEQ_LEN + 1) ** 2) % VOCAB
+    rows = slice(dp_rank * ROWS // dp_size, (dp_rank + 1) * ROWS // dp_size)
+    tokens = tokens[rows]
+    whole = torch.zeros_like(tokens[:, :-1])
+    positions = torch.arange(SEQ_LEN).expand_as(whole)
+    return StepBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, whole, 0, rows.start)
