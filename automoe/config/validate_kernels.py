@@ -38,6 +38,14 @@ def _check_norm_kernel(config: Config, device: str) -> None:
                 f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}",
                 "Set kernels.norm=torch",
             )
+    if "layernorm" in config.parallel.recompute:
+        raise ConfigError(
+            "kernels.norm",
+            config.kernels.norm,
+            "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others "
+            "read it too",
+            "Set kernels.norm=torch, or leave layernorm out of parallel.recompute",
+        )
 
 
 def _check_expert_kernel(config: Config, device: str) -> None:

@@ -108,6 +108,15 @@ def test_where_transformer_engine_has_no_norm(device: str, dtype: str, problem: 
         check(config("sdpa", norm="te", dtype=dtype), device)
 
 
+def test_transformer_engine_keeps_no_norm_for_others() -> None:
+    remade = config("sdpa", norm="te")
+    remade.parallel.recompute = ["core_attn", "layernorm"]
+    with pytest.raises(ConfigError, match=r"parallel\.recompute=\[layernorm\].*Set kernels\.norm=torch"):
+        check(remade)
+    remade.parallel.recompute = ["core_attn"]
+    check(remade)
+
+
 @pytest.mark.parametrize("backend", ["te", "quack"])
 def test_what_experts_of_a_foreign_framework_cannot_serve(backend: str) -> None:
     foreign = config("sdpa")
