@@ -15,7 +15,8 @@ def check_compile(config: Config, shape: MeshShape) -> None:
     if not config.train.compile:
         return
     names = config.parallel.recompute
-    promised = [name for name in PROMISED if name in ([names] if isinstance(names, str) else names)]
+    names = [names] if isinstance(names, str) else names
+    promised = [name for name in PROMISED if name in names]
     kernels = config.kernels
     for found, what in (
         (config.parallel.context == "ring" and shape.cp > 1, "the calls of parallel.context=ring"),
@@ -23,6 +24,8 @@ def check_compile(config: Config, shape: MeshShape) -> None:
         (kernels.norm == "te", "the modules of kernels.norm=te"),
         (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}"),
         (bool(promised), f"the hooks of parallel.recompute=[{','.join(promised)}]"),
+        # torch 2.13 then takes the mesh of a weight for a tensor that it has to keep.
+        ("core_attn" in names and shape.tp > 1, f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}"),
     ):
         if found:
             raise ConfigError(

@@ -18,11 +18,12 @@ from automoe.errors import ConfigError
         (dict(kernels=KernelsConfig(norm="te")), "kernels.norm=te"),
         (dict(parallel=ParallelConfig(recompute=["moe", "layernorm"])), "parallel.recompute=[layernorm]"),
         (dict(parallel=ParallelConfig(recompute="mla_up_proj")), "parallel.recompute=[mla_up_proj]"),
+        (dict(parallel=ParallelConfig(recompute=["core_attn"])), "with mesh.tp=2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_compiled_is_named(choice: dict, named: str) -> None:
-    cut_rows = resolve_mesh(MeshConfig(cp=2), 2)
+    cut_rows = resolve_mesh(MeshConfig(cp=2, tp=2), 4)
     with pytest.raises(ConfigError) as raised:
         check_compile(Config(train=TrainConfig(compile=True), **choice), cut_rows)
     assert raised.value.key == "train.compile" and named in str(raised.value)

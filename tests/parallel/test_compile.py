@@ -47,8 +47,8 @@ DENSE_AND_MOE = replace(DEEPSEEK, num_layers=3)  # graphs do not multiply with l
 EVERYTHING = ["core_attn", "mlp", "moe", "shared_experts"]
 CASES = {"recompute": make_config(DENSE_AND_MOE, rows=2, recompute=EVERYTHING)}
 MORE = {
-    "tp2-ep2-recompute": make_config(QWEN3, dict(tp=2, ep=2), 4, recompute=["core_attn", "moe"]),
-    "cp2-ep2-full": make_config(DENSE_AND_MOE, dict(cp=2, ep=2), 4, recompute="full"),
+    "tp2-ep2-full": make_config(QWEN3, dict(tp=2, ep=2), 4, recompute="full"),
+    "cp2-ep2-recompute": make_config(DENSE_AND_MOE, dict(cp=2, ep=2), 4, recompute=EVERYTHING),
     "interleaved": make_config(QWEN3, dict(pp=2), 2, schedule="Interleaved1F1B", stages_per_rank=2),
 }
 
