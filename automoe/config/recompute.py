@@ -5,8 +5,13 @@ from __future__ import annotations
 from automoe.config.schema import Config, ParallelConfig
 from automoe.errors import ConfigError
 
-# What each name runs again. ``full`` is the whole layer and stands alone.
-MODULES = ("core_attn", "mlp", "moe", "shared_experts")
+# What each name runs again. ``full`` is the whole layer and stands alone. ``REGIONS`` run once more, forward
+# and backward; of ``PROMISED`` the outputs alone are made again, for those who read them.
+REGIONS = ("core_attn", "mlp", "moe", "shared_experts")
+PROMISED = ("layernorm", "mla_up_proj")
+MODULES = (*REGIONS, "moe_act", *PROMISED)
+# These make the experts' activation again from gate and up in any backward pass: moe_act is always done.
+FRUGAL_EXPERTS = ("grouped_mm", "triton")
 FULL = "full"
 
 
@@ -74,7 +79,19 @@ def check_recompute(config: Config) -> None:
             f"no layer has experts: model.first_k_dense={model.first_k_dense} of {model.num_layers} layers",
         ),
         "shared_experts": (model.num_shared_experts == 0, "there are none (model.num_shared_experts=0)"),
+        "mla_up_proj": (
+            model.attention.kind != "mla",
+            f"attention has no latents (model.attention.kind={model.attention.kind})",
+        ),
     }
+    absent["moe_act"] = (absent["moe"][0], absent["moe"][1])
+    if config.moe.experts not in FRUGAL_EXPERTS and not absent["moe_act"][0]:
+        absent["moe_act"] = (
+            True,
+            f"moe.experts={config.moe.experts} keeps the activation; {' and '.join(FRUGAL_EXPERTS)} never do",
+        )
+    if "moe" in names and "moe_act" in names:
+        absent["moe_act"] = (True, "moe runs the experts again, and their activation with them")
     for name in names:
         missing, why = absent.get(name, (False, ""))
         if missing:

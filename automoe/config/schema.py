@@ -168,8 +168,8 @@ class ParallelConfig:
     reshard: Literal["step", "micro_batch"] = "step"  # when FSDP frees gathered weights
     grad_sync: Literal["step", "micro_batch"] = "step"  # when FSDP reduces gradients
     context: Literal["gather", "ring"] = "gather"  # cp attention; ring needs CUDA and no document mask
-    # What runs again in the backward pass instead of being kept: names among core_attn, mlp, moe and
-    # shared_experts, or full.
+    # What runs again in the backward pass instead of being kept: names among core_attn, mlp, moe,
+    # shared_experts, layernorm, mla_up_proj and moe_act, or full.
     recompute: list[str] | str = field(default_factory=list)
     recompute_layers: list[int] | str | None = None  # None: all; layer numbers, or "every N"
 
@@ -180,6 +180,7 @@ class KernelsConfig:
 
     # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced
     attention: Literal["sdpa", "cudnn", "flash", "math", "te"] = "sdpa"
+    rope: Literal["torch", "triton"] = "torch"  # rotation of heads, and MLA's keys put together
     norm: Literal["torch", "te"] = "torch"  # te: CUDA, and transformer-engine installed
 
 

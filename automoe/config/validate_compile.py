@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import PROMISED
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-
-# Outputs that are made again for whoever reads them: within a compiled part the compiler decides that.
-PROMISED = ("layernorm", "mla_up_proj")
 
 
 def check_compile(config: Config, shape: MeshShape) -> None:
@@ -15,12 +13,14 @@ def check_compile(config: Config, shape: MeshShape) -> None:
     if not config.train.compile:
         return
     names = config.parallel.recompute
+    # What is made again for whoever reads it: within a compiled part the compiler decides that.
     names = [names] if isinstance(names, str) else names
     promised = [name for name in PROMISED if name in names]
     kernels = config.kernels
     for found, what in (
         (config.parallel.context == "ring" and shape.cp > 1, "the calls of parallel.context=ring"),
         (kernels.attention == "te", "the modules of kernels.attention=te"),
+        (kernels.rope == "triton", "the kernels of kernels.rope=triton"),
         (kernels.norm == "te", "the modules of kernels.norm=te"),
         (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}"),
         (bool(promised), f"the hooks of parallel.recompute=[{','.join(promised)}]"),

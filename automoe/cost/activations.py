@@ -20,6 +20,12 @@ what operators keep on top of it, or do without, is in ``Kernels``. A recomputed
     shared_experts   likewise
     moe              likewise, and K expert numbers and weights a token
     full             b T H, and K expert numbers a token
+
+Of these the outputs are not kept, since their inputs are:
+
+    layernorm        of both norms of a layer: 2 b T H less
+    mla_up_proj      q, k, v: the latents and the rotated keys are kept, b T Drope
+    moe_act          of the experts' activation: nothing to be less, it is not kept anyway
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from automoe.config.layer_kinds import is_linear, window_of
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.recompute import FULL
+from automoe.config.recompute import FULL, PROMISED
 from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.cost.batch import BatchPlan
 
@@ -42,7 +48,6 @@ class Kernels:
     """What operators keep beyond what their backward formulas read.
 
     Attributes:
-        wide_casts: routers multiply in float32 and keep a float32 copy of a narrower input.
         swiglu_steps: dense FFNs keep silu(gate) beside gate, up and the product.
         experts_reread: routed experts keep gate and up alone. Their rows stay where they came from, a
             dispatcher's receive buffer or the tokens themselves, and the product is made again.
@@ -53,7 +58,6 @@ class Kernels:
             probabilities were applied before), though a plain index_add would hold on to what it adds.
     """
 
-    wide_casts: bool = False
     swiglu_steps: bool = False
     experts_reread: bool = False
     values_in_place: bool = False
@@ -63,7 +67,7 @@ class Kernels:
 
 
 FUSED = Kernels()
-_TORCH = Kernels(wide_casts=True, swiglu_steps=True, experts_reread=True, mask=True)
+_TORCH = Kernels(swiglu_steps=True, experts_reread=True, mask=True)
 CUDA = replace(_TORCH, values_in_place=True)
 CPU = replace(_TORCH, padded_values=True)
 NOTHING: frozenset[str] = frozenset()
@@ -118,14 +122,10 @@ def layer_activation_bytes(
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
         kept = {"norms": float(size * tokens * hidden)}
         return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
-    # A router that reads a wider copy leaves the layer's input to whoever else reads it.
-    wide_router = routed and kernels.wide_casts and wide > size
-    others_read = model.num_shared_experts or "moe" in recompute
-    others_read = others_read or (kernels.experts_reread and not load.dispatched)
-    kept_outputs = 1 if wide_router and not others_read else 2
+    outputs = 0 if "layernorm" in recompute else 2
     parts = {
-        "norms": tokens * float(2 * _norm_input(hidden, size) + kept_outputs * size * hidden),
-        "attention": _attention_bytes(model.attention, layer, load, size, kernels, "core_attn" in recompute),
+        "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden),
+        "attention": _attention_bytes(model.attention, layer, load, size, kernels, recompute),
     }
     ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
     again = ("shared_experts" if routed else "mlp") in recompute
@@ -146,8 +146,6 @@ def layer_activation_bytes(
         1 + model.router.softmax_after_topk
     )  # the gather of chosen logits keeps them all, beside the scores
     parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
-    if wide_router:
-        parts["router"] += wide * tokens * hidden
     return parts
 
 
@@ -159,12 +157,17 @@ def recompute_workspace_bytes(
     kernels: Kernels,
     recompute: frozenset[str],
 ) -> float:
-    """What the largest of a layer's regions holds while its own backward pass runs; regions take turns."""
+    """What the largest of a layer's regions holds while its own backward pass runs, and what its readers ask for.
+
+    Regions take turns; outputs that are made again are there as long as somebody reads them.
+    """
 
     def kept(modules: frozenset[str]) -> float:
         return sum(layer_activation_bytes(model, layer, load, bytes_per_number, kernels, modules).values())
 
-    return max((kept(NOTHING) - kept(frozenset((name,))) for name in recompute), default=0.0)
+    dropped = {name: kept(NOTHING) - kept(frozenset((name,))) for name in recompute}
+    asked_for = sum(dropped.pop(name) for name in PROMISED if name in dropped)
+    return asked_for + max(dropped.values(), default=0.0)
 
 
 def _norm_input(width: int, size: int) -> int:
@@ -173,8 +176,14 @@ def _norm_input(width: int, size: int) -> int:
 
 
 def _attention_bytes(
-    attention: AttentionConfig, layer: int, load: TokenLoad, size: int, kernels: Kernels, again: bool
+    attention: AttentionConfig,
+    layer: int,
+    load: TokenLoad,
+    size: int,
+    kernels: Kernels,
+    recompute: frozenset[str],
 ) -> float:
+    again = "core_attn" in recompute
     if is_linear(attention, layer):
         return _delta_net_bytes(attention, load, size, again)
     heads, tokens, kv_tokens = attention.num_heads, load.tokens, load.kv_tokens
@@ -201,10 +210,14 @@ def _attention_bytes(
     out = value
     if padded and not again:
         stored_value, out = qk, qk + value
-    kept += size * heads * (tokens * (qk + out) + kv_tokens * (qk + stored_value))
+    query = key = qk
+    promised = "mla_up_proj" in recompute
+    if promised:  # but for padded values, which are the attention's own copy
+        query, key, stored_value = 0, 0, qk if padded and not again else 0
+    kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
-    kept += tokens * _norm_input(latent, size) + size * kv_tokens * (latent + rope * gathered)
+    kept += tokens * _norm_input(latent, size) + size * kv_tokens * (latent + rope * (gathered or promised))
     kept += size * tokens * rope  # beside the latent, in the storage that its norm keeps
     if attention.q_lora_rank is not None:
         kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * attention.q_lora_rank)

@@ -17,7 +17,7 @@ from automoe.config.schema import ModelConfig
 from automoe.model.attention_kernels import HALF, cudnn_is_first, only_kernels
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
-from automoe.model.rope import rotary_cos_sin, rotary_dim, rotate, softmax_scale
+from automoe.model.rope import Rope, rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.rows import RowExchange, Rows, TokenSplit, WholeTokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
@@ -40,10 +40,12 @@ class AttentionContext:
         dtype: torch.dtype,
         attend: AttentionFn,
         always_masked: bool = False,
+        rope: Rope | None = None,
     ) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
-        self.cos, self.sin = rotary_cos_sin(config.rope, dim, rows.positions, dtype)
+        self.rope = rope or Rope()
+        self.cos, self.sin = rotary_cos_sin(config.rope, dim, rows.positions, self.rope.angle_dtype or dtype)
         self.interleaved = config.rope.interleaved
         self.exchange: RowExchange = rows.exchange
         self.mask = attention_mask(rows, always=always_masked)
@@ -51,8 +53,8 @@ class AttentionContext:
         self.window_mask = attention_mask(rows, self.window, always_masked) if self.window else None
         self._attend = attend
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        return rotate(x, self.cos, self.sin, self.interleaved)
+    def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
+        return self.rope.rotate(x, self.cos, self.sin, self.interleaved, start)
 
     def attend(
         self,
@@ -223,13 +225,8 @@ class LatentAttention(nn.Module):
         """x [B, S, H] -> [B, S, H]."""
         # Between blocks a rank of the tp axis holds a part of the tokens. Latents are made of that part
         # and gathered, being narrower than x; the projections up from them are cut by heads.
-        if self.q_lora_rank is None:
-            q = self.q_proj(self.split.gather(x))
-        else:
-            q = self.q_b_proj(self.split.gather(self.q_a_layernorm(self.q_a_proj(x))))
-        q_nope, q_rope = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).split(
-            (self.nope_dim, self.rope_dim), -1
-        )
+        query = x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        query = self.split.gather(query)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         latent = self.split.gather(self.kv_a_layernorm(latent))
         k_rope = context.rotate(self.split.gather(k_rope).unsqueeze(2)).squeeze(2)
@@ -238,14 +235,24 @@ class LatentAttention(nn.Module):
             # a token in DeepSeek-V3 instead of 40,960.
             gathered = context.exchange.gather(torch.cat((latent, k_rope), dim=-1))
             latent, k_rope = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        k_nope, v = (
-            self.kv_b_proj(latent)
-            .unflatten(-1, (-1, self.nope_dim + self.v_dim))
-            .split((self.nope_dim, self.v_dim), -1)
-        )
-        q = torch.cat((q_nope, context.rotate(q_rope)), dim=-1)
-        k = torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        q, k, v = self.project_up(query, latent, k_rope, context)
         return self.split.reduce(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
+
+    def project_up(
+        self, query: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of this rank's heads.
+
+        Args:
+            query: [B, S, L], the latent of queries, or [B, S, H] where they have none.
+            latent: [B, R, kv_lora_rank].
+            k_rope: [B, R, rope_dim], rotated.
+        """
+        q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
+        q = q_proj(query).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k, v = context.rope.join_keys(kv, k_rope, self.nope_dim)
+        return context.rotate(q, self.nope_dim), k, v
 
 
 def attention_fn(kernel: str) -> AttentionFn:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.counter_random import bits_at, stream_key, uniform_from
@@ -124,6 +125,28 @@ def expert_weights(scores: torch.Tensor, ids: torch.Tensor, config: RouterConfig
     return weights * config.routed_scaling_factor
 
 
+class _WideProduct(torch.autograd.Function):
+    """x @ weight.T in the dtype of the weight, which is the wider; x is kept as it came, for others keep it too."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        rows, grad_rows = x.flatten(0, -2).to(weight.dtype), grad.flatten(0, -2)
+        return (grad @ weight).to(x.dtype), (rows.T @ grad_rows).T
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.dtype == weight.dtype or torch.compiler.is_compiling():  # compiled, a cast is made again by itself
+        return F.linear(x.to(weight.dtype), weight)
+    return _WideProduct.apply(x, weight)
+
+
 class Router(nn.Module):
     """Scores tokens against experts and picks K of them; holds the balance losses and counters.
 
@@ -179,10 +202,9 @@ class Router(nn.Module):
         """x [B, S, H], times ``jitter`` of that shape if given -> scores of all experts."""
         wide = torch.promote_types(x.dtype, torch.float32)
         dtype = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
-        x = x.to(dtype)
         if jitter is not None:
-            x = x * jitter.to(dtype)
-        logits = F.linear(x, self.weight.to(dtype)).to(wide)
+            x = x.to(dtype) * jitter.to(dtype)
+        logits = _product(x, self.weight.to(dtype)).to(wide)
         if self.bias is not None:
             logits = logits + self.bias.to(wide)
         return score_experts(logits, self.config)

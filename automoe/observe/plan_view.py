@@ -76,7 +76,8 @@ def _summary(config: Config, plan: Plan) -> Table:
 
 def _recomputed(config: Config) -> str:
     names, layers = config.parallel.recompute, config.parallel.recompute_layers
-    text = names if isinstance(names, str) else ", ".join(names)
+    always = {"moe_act": f"moe_act (always, with moe.experts={config.moe.experts})"}
+    text = ", ".join(always.get(name, name) for name in ([names] if isinstance(names, str) else names))
     if isinstance(layers, list):
         return f"{text}; layers {_spans(sorted(layers))}"
     return f"{text}; {layers or 'every'} layer{'s' if layers else ''}"

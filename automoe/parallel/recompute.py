@@ -8,6 +8,7 @@ all, both times. Collectives inside a region run again too, in the same order on
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from automoe.config.recompute import FULL, recomputed_modules
+from automoe.config.recompute import FULL, PROMISED, recomputed_modules
 from automoe.config.schema import ParallelConfig
 from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
 from automoe.moe.decisions import Decisions
 from automoe.moe.layer import MoE
+from automoe.parallel.promises import Region, Remade
+from automoe.rows import WholeTokens
 
 
 class Recomputed:
@@ -63,10 +66,7 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
         modules = recomputed_modules(parallel, int(name))
         if FULL in modules:
             _recompute_forward(block, to_end=True, decides=True)
-            if isinstance(block.mlp, MoE):
-                # Autograd runs a region again on the stream of whichever node asks first, and nodes on the
-                # other would not wait for it. So a whole layer is on one stream.
-                block.mlp.moe = replace(block.mlp.moe, overlap_shared_experts=False)
+            _keep_on_one_stream(block)
         if "core_attn" in modules:
             block.attention.attend = Recomputed(block.attention.attend)
         if "mlp" in modules and isinstance(block.mlp, MLP):
@@ -76,6 +76,31 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
                 block.mlp.run_experts = Recomputed(block.mlp.run_experts, to_end=True)
             if "shared_experts" in modules and block.mlp.shared_experts is not None:
                 _recompute_forward(block.mlp.shared_experts)
+        if "layernorm" in modules:
+            _promise_norms(block)
+        if "mla_up_proj" in modules:
+            block.attention.project_up = Remade(block.attention.project_up)
+        if modules.intersection(PROMISED):
+            block.forward = Region(block.forward)
+
+
+def _promise_norms(block: nn.Module) -> None:
+    for norm in (block.input_layernorm, block.post_attention_layernorm):
+        norm.forward = Remade(norm.forward)
+    for module in block.modules():
+        # What projections keep under tp is gathered: made again, it need not be kept either.
+        split = getattr(module, "split", None)
+        if split is not None and not isinstance(split, WholeTokens):
+            module.split = copy(split)
+            module.split.gather = Remade(split.gather)
+    _keep_on_one_stream(block)
+
+
+def _keep_on_one_stream(block: nn.Module) -> None:
+    # Autograd runs a region again on the stream of whichever node asks first, and nodes on the other would not
+    # wait for it. So a layer whose shared experts read what is made again is on one stream.
+    if isinstance(block.mlp, MoE):
+        block.mlp.moe = replace(block.mlp.moe, overlap_shared_experts=False)
 
 
 def _recompute_forward(module: nn.Module, **options: bool) -> None:

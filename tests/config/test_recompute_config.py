@@ -26,6 +26,10 @@ def composed(*overrides: str) -> Config:
         (["parallel.recompute=full"], [("full",)] * 4),
         (["parallel.recompute=moe"], [("moe",)] * 4),
         (["parallel.recompute=[core_attn,moe]"], [("core_attn", "moe")] * 4),
+        (
+            ["parallel.recompute=[moe_act,layernorm,mla_up_proj]"],
+            [("moe_act", "layernorm", "mla_up_proj")] * 4,
+        ),
         (["parallel.recompute=[full]", "parallel.recompute_layers=every 2"], [("full",), ()] * 2),
         (["parallel.recompute=full", "parallel.recompute_layers=every 3"], [("full",), (), (), ("full",)]),
         (["parallel.recompute=full", "parallel.recompute_layers=[1,2]"], [(), ("full",), ("full",), ()]),
@@ -54,6 +58,20 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
             ["parallel.recompute=[moe,shared_experts]", "model.num_shared_experts=0"],
             ["shared_experts", "model.num_shared_experts=0", "Set parallel.recompute=[moe]"],
         ),
+        (
+            ["parallel.recompute=[layernorm,mla_up_proj]", "model=small_qwen3_moe"],
+            ["mla_up_proj", "model.attention.kind=gqa", "Set parallel.recompute=[layernorm]"],
+        ),
+        (
+            ["parallel.recompute=[moe_act]", "moe.experts=loop"],
+            ["moe_act", "moe.experts=loop keeps the activation", "grouped_mm and triton never do"],
+        ),
+        (["parallel.recompute=[moe_act]", "model.first_k_dense=4"], ["moe_act", "4 of 4 layers"]),
+        (
+            ["parallel.recompute=[moe,moe_act]"],
+            ["moe runs the experts again", "Set parallel.recompute=[moe]"],
+        ),
+        (["parallel.recompute=[full,layernorm]"], ["stands alone", "parallel.recompute=full"]),
         (["parallel.recompute_layers=[0]"], ["parallel.recompute_layers", "names nothing to recompute"]),
         (
             ["parallel.recompute=full", "parallel.recompute_layers=[0,4]"],
