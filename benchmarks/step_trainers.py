@@ -22,7 +22,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.cost.plan import make_plan
 from automoe.data.batch import StepBatch
-from automoe.mesh import Meshes, build_meshes
+from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.gates import gate_choices
@@ -227,13 +227,12 @@ CONTENDERS: dict[str, Callable[[Config, Meshes, torch.device], Built]] = {
 }
 
 
-def build_trainer(name: str, config: Config, device: torch.device) -> Trainer:
+def build_trainer(name: str, config: Config, meshes: Meshes, device: torch.device) -> Trainer:
     """The contender called ``name`` with its first weights.
 
     Raises:
         Absent: it cannot run here.
     """
-    meshes = build_meshes(resolve_mesh(config.mesh, 1), device)
     return Trainer(CONTENDERS[name](config, meshes, device), meshes, config, device)
 
 

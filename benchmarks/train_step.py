@@ -27,9 +27,11 @@ from provenance import commit
 from step_parts import PARTS, seconds_by_part
 from step_trainers import CONTENDERS, GATES, Case, Trainer, build_trainer
 
-from automoe.config.schema import Config
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig
 from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params
+from automoe.mesh import Meshes, build_meshes
 from automoe.observe.environment import describe_environment
 from automoe.testing.conf_models import conf_model
 from automoe.testing.one_rank import one_rank
@@ -84,7 +86,7 @@ def examine(trainer: Trainer, device: torch.device) -> dict[str, Any]:
 
 
 def gate(
-    config: Config, device: torch.device, spoil: str
+    config: Config, meshes: Meshes, device: torch.device, spoil: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, dict[str, Any]]]]:
     """Every contender's first step against ours, and what ``examine`` finds; contenders that cannot run say why.
 
@@ -96,7 +98,7 @@ def gate(
     expected: tuple[float, dict[str, torch.Tensor]] | None = None
     for name in sorted(CONTENDERS, key=lambda name: name != REFERENCE):
         try:
-            trainer = build_trainer(name, config, device)
+            trainer = build_trainer(name, config, meshes, device)
             trainer.choose("balanced")  # the same choices, which rounding would not leave learned ones
             loss, gradients = trainer.fingerprint()
             if name == spoil:
@@ -106,8 +108,15 @@ def gate(
             for routing in GATES:
                 trainer.choose(routing)
                 found[routing][name] = examine(trainer, device)
-        except (Absent, torch.OutOfMemoryError) as error:
-            facts[name] = {"absent": str(error).splitlines()[0]}
+        except (
+            Exception
+        ) as error:  # foreign packages fail in many ways where a machine is not to their liking
+            if name.startswith("automoe") and not isinstance(error, Absent | torch.OutOfMemoryError):
+                raise
+            what = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
+            facts[name] = {"absent": what + (str(error).splitlines() or [""])[0]}
+            for contenders in found.values():
+                contenders.pop(name, None)
         trainer = None
         release(device)
     return facts, found
@@ -133,7 +142,13 @@ def compare(
 
 
 def measure(
-    case: Case, device: torch.device, budget_s: float, least_rounds: int, steps: int, spoil: str
+    case: Case,
+    meshes: Meshes,
+    device: torch.device,
+    budget_s: float,
+    least_rounds: int,
+    steps: int,
+    spoil: str,
 ) -> dict[str, Any]:
     """One model: the slice, the gate, then rounds in which every contender steps in turn until time is up."""
     end = time.monotonic() + budget_s
@@ -141,14 +156,14 @@ def measure(
         config, planned = case.slice_for(memory_bytes(device))
     except Absent as error:
         return {"absent": str(error)}
-    facts, found = gate(config, device, spoil)
+    facts, found = gate(config, meshes, device, spoil)
     times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
     rounds = 0
     while rounds < least_rounds or time.monotonic() < end:
         for name in CONTENDERS:
             if "absent" in facts[name]:
                 continue
-            trainer = build_trainer(name, config, device)
+            trainer = build_trainer(name, config, meshes, device)
             for routing in GATES:
                 trainer.choose(routing)
                 trainer.step()
@@ -267,9 +282,10 @@ def main() -> None:
             "gradient_tolerance": GRADIENT_TOLERANCE,
             "models": {},
         }
+        meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=1), 1), device)
         for title, case in chosen.items():
             budget, rounds, steps = (0.0, 1, 2) if args.quick else (args.seconds / len(chosen), 2, 4)
-            report["models"][title] = measure(case, device, budget, rounds, steps, args.spoil)
+            report["models"][title] = measure(case, meshes, device, budget, rounds, steps, args.spoil)
             args.out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
     draw(report, args.out.with_suffix(".png"))
     print_table(report)
