@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import AttentionConfig, Config, KernelsConfig, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from automoe.data.batch import StepBatch
 from automoe.errors import BackendError
 from automoe.interop import transformer_engine
 from automoe.launch.hardware import check_backends
@@ -29,6 +41,9 @@ from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.dispatch.measure import HostSyncs
 from automoe.moe.experts import expert_backend, loop_experts
 from automoe.parallel.parallelize import build_decoder
+from automoe.testing.conf_models import conf_model
+from automoe.testing.one_rank import one_rank
+from automoe.testing.trajectory import run_trajectory
 
 # transformer_engine 2.20.2, read from the wheel's sources: parameters of what the adapters call.
 SIGNATURES = {
@@ -244,6 +259,33 @@ def test_experts_take_any_activation_and_no_biases() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
     with pytest.raises(BackendError, match="without biases alone.*moe.experts=grouped_mm"):
         expert_backend("te")(*args, torch.zeros(E, 2, WIDTH), torch.zeros(E, H))
+
+
+def rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    tokens = torch.randint(config.model.vocab_size, (4, 17), generator=torch.Generator().manual_seed(step))
+    index = torch.arange(16).expand(4, 16)
+    return StepBatch(tokens[:, :-1], tokens[:, 1:], index, torch.zeros_like(index), 0, 0)
+
+
+@pytest.mark.usefixtures("documented")
+def test_a_training_step_with_all_of_it_is_the_step_without() -> None:
+    """Through FSDP, which swaps parameters behind the modules' backs, and recomputation."""
+    plain = Config(
+        mesh=MeshConfig(dp_shard=1),
+        model=replace(conf_model("small_dsv3"), num_layers=2),
+        moe=MoEConfig(experts="loop"),
+        parallel=ParallelConfig(recompute=["core_attn", "moe"]),
+        train=TrainConfig(seq_len=16, global_batch_size=4, micro_batch_size=2, dtype="float64"),
+        data=DataConfig(document_mask=False),
+    )
+    foreign = replace(plain, moe=MoEConfig(experts="te"), kernels=KernelsConfig(attention="te", norm="te"))
+    with one_rank("cpu"):
+        expected, got = (run_trajectory(config, rows, 2) for config in (plain, foreign))
+    assert set(MADE) == {"attention", "norm", "linear"}
+    assert got.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert got.gradients[0].keys() == expected.gradients[0].keys()
+    for name, gradient in expected.gradients[0].items():
+        torch.testing.assert_close(got.gradients[0][name], gradient, rtol=1e-8, atol=1e-12, msg=name)
 
 
 CHOICES = [
