@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
@@ -20,8 +22,24 @@ def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
         device: ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait then.
     """
     _check_attention_kernel(config, shape, device)
+    _check_rope_kernel(config, device)
     _check_norm_kernel(config, device)
     _check_expert_kernel(config, device)
+
+
+def _check_rope_kernel(config: Config, device: str) -> None:
+    if config.kernels.rope == "torch":
+        return
+    rule, more = None, ""
+    if config.train.dtype == "float64":
+        rule = "it has no float64, and train.dtype=float64"
+    elif device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        rule, more = (
+            "Triton's kernels need CUDA, and this run is on cpu",
+            (", or TRITON_INTERPRET=1 to try the kernels out, very slowly"),
+        )
+    if rule is not None:
+        raise ConfigError("kernels.rope", config.kernels.rope, rule, f"Set kernels.rope=torch{more}")
 
 
 def _check_norm_kernel(config: Config, device: str) -> None:

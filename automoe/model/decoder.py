@@ -13,6 +13,7 @@ from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear, local_part
 from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
 from automoe.model.norm import RMSNorm
+from automoe.model.rope import Rope
 from automoe.moe.layer import MoE
 from automoe.rows import BatchSum, RowExchange, Rows, TokenSplit, WholeBatch, WholeRows, WholeTokens
 
@@ -52,6 +53,7 @@ class Decoder(nn.Module):
         self.batch_sum: BatchSum = WholeBatch()
         self.first_id = 0  # token id of the first row of embedding and head that this rank holds
         self.attend: AttentionFn = attend
+        self.rope = Rope()
         self.always_masked = False  # see ``attention_mask``
         self.chunk_loss: ChunkLoss = chunk_loss
 
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
         if self.embeds:
             assert self.embed_tokens is not None
             x = self.split.reduce(self.embed_tokens(x))
-        context = AttentionContext(self.config, rows, x.dtype, self.attend, self.always_masked)
+        context = AttentionContext(self.config, rows, x.dtype, self.attend, self.always_masked, self.rope)
         own_rows = rows.part(self.split)
         for block in self.layers.values():
             x = block(x, context, own_rows)

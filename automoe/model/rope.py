@@ -7,11 +7,14 @@ checkpoints were trained.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import AttentionConfig, RopeConfig
+from automoe.errors import BackendError
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
@@ -85,14 +88,16 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+        ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
+        ctx.interleaved, ctx.start = interleaved, start
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        turning = 2 * cos.shape[-1]
-        _rotate_pairs(_pairs(x[..., :turning], interleaved), cos, sin, _pairs(out[..., :turning], False))
-        out[..., turning:] = x[..., turning:]
+        before, turned, behind = _thirds(x, start, cos)
+        out_before, out_turned, out_behind = _thirds(out, start, cos)
+        _rotate_pairs(_pairs(turned, interleaved), cos, sin, _pairs(out_turned, False))
+        out_before.copy_(before)
+        out_behind.copy_(behind)
         return out
 
     @staticmethod
@@ -100,11 +105,17 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         cos, sin = ctx.saved_tensors
         grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        turning = 2 * cos.shape[-1]
-        turned, into = grad[..., :turning], grad_x[..., :turning]
-        _rotate_pairs(_pairs(turned, False), cos, -sin, _pairs(into, ctx.interleaved))
-        grad_x[..., turning:] = grad[..., turning:]
-        return grad_x, None, None, None
+        before, turned, behind = _thirds(grad, ctx.start, cos)
+        x_before, x_turned, x_behind = _thirds(grad_x, ctx.start, cos)
+        _rotate_pairs(_pairs(turned, False), cos, -sin, _pairs(x_turned, ctx.interleaved))
+        x_before.copy_(before)
+        x_behind.copy_(behind)
+        return grad_x, None, None, None, None
+
+
+def _thirds(x: torch.Tensor, start: int, cos: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What of the last dim is before, within and behind the dims that turn."""
+    return x.tensor_split((start, start + 2 * cos.shape[-1]), dim=-1)
 
 
 def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
@@ -118,14 +129,61 @@ def _rotate_pairs(
     torch.mul(x[1], cos, out=out[1]).addcmul_(x[0], sin)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate the first R dims of x [B, S, N, D] by the angles; pairs are (2i, 2i+1) or (i, i + R/2).
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int = 0
+) -> torch.Tensor:
+    """Rotate R dims of x [B, S, N, D], from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + R/2).
 
     The result is always laid out in halves: queries and keys are permuted alike, so their products
     do not change, and one layout is enough for the rest of the attention.
     """
     if torch.compiler.is_compiling():  # which wants plain operations, and needs no hand-written backward
-        turned, kept = x.tensor_split((2 * cos.shape[-1],), dim=-1)
+        before, turned, behind = _thirds(x, start, cos)
         first, second = _pairs(turned, interleaved)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
-    return _Rotation.apply(x, cos, sin, interleaved)
+        return torch.cat((before, first * cos - second * sin, second * cos + first * sin, behind), dim=-1)
+    return _Rotation.apply(x, cos, sin, interleaved, start)
+
+
+def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA's keys: of each head its own dims, then those that turn and that all heads share.
+
+    Args:
+        kv: [B, S, N, ``nope_dim`` + V], dims of keys that do not turn, and values.
+        k_rope: [B, S, R], rotated.
+
+    Returns:
+        k [B, S, N, ``nope_dim`` + R] and v [B, S, N, V].
+    """
+    k_nope, v = kv.split((nope_dim, kv.shape[-1] - nope_dim), dim=-1)
+    return torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, kv.shape[2], -1)), dim=-1), v
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What turns heads: ``rotate`` and ``join_keys``, or functions like them.
+
+    Attributes:
+        angle_dtype: of cos and sin; None: that of the model.
+    """
+
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, int], torch.Tensor] = rotate
+    join_keys: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = join_keys
+    angle_dtype: torch.dtype | None = None
+
+
+def rope_fns(kernel: str) -> Rope:
+    """The ``Rope`` that ``kernels.rope`` names.
+
+    Raises:
+        BackendError: ``triton`` where that package is missing.
+    """
+    if kernel == "torch":
+        return Rope()
+    assert kernel == "triton"
+    try:  # it is heavy and not on every platform
+        from automoe.model import rope_kernels
+    except ImportError as error:
+        raise BackendError(
+            f"kernels.rope=triton needs the package triton ({error}). Install it, or set kernels.rope=torch"
+        ) from None
+    return Rope(rope_kernels.rotate_heads, rope_kernels.join_keys, torch.float32)

@@ -6,6 +6,7 @@ from automoe.config.schema import KernelsConfig
 from automoe.interop import transformer_engine
 from automoe.model.attention import attention_fn
 from automoe.model.decoder import Decoder
+from automoe.model.rope import rope_fns
 
 
 def apply_kernels(model: Decoder, kernels: KernelsConfig) -> None:
@@ -16,5 +17,6 @@ def apply_kernels(model: Decoder, kernels: KernelsConfig) -> None:
     """
     te = kernels.attention == "te"
     model.attend = transformer_engine.attention() if te else attention_fn(kernels.attention)
+    model.rope = rope_fns(kernels.rope)
     if kernels.norm == "te":
         transformer_engine.use_norms(model)
