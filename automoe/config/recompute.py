@@ -85,7 +85,7 @@ def check_recompute(config: Config) -> None:
         ),
     }
     absent["moe_act"] = (absent["moe"][0], absent["moe"][1])
-    if config.moe.experts not in FRUGAL_EXPERTS and not absent["moe_act"][0]:
+    if config.moe.experts not in (*FRUGAL_EXPERTS, "quack") and not absent["moe_act"][0]:
         absent["moe_act"] = (
             True,
             f"moe.experts={config.moe.experts} keeps the activation; {' and '.join(FRUGAL_EXPERTS)} never do",

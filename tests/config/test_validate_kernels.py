@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.recompute import check_recompute
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -115,6 +116,16 @@ def test_transformer_engine_keeps_no_norm_for_others() -> None:
         check(remade)
     remade.parallel.recompute = ["core_attn"]
     check(remade)
+
+
+def test_quack_never_keeps_the_activation() -> None:
+    asked = config("sdpa")
+    asked.parallel.recompute = ["moe_act"]
+    asked.moe.experts = "quack"
+    check_recompute(asked)
+    asked.moe.experts = "te"
+    with pytest.raises(ConfigError, match="moe.experts=te keeps the activation"):
+        check_recompute(asked)
 
 
 @pytest.mark.parametrize("backend", ["te", "quack"])
