@@ -30,16 +30,12 @@ def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
 def _check_rope_kernel(config: Config, device: str) -> None:
     if config.kernels.rope == "torch":
         return
-    rule, more = None, ""
+    key, kernel, remedy = "kernels.rope", config.kernels.rope, "Set kernels.rope=torch"
     if config.train.dtype == "float64":
-        rule = "it has no float64, and train.dtype=float64"
-    elif device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        rule, more = (
-            "Triton's kernels need CUDA, and this run is on cpu",
-            (", or TRITON_INTERPRET=1 to try the kernels out, very slowly"),
-        )
-    if rule is not None:
-        raise ConfigError("kernels.rope", config.kernels.rope, rule, f"Set kernels.rope=torch{more}")
+        raise ConfigError(key, kernel, "it has no float64, and train.dtype=float64", remedy)
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        remedy += ", or TRITON_INTERPRET=1 to try the kernels out, very slowly"
+        raise ConfigError(key, kernel, "Triton's kernels need CUDA, and this run is on cpu", remedy)
 
 
 def _check_norm_kernel(config: Config, device: str) -> None:
