@@ -49,7 +49,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     _check_pipeline(config, shape)
     _check_context(config, shape, device)
     _check_backend(config, shape, device)
-    check_fp8(config, shape, device)
+    check_fp8(config, shape)
     check_recompute(config)
     check_kernels(config, shape, device)
     check_compile(config, shape)

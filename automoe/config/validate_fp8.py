@@ -14,7 +14,7 @@ BLOCK = 128  # rows and columns of a weight under one scale
 ROW_BYTES = 16  # what grouped products want a row to be a multiple of
 
 
-def check_fp8(config: Config, shape: MeshShape, device: str) -> None:
+def check_fp8(config: Config, shape: MeshShape) -> None:
     """Raise ``ConfigError`` for the first rule of this file that ``config`` breaks."""
     mode = config.train.fp8
     if mode == "off":
@@ -27,12 +27,12 @@ def check_fp8(config: Config, shape: MeshShape, device: str) -> None:
             "Set train.fp8=off, or train.dtype=bfloat16",
         )
     if config.model.first_k_dense < config.model.num_layers:
-        _check_experts(config, shape, device)
+        _check_experts(config, shape)
     if mode == "blockwise" and shape.tp > 1:
         _check_grid(config, shape)
 
 
-def _check_experts(config: Config, shape: MeshShape, device: str) -> None:
+def _check_experts(config: Config, shape: MeshShape) -> None:
     mode, width = config.train.fp8, config.model.moe_intermediate_size
     if config.moe.experts != "grouped_mm":
         raise ConfigError(
@@ -40,13 +40,6 @@ def _check_experts(config: Config, shape: MeshShape, device: str) -> None:
             config.moe.experts,
             f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
             "Set moe.experts=grouped_mm, or train.fp8=off",
-        )
-    if mode == "blockwise" and device == "cuda":
-        raise ConfigError(
-            "train.fp8",
-            mode,
-            "torch has no grouped product with block scales for Hopper, and the model has routed experts",
-            "Set train.fp8=tensorwise or delayed, or launch.device=cpu to emulate it",
         )
     if mode == "blockwise" and width % (BLOCK * shape.etp):
         raise ConfigError(

@@ -1,13 +1,19 @@
-"""The ``grouped_mm`` expert backend with its products in 8 bits (``train.fp8``)."""
+"""The ``grouped_mm`` expert backend with its products in 8 bits (``train.fp8``).
+
+On CUDA operands under one scale go to torch's grouped product, blocks to this project's kernels, which have not run
+on a GPU yet. Elsewhere dequantised operands are multiplied in float32, as in ``automoe.quantise.products``.
+Shapes: R rows sorted by expert, E experts, N output and K input features.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.quantise.grouped import QuantisedGroupedProducts
+from automoe.quantise.formats import SIDE, WHOLE, Quantised, dequantise, transposed
 from automoe.quantise.scaling import Scaling
 
 
@@ -37,3 +43,128 @@ class QuantisedExperts(nn.Module):
         return grouped_mm_experts(
             x, gather_idx, offsets, probs, *weights, activation, up_products=self.up, down_products=self.down
         )
+
+
+class QuantisedGroupedProducts(nn.Module):
+    """The three products of one weight [E, N, K] of all experts, each operand quantised.
+
+    Rows past the last offset belong to nobody and may hold anything: they are zeros before a scale sees them.
+    """
+
+    def __init__(self, scaling: Scaling) -> None:
+        super().__init__()
+        self.scaling = scaling
+
+    def out(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """x [R, K] -> [R, N]."""
+        rows = self.scaling.activation(_owned(x, offsets))
+        return grouped_product(rows, self.scaling.weight(weight), offsets, x.dtype)
+
+    def grad_rows(self, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """grad [R, N] -> [R, K]."""
+        rows = self.scaling.gradient(_owned(grad, offsets))
+        return grouped_product(rows, transposed(self.scaling.weight(weight)), offsets, grad.dtype)
+
+    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """grad [R, N], x [R, K] -> [E, N, K], in the dtype of x."""
+        place, ends, size = whole_tiles(offsets, x.shape[0])
+        grad, x = (
+            _spread_rows(_owned(grad, offsets), place, size),
+            _spread_rows(_owned(x, offsets), place, size),
+        )
+        scaling = self.scaling
+        columns = scaling.gradient_transposed(grad, scaling.gradient(grad))
+        return grouped_weight_product(columns, transposed(scaling.activation(x)), ends, x.dtype)
+
+
+def whole_tiles(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where rows lie if every expert has whole tiles of 128 rows and at least one. Nothing waits for the host.
+
+    A tile has the rows of one expert then, and no expert is empty, for which kernels need not write zeros.
+
+    Args:
+        offsets: [E] int32, end of each expert's rows among ``num_rows``.
+
+    Returns:
+        [R] int64 place of each row, the last place for those past the last offset; [E] int32 end of each
+        expert's places; the number of places, the most that these counts can need, and one.
+    """
+    num_experts, ends = offsets.numel(), offsets.long()
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    new_ends = ((counts + SIDE - 1) // SIDE).clamp_min(1).mul(SIDE).cumsum(0)
+    size = (-(-num_rows // SIDE) + num_experts + 1) * SIDE
+    row = torch.arange(num_rows, device=offsets.device)
+    expert = torch.searchsorted(ends, row, right=True)
+    from_end = (new_ends - ((counts + SIDE - 1) // SIDE).clamp_min(1) * SIDE) - (ends - counts)
+    place = row + from_end[expert.clamp_max(num_experts - 1)]
+    return torch.where(expert < num_experts, place, size - 1), new_ends.int(), size
+
+
+def _spread_rows(rows: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
+    return rows.new_zeros(size, rows.shape[1]).index_copy_(0, place, rows)
+
+
+def _owned(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    past = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
+    return rows.masked_fill(past.unsqueeze(1), 0)
+
+
+def grouped_product(a: Quantised, b: Quantised, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a [R, K] @ b[e] [E, N, K].T, each row by its expert's -> [R, N]; rows past the last offset may hold anything.
+
+    Args:
+        a: in lines, or under one scale.
+        b: in blocks, or under one scale an expert.
+        offsets: [E] int32, end of each expert's rows.
+    """
+    if not a.codes.is_cuda:
+        return F.grouped_mm(dequantise(a), dequantise(b).transpose(-2, -1), offs=offsets).to(dtype)
+    if a.tile != WHOLE:
+        from automoe.moe.kernels.scaled import block_scaled_rows
+
+        return block_scaled_rows(a.codes, a.scales, b.codes, b.scales, offsets, dtype)
+    return _scaled_grouped_mm(
+        a.codes,
+        b.codes.transpose(-2, -1),
+        a.scales.view(1).expand(a.codes.shape[0]),
+        b.scales.view(-1, 1).expand(b.codes.shape[:2]),
+        offsets,
+        dtype,
+    )
+
+
+def grouped_weight_product(
+    a: Quantised, b: Quantised, offsets: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """a [M, R] @ b [N, R].T over each expert's columns -> [E, M, N].
+
+    Args:
+        a, b: in lines, or under one scale.
+        offsets: [E] int32, end of each expert's columns, where lines end; no expert is empty.
+    """
+    if not a.codes.is_cuda:
+        return F.grouped_mm(dequantise(a), dequantise(b).T, offs=offsets).to(dtype)
+    if a.tile != WHOLE:
+        from automoe.moe.kernels.scaled import block_scaled_weights
+
+        return block_scaled_weights(a.codes, a.scales, b.codes, b.scales, offsets, dtype)
+    experts = offsets.numel()
+    scale_a, scale_b = (q.scales.view(1).expand(experts * q.codes.shape[0]) for q in (a, b))
+    return _scaled_grouped_mm(a.codes, b.codes.T, scale_a, scale_b, offsets, dtype)
+
+
+def _scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One scale a row, all of a matrix alike: the one kind that torch's kernel for Hopper knows. Its result is bf16."""
+    by_row = F.ScalingType.RowWise
+    scale_a, scale_b = (s.clone(memory_format=torch.contiguous_format) for s in (scale_a, scale_b))
+    out = F.scaled_grouped_mm(
+        a, b, scale_a, by_row, scale_b, by_row, offs=offsets, output_dtype=torch.bfloat16
+    )
+    return out.to(dtype)

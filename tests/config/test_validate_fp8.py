@@ -33,7 +33,7 @@ MODEL = ModelConfig(
 MODES = ("tensorwise", "delayed", "blockwise")
 
 
-def check(mode: str, device: str = "cpu", mesh: dict[str, int] | None = None, **changes: object) -> None:
+def check(mode: str, mesh: dict[str, int] | None = None, **changes: object) -> None:
     train = TrainConfig(fp8=mode, dtype=changes.pop("dtype", "bfloat16"))  # type: ignore[arg-type]
     moe = MoEConfig(experts=changes.pop("experts", "grouped_mm"))  # type: ignore[arg-type]
     config = Config(
@@ -42,7 +42,7 @@ def check(mode: str, device: str = "cpu", mesh: dict[str, int] | None = None, **
         model=replace(MODEL, **changes),  # type: ignore[arg-type]
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
     )
-    check_fp8(config, resolve_mesh(config.mesh, None), device)
+    check_fp8(config, resolve_mesh(config.mesh, None))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,14 +104,6 @@ def test_what_has_no_8_bit_products(mode: str) -> None:
     with pytest.raises(ConfigError, match="rows of a multiple of 16 bytes: 520 % 16 = 8"):
         check(mode, hidden_size=520)
     check("off", dtype="float64", experts="loop", hidden_size=520)
-
-
-def test_blocks_of_experts_have_no_kernel_on_cuda() -> None:
-    with pytest.raises(ConfigError, match="no grouped product with block scales for Hopper.*fp8=tensorwise"):
-        check("blockwise", device="cuda")
-    check("blockwise", device="cuda", first_k_dense=MODEL.num_layers)
-    check("tensorwise", device="cuda")
-    check("delayed", device="cuda")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from automoe.model import rope_kernels
-from automoe.moe.kernels import experts, products
+from automoe.moe.kernels import experts, products, scaled
 
 HEIGHT = 128
 POINTERS = {
@@ -29,7 +29,11 @@ POINTERS = {
     **dict.fromkeys("tile_expert tile_row offsets".split(), "*i32"),
     **dict.fromkeys("alpha limit".split(), "fp32"),
 }
-SIZES = {"hidden", "width", "K", "M", "N", "stride_w_k", "stride_w_n"}  # multiples of 16 in every model
+# Of kernels with 8-bit operands, where a name means another type.
+SCALED = dict.fromkeys("a w b".split(), "*fp8e4nv") | dict.fromkeys(
+    "a_scales w_scales b_scales".split(), "*fp32"
+)
+SIZES = {"hidden", "width", "K", "M", "N", "R", "stride_w_k", "stride_w_n"}  # multiples of 16 in every model
 SIZES |= {prefix + "stride_" + axis for prefix in ("", "rope_", "k_", "v_") for axis in "bsn"}
 
 
@@ -52,6 +56,9 @@ def kernels():
         yield f"grad of weights, gathered={gathered}", products.grad_weights, constants, blocks
     constants = dict(PRECISION="tf32", BLOCK_H=experts._SUM_COLUMNS)
     yield "sum", products.sum_rows_of_token, constants, experts._Blocks(0, 0, 4, 1)
+    blocks = experts._Blocks(128, 128, scaled.WARPS, scaled.STAGES)
+    yield "8 bits, rows", scaled.rows_by_blocks, dict(PRECISION="tf32", BLOCK_M=HEIGHT), blocks
+    yield "8 bits, weights", scaled.weights_by_lines, dict(PRECISION="tf32"), blocks
     heads = experts._Blocks(0, 0, rope_kernels._NUM_WARPS, 1)
     shared = dict(HEADS=rope_kernels._HEADS)
     turn = shared | dict(DIM=192, START=128, HALF=32, BLOCK_HALF=32, BLOCK_KEPT=128, INTERPRETED=False)
@@ -67,7 +74,8 @@ def kernels():
 def compiled(kernel, constants, blocks) -> dict[str, object]:
     """Shared memory in bytes, registers and spilled bytes of a thread, and whether matrix units are used."""
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    types = POINTERS | (SCALED if "a_scales" in names else {})
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [
         (place,)
         for place, name in enumerate(names)

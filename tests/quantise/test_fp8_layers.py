@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automoe.errors import BackendError
 from automoe.model.linear import Linear
+from automoe.moe import quantised
 from automoe.moe.experts import loop_experts
-from automoe.moe.quantised import QuantisedExperts
+from automoe.moe.kernels.scaled import block_scaled_rows, block_scaled_weights
+from automoe.moe.quantised import QuantisedExperts, whole_tiles
 from automoe.quantise import products
 from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.formats import BLOCK, E4M3, E5M2, LINE, SIDE, WHOLE, Quantised, dequantise, quantise
-from automoe.quantise.grouped import whole_tiles
 from automoe.quantise.scaling import Blockwise, Delayed, Scaling, Tensorwise
 
 E4, E5 = 0.045, 0.070
@@ -267,6 +267,36 @@ def test_every_expert_has_whole_tiles_of_its_own(counts: list[int]) -> None:
     assert start < size
 
 
+# ---------------------------------------------------------------- kernels, interpreted
+
+
+def assert_equal_rows(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Row by row, since their sizes differ."""
+    assert ((got - expected).norm(dim=-1) <= 1e-5 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("summed, cols", [(192, 128), (40, 200)])
+def test_kernels_for_blocks_equal_the_emulation(counts: list[int], summed: int, cols: int) -> None:
+    offsets = torch.tensor(counts).cumsum(0).int()
+    # Rows, and blocks of weights, of very different size: a scale in the wrong place would show.
+    x = random(sum(counts) + 3, summed) * torch.logspace(-6, 6, sum(counts) + 3, base=2).unsqueeze(1)
+    weight = random(len(counts), cols, summed) * torch.logspace(-6, 6, summed, base=2)
+    a, b = quantise(x, E4M3, LINE), quantise(weight, E4M3, BLOCK)
+    got = block_scaled_rows(a.codes, a.scales, b.codes, b.scales, offsets, torch.float32)
+    expected = quantised.grouped_product(a, b, offsets, torch.float32)
+    assert_equal_rows(got[: sum(counts)], expected[: sum(counts)])
+
+    place, ends, size = whole_tiles(offsets, len(x))
+    grad = random(len(x), cols, seed=1).flip(0)
+    lines = [quantise(quantised._spread_rows(t, place, size).T, E4M3, LINE) for t in (grad, x)]
+    got = block_scaled_weights(
+        lines[0].codes, lines[0].scales, lines[1].codes, lines[1].scales, ends, torch.float32
+    )
+    expected = quantised.grouped_weight_product(*lines, ends, torch.float32)
+    assert_equal_rows(got, expected)
+
+
 # ---------------------------------------------------------------- what CUDA would be asked
 
 
@@ -292,22 +322,15 @@ def test_torch_takes_the_layouts_of_its_grouped_cuda_products(monkeypatch: pytes
 
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", first_version)
 
-    def fake(*shape: int, scales: tuple[int, ...] = (1, 1), tile: tuple[int, int] = WHOLE) -> Quantised:
+    def fake(*shape: int, scales: tuple[int, ...] = (1, 1)) -> Quantised:
         codes = torch.empty(shape, device="cuda", dtype=E4M3)
-        return Quantised(codes, torch.empty(scales, device="cuda"), tile)
+        return Quantised(codes, torch.empty(scales, device="cuda"), WHOLE)
 
     with FakeTensorMode():
         offsets = torch.empty(5, device="cuda", dtype=torch.int32)
-        rows = products.grouped_product(
+        rows = quantised.grouped_product(
             fake(300, 64), fake(5, 96, 64, scales=(5, 1, 1)), offsets, torch.float32
         )
-        weight = products.grouped_weight_product(fake(96, 768), fake(64, 768), offsets, torch.bfloat16)
-        with pytest.raises(BackendError, match="no grouped product with block scales.*fp8=tensorwise"):
-            products.grouped_product(
-                fake(300, 128, scales=(300, 1), tile=LINE),
-                fake(5, 128, 128, tile=BLOCK),
-                offsets,
-                torch.float32,
-            )
+        weight = quantised.grouped_weight_product(fake(96, 768), fake(64, 768), offsets, torch.bfloat16)
     assert (rows.shape, rows.dtype) == ((300, 96), torch.float32)
     assert (weight.shape, weight.dtype) == ((5, 96, 64), torch.bfloat16)

@@ -11,6 +11,7 @@ from fp8_cases import LINEARS, batches, config
 
 from automoe.config.schema import Config
 from automoe.errors import BackendError
+from automoe.moe import quantised
 from automoe.moe.quantised import QuantisedExperts
 from automoe.parallel import fp8
 from automoe.quantise import products
@@ -109,14 +110,14 @@ def what_is_quantised(settings: Config) -> tuple[list[str], int, int]:
     names: list[str] = []
     calls = {"scaled_product": 0, "grouped_product": 0, "grouped_weight_product": 0}
 
-    def counting(name: str):
-        real = getattr(products, name)
+    def counting(room, name: str):
+        real = getattr(room, name)
 
         def count(*args):
             calls[name] += 1
             return real(*args)
 
-        return mock.patch.object(products, name, count)
+        return mock.patch.object(room, name, count)
 
     def apply(model, *args, real=fp8.apply_fp8):
         real(model, *args)
@@ -124,7 +125,8 @@ def what_is_quantised(settings: Config) -> tuple[list[str], int, int]:
         names.extend(name for name, module in model.named_modules() if isinstance(module, kinds))
 
     with mock.patch("automoe.parallel.parallelize.apply_fp8", apply):
-        with counting("scaled_product"), counting("grouped_product"), counting("grouped_weight_product"):
+        grouped = counting(quantised, "grouped_product"), counting(quantised, "grouped_weight_product")
+        with counting(products, "scaled_product"), grouped[0], grouped[1]:
             run_trajectory(settings, batches, 1, keep_tensors=False)
     return names, calls["scaled_product"], calls["grouped_product"] + calls["grouped_weight_product"]
 
@@ -144,9 +146,9 @@ def test_router_embedding_head_and_norms_keep_their_precision(ranks: RankPool) -
 
 
 def test_a_gpu_without_these_products_is_named() -> None:
-    fp8._check_capability((9, 0))
+    fp8._check_gpu((9, 0), "blockwise")
     with pytest.raises(BackendError, match=r"this one has 8\.0\. Set train\.fp8=off"):
-        fp8._check_capability((8, 0))
+        fp8._check_gpu((8, 0), "tensorwise")
 
 
 # ---------------------------------------------------------------- learning
