@@ -47,7 +47,7 @@ def test_quick_run_compares_every_contender_and_says_where_its_time_goes(tmp_pat
         for contenders in model["routings"].values():
             assert contenders.keys() == HERE_TOO
             for name, facts in contenders.items():
-                assert facts["tokens_per_second"] > 0 and len(facts["step_seconds_all"]) == 2
+                assert facts["tokens_per_second"] > 0 and len(facts["step_seconds_all"]) == 1
                 assert facts["mfu"] < facts["mfu_full_attention"]
                 parts = facts["parts"]
                 spent = {part: sum(parts[way][part] for way in parts) for part in parts["forward"]}
@@ -81,6 +81,7 @@ def test_a_slice_is_the_largest_that_fits(monkeypatch: pytest.MonkeyPatch, memor
         assert one_more.slice_for(0)[1] > 0.9 * memory, title
 
 
+@pytest.mark.exhaustive
 def test_without_a_gpu_the_full_run_says_what_it_needs(tmp_path: Path) -> None:
     done = run_script(tmp_path / "result.json")
     assert done.returncode == 1 and "needs a CUDA device" in done.stderr

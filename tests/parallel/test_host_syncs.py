@@ -77,12 +77,12 @@ def one_gpu(model: str, moe: dict[str, Any] | None = None, **parts: Any) -> Conf
 CASES = {
     "dsv3": one_gpu("small_dsv3"),
     "triton": one_gpu("small_dsv3", {"experts": "triton"}),
+}
+MORE_CASES = {
     "padded": one_gpu(
         "small_dsv3", {"capacity_factor": 1.0, "pad_to_capacity": True}, data={"document_mask": False}
     ),
     "dense": one_gpu("small_llama"),
-}
-MORE_CASES = {
     "recomputed": one_gpu("small_dsv3", {"router_jitter": 0.1}, parallel={"recompute": "full"}),
     "qwen3": one_gpu("small_qwen3_moe", {"gate": "zipf"}),
     "gpt_oss": one_gpu("small_gpt_oss"),
