@@ -16,6 +16,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF = (torch.bfloat16, torch.float16)
@@ -35,6 +36,17 @@ def cudnn_is_first() -> bool:
         return False
     version = torch.backends.cudnn.version()
     return version is not None and version >= _MIN_CUDNN
+
+
+def settle_torchs_order() -> None:
+    """Let torch set up its own order of kernels, which it does at its first choice on CUDA and only then.
+
+    Were that choice within ours, leaving ours would restore an order without cuDNN for whoever else computes
+    attention in this process. Nothing happens where CUDA is not in use.
+    """
+    if torch.cuda.is_initialized():
+        probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
+        F.scaled_dot_product_attention(probe, probe, probe)
 
 
 def cuda_order(query_dim: int, value_dim: int, cudnn_first: bool) -> list[SDPBackend]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from device_models import relative
@@ -29,3 +32,23 @@ def test_every_kernel_equals_the_float64_scores(device: torch.device, dims: tupl
     for name in KERNELS[device.type]:
         for part, got, exact in zip(("out", *heads), run(name, dict(device=device)), expected, strict=True):
             assert relative(got, exact) < TOLERANCE[dtype], (name, part)
+
+
+@pytest.mark.gpu
+def test_others_keep_the_order_that_torch_has_by_itself() -> None:
+    """In processes of their own: torch sets it up once."""
+    code = """
+import sys, torch, torch.nn.functional as F
+from torch.nn.attention import _cur_sdpa_kernel_backends
+from automoe.model.attention import attention_fn
+x = torch.zeros(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+if sys.argv[1] == "ours first":
+    attention_fn("sdpa")(x, x, x, None, 0.1)
+F.scaled_dot_product_attention(x, x, x)
+print([backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)])
+"""
+    alone, beside = (
+        subprocess.run([sys.executable, "-c", code, which], capture_output=True, text=True, check=True).stdout
+        for which in ("alone", "ours first")
+    )
+    assert alone == beside != ""

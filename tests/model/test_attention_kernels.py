@@ -116,6 +116,21 @@ def test_where_cudnn_goes_first(
     assert cudnn_is_first() == first
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_torch_sets_up_its_own_order_before_ours(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, calls, empty = _cur_sdpa_kernel_backends(with_priority=True), [], torch.empty
+
+    def choose(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        calls.append(_cur_sdpa_kernel_backends(with_priority=True))
+        return q
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", choose)
+    attention_fn("flash")
+    assert calls == [before] * in_use
+
+
 def test_a_model_gets_the_kernel_of_its_configuration() -> None:
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1, intermediate_size=16)
