@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.proxy import make_proxy
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.config.validate_compile import check_compile
 from automoe.config.validate_fp8 import check_fp8
 from automoe.errors import ConfigError
+from automoe.verify import passes
 
 MLA = AttentionConfig(
     kind="mla",
@@ -111,3 +113,13 @@ def test_these_products_are_not_compiled(mode: str) -> None:
     config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(fp8=mode, compile=True))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"the products of train.fp8={mode}"):
         check_compile(config, resolve_mesh(config.mesh, None))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verify_proves_the_mesh_without_8_bits_and_runs_what_fits_with(mode: str) -> None:
+    config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(fp8=mode, dtype="bfloat16"))  # type: ignore[arg-type]
+    exact, own = passes(config)
+    assert (exact.train.fp8, own.train.fp8) == ("off", mode)
+    proxy, shape = make_proxy(config, resolve_mesh(config.mesh, None), num_token_ids=264)
+    check_fp8(proxy, shape)
+    assert proxy.train.fp8 == ("off" if mode == "blockwise" else mode)

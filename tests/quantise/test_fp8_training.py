@@ -7,16 +7,22 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fp8_cases import LINEARS, batches, config
 
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import BackendError
+from automoe.mesh import build_meshes
+from automoe.model.linear import Linear
 from automoe.moe import quantised
+from automoe.moe.experts import GroupedExperts
 from automoe.moe.quantised import QuantisedExperts
 from automoe.parallel import fp8
+from automoe.parallel.parallelize import build_parts, materialize
 from automoe.quantise import products
 from automoe.quantise.dense import QuantisedProduct
-from automoe.quantise.scaling import GRAD, Delayed, W, X
+from automoe.quantise.scaling import GRAD, Delayed, Scaling, W, X
 from automoe.testing.compare import Comparison, compare_trajectories
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
@@ -188,3 +194,34 @@ def test_recomputed_layers_quantise_as_they_did(ranks: RankPool) -> None:
     assert got.losses == expected.losses
     for name, parameter in expected.parameters.items():
         assert torch.equal(got.parameters[name], parameter), name
+
+
+def scales_of_weights(settings: Config) -> dict[str, torch.Tensor]:
+    """The scale of each weight as this rank quantises it, with one number of the last rank's part far larger."""
+    shape = resolve_mesh(settings.mesh, None)
+    meshes = build_meshes(shape, torch.device("cpu"))
+    parts = build_parts(settings, meshes)
+    materialize(parts, settings, torch.device("cpu"))
+    scales = {}
+    for name, module in parts[0].named_modules():
+        weights: dict[str, tuple[torch.nn.Parameter, Scaling]] = {}
+        if isinstance(module, Linear) and isinstance(module.product, QuantisedProduct):
+            weights[name] = (module.weight, module.product.scaling)
+        elif isinstance(module, GroupedExperts):
+            weights[f"{name}.up"] = (module.w_gate_up, module.backend.up.scaling)
+            weights[f"{name}.down"] = (module.w_down, module.backend.down.scaling)
+        for each, (weight, scaling) in weights.items():
+            local = weight.to_local().detach()
+            if dist.get_rank() == dist.get_world_size() - 1 and "kv_a" not in each and "q_a" not in each:
+                local.flatten()[-1] = 1000.0
+            scales[each] = scaling.weight(local.flatten(1, -2) if local.dim() == 4 else local).scales
+    return scales
+
+
+def test_ranks_that_share_a_weight_agree_on_its_scale(ranks: RankPool) -> None:
+    first, last = ranks.run(scales_of_weights, 2, config("tensorwise", MESHES["tp2 x etp2"]))
+    assert len(first) == LINEARS + 2
+    for name, scales in first.items():
+        assert torch.equal(scales, last[name]), name
+        small = ("kv_a" in name) or ("q_a" in name)
+        assert float(scales.max()) == 4.0 or small, name  # 1000 / 448, up to a power of two
