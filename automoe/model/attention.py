@@ -14,7 +14,7 @@ from torch import nn
 
 from automoe.config.layer_kinds import window_of
 from automoe.config.schema import ModelConfig
-from automoe.model.attention_kernels import HALF, cudnn_is_first, only_kernels, settle_torchs_order
+from automoe.model.attention_kernels import HALF, only_kernels, prepare
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope, rotary_cos_sin, rotary_dim, softmax_scale
@@ -256,9 +256,12 @@ class LatentAttention(nn.Module):
 
 
 def attention_fn(kernel: str) -> AttentionFn:
-    """``attend`` with the kernel that ``kernels.attention`` names, on the device that this process has."""
-    settle_torchs_order()
-    return partial(attend, kernel=kernel, cudnn_first=cudnn_is_first())
+    """``attend`` with the kernel that ``kernels.attention`` names, on the device that this process has.
+
+    Raises:
+        BackendError: see ``automoe.model.attention_kernels.prepare``.
+    """
+    return partial(attend, kernel=kernel, cudnn_first=prepare(kernel))
 
 
 def build_attention(config: ModelConfig, layer: int) -> nn.Module:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from automoe.errors import BackendError
+
 HALF = (torch.bfloat16, torch.float16)
 FORCED = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -30,6 +32,18 @@ _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 _MIN_CUDNN = 91501
 
 
+def prepare(kernel: str) -> bool:
+    """Make this process ready for ``kernel``, and say whether cuDNN goes before flash in it.
+
+    Raises:
+        BackendError: cuDNN is to be forced, and this machine's is wrong.
+    """
+    if kernel == "cudnn":
+        _check_cudnn()
+    _settle_torchs_order()
+    return cudnn_is_first()
+
+
 def cudnn_is_first() -> bool:
     """Whether cuDNN's attention goes before flash here: Hopper or datacenter Blackwell, cuDNN 9.15.1 or later."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
@@ -38,7 +52,16 @@ def cudnn_is_first() -> bool:
     return version is not None and version >= _MIN_CUDNN
 
 
-def settle_torchs_order() -> None:
+def _check_cudnn() -> None:
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
+    if version is None or version < _MIN_CUDNN:
+        raise BackendError(
+            f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong where the length of a row is not a "
+            f"multiple of 128; {_MIN_CUDNN} or later is not. Set kernels.attention=sdpa"
+        )
+
+
+def _settle_torchs_order() -> None:
     """Let torch set up its own order of kernels, which it does at its first choice on CUDA and only then.
 
     Were that choice within ours, leaving ours would restore an order without cuDNN for whoever else computes

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automoe.config.schema import KernelsConfig, ModelConfig, MoEConfig
+from automoe.errors import BackendError
 from automoe.model import attention_kernels
 from automoe.model.attention import attend, attention_fn
 from automoe.model.attention_kernels import cuda_order, cudnn_is_first, only_kernels
@@ -114,6 +115,13 @@ def test_where_cudnn_goes_first(
     monkeypatch.setattr(attention_kernels.torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(attention_kernels.torch.backends.cudnn, "version", lambda: version)
     assert cudnn_is_first() == first
+    if version is None or version == 91500:
+        with pytest.raises(
+            BackendError, match=f"cuDNN {version}, .* multiple of 128; .*kernels.attention=sdpa"
+        ):
+            attention_fn("cudnn")
+    else:
+        attention_fn("cudnn")
 
 
 @pytest.mark.parametrize("in_use", [False, True])
