@@ -116,12 +116,13 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 
 def _foreign(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key=value, package, remedy) of every optional package that ``config`` computes with."""
+    experts = config.moe.experts if config.model.first_k_dense < config.model.num_layers else "none"
     chosen = (
         ("kernels.attention", config.kernels.attention, "sdpa"),
         ("kernels.norm", config.kernels.norm, "torch"),
-        ("moe.experts", config.moe.experts, "grouped_mm"),
+        ("moe.experts", experts, "grouped_mm"),
     )
-    if config.moe.experts == "quack":
+    if experts == "quack":
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in chosen:
         if value == "te":

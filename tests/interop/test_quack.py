@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +221,8 @@ def test_absence_is_told_before_ranks_start(tmp_path: Path, monkeypatch: pytest.
         BackendError, match="moe.experts=quack: the package quack is not .*moe.experts=grouped_mm"
     ):
         check_backends(chosen, shape, "cuda")
+    dense = replace(chosen, model=replace(chosen.model, first_k_dense=chosen.model.num_layers))
+    check_backends(dense, shape, "cuda")  # computes no experts
     (tmp_path / "quack").mkdir()
     (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no CUDA driver')")
     monkeypatch.syspath_prepend(tmp_path)
