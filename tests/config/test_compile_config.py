@@ -16,6 +16,7 @@ from automoe.errors import ConfigError
         (dict(parallel=ParallelConfig(context="ring")), "parallel.context=ring"),
         (dict(kernels=KernelsConfig(attention="te")), "kernels.attention=te"),
         (dict(kernels=KernelsConfig(norm="te")), "kernels.norm=te"),
+        (dict(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton"),
         (dict(parallel=ParallelConfig(recompute=["moe", "layernorm"])), "parallel.recompute=[layernorm]"),
         (dict(parallel=ParallelConfig(recompute="mla_up_proj")), "parallel.recompute=[mla_up_proj]"),
         (dict(parallel=ParallelConfig(recompute=["core_attn"])), "with mesh.tp=2"),
