@@ -46,7 +46,7 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
     if mode == "off":
         return
     if meshes.default.device_type == "cuda":
-        _check_gpu(torch.cuda.get_device_capability(), mode)
+        _check_gpu(torch.cuda.get_device_capability())
     tp, etp = meshes.group("tp"), meshes.group("etp")
     for linear in list(_linears(model)):
         # Cut by tp, or whole and used in part.
@@ -82,17 +82,17 @@ def _max_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor
     return largest
 
 
-def _check_gpu(capability: tuple[int, int], mode: str) -> None:
+def _check_gpu(capability: tuple[int, int]) -> None:
     if capability != (9, 0):
         found = ".".join(map(str, capability))
         raise BackendError(
             f"train.fp8 needs a Hopper GPU (compute capability 9.0), whose 8-bit products it was written for, and this "
             f"one has {found}. Set train.fp8=off"
         )
-    if mode == "blockwise" and importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None:
         raise BackendError(
-            "train.fp8=blockwise multiplies experts with Triton's kernels, and the package triton is missing. Install "
-            "it, or set train.fp8=tensorwise"
+            "train.fp8 quantises with Triton's kernels on CUDA, and the package triton is missing. Install it, or set "
+            "train.fp8=off"
         )
 
 

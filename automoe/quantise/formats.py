@@ -41,11 +41,13 @@ class Quantised:
 
 def largest_of_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """[..., R, C] -> [..., tiles down, tiles across] largest magnitude, float32; zero where there is none."""
-    x = x.detach().to(torch.float32)
+    x = x.detach()
     if tile == WHOLE:
         if x.numel() == 0:
-            return x.new_zeros(*x.shape[:-2], 1, 1)
-        return x.abs().amax(dim=(-2, -1), keepdim=True)
+            return x.new_zeros(*x.shape[:-2], 1, 1, dtype=torch.float32)
+        low, high = x.flatten(-2).aminmax(dim=-1)  # one pass, and no copy
+        return torch.maximum(high, -low).to(torch.float32).unsqueeze(-1).unsqueeze(-1)
+    x = x.to(torch.float32)
     rows, cols = x.shape[-2:]
     down, across = -(-rows // tile[0]), -(-cols // tile[1])
     padded = F.pad(x, (0, across * tile[1] - cols, 0, down * tile[0] - rows))
@@ -69,6 +71,8 @@ def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tupl
     An infinite number does not, but becomes NaN, so that the step that made it is still seen to have failed.
     Codes are laid out by rows, however ``x`` is.
     """
+    if x.is_cuda:
+        return _in_one_pass(x, scales, dtype, tile)
     numbers = x.detach().to(torch.float32) / _spread(scales, tile, x.shape)
     limit = LARGEST[dtype]
     numbers = numbers.clamp(-limit, limit).masked_fill(numbers.isinf(), torch.nan)
@@ -77,6 +81,8 @@ def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tupl
 
 def quantise(x: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantised:
     """``x`` [..., R, C] with the scales that its own tiles ask for."""
+    if x.is_cuda and tile != WHOLE:
+        return _in_one_pass(x, None, dtype, tile)
     return encode(x, scales_for(largest_of_tiles(x, tile), dtype), dtype, tile)
 
 
@@ -95,6 +101,22 @@ def transposed(q: Quantised) -> Quantised:
         return quantise(dequantise(q).transpose(-2, -1), q.codes.dtype, LINE)
     codes, scales = q.codes.transpose(-2, -1).contiguous(), q.scales.transpose(-2, -1).contiguous()
     return Quantised(codes, scales, q.tile)
+
+
+def _in_one_pass(
+    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]
+) -> Quantised:
+    from automoe.quantise.kernels import encode_in_one_pass
+
+    if tile == WHOLE:  # the kernel knows blocks, all of which have this scale then
+        assert scales is not None
+        grid = (-(-x.shape[-2] // SIDE), -(-x.shape[-1] // SIDE))
+        codes, _ = encode_in_one_pass(
+            x, scales.expand(*scales.shape[:-2], *grid), dtype, LARGEST[dtype], SIDE
+        )
+        return Quantised(codes, scales, tile)
+    codes, scales = encode_in_one_pass(x, scales, dtype, LARGEST[dtype], tile[0])
+    return Quantised(codes, scales, tile)
 
 
 def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:

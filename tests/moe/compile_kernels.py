@@ -11,12 +11,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from automoe.model import rope_kernels
 from automoe.moe.kernels import experts, products, scaled
+from automoe.quantise import kernels as encoding
 
 HEIGHT = 128
 POINTERS = {
@@ -27,13 +29,25 @@ POINTERS = {
     **dict.fromkeys("probs grad_probs cos sin".split(), "*fp32"),
     **dict.fromkeys("gather_idx order first".split(), "*i64"),
     **dict.fromkeys("tile_expert tile_row offsets".split(), "*i32"),
-    **dict.fromkeys("alpha limit".split(), "fp32"),
+    **dict.fromkeys("alpha limit largest".split(), "fp32"),
+    **dict(scales="*fp32", codes="*u8"),
 }
 # Of kernels with 8-bit operands, where a name means another type.
 SCALED = dict.fromkeys("a w b".split(), "*fp8e4nv") | dict.fromkeys(
     "a_scales w_scales b_scales".split(), "*fp32"
 )
-SIZES = {"hidden", "width", "K", "M", "N", "R", "stride_w_k", "stride_w_n"}  # multiples of 16 in every model
+SIZES = {
+    "hidden",
+    "width",
+    "K",
+    "M",
+    "N",
+    "R",
+    "num_cols",
+    "stride_row",
+    "stride_w_k",
+    "stride_w_n",
+}  # multiples of 16 in every model
 SIZES |= {prefix + "stride_" + axis for prefix in ("", "rope_", "k_", "v_") for axis in "bsn"}
 
 
@@ -56,6 +70,9 @@ def kernels():
         yield f"grad of weights, gathered={gathered}", products.grad_weights, constants, blocks
     constants = dict(PRECISION="tf32", BLOCK_H=experts._SUM_COLUMNS)
     yield "sum", products.sum_rows_of_token, constants, experts._Blocks(0, 0, 4, 1)
+    for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):
+        constants = dict(FIND=True, BLOCK=block, HEIGHT=height) | encoding.FORMATS[torch.float8_e4m3fn]
+        yield f"quantise {kind}", encoding.encode_tiles, constants, experts._Blocks(0, 0, encoding.WARPS, 1)
     blocks = experts._Blocks(128, 128, scaled.WARPS, scaled.STAGES)
     yield "8 bits, rows", scaled.rows_by_blocks, dict(PRECISION="tf32", BLOCK_M=HEIGHT), blocks
     yield "8 bits, weights", scaled.weights_by_lines, dict(PRECISION="tf32"), blocks

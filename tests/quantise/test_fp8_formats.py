@@ -23,6 +23,7 @@ from automoe.quantise.formats import (
     scales_for,
     transposed,
 )
+from automoe.quantise.kernels import encode_in_one_pass
 
 TILES = pytest.mark.parametrize("tile", [WHOLE, LINE, BLOCK], ids=["whole", "line", "block"])
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # of a number: three and two bits of mantissa
@@ -107,3 +108,33 @@ def test_nothing_is_quantised_to_nothing(tile: tuple[int, int], shape: tuple[int
         shape[-1],
         shape[-2],
     )
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (3, 130, 128), (1, 5), (0, 128)])
+@pytest.mark.parametrize("tile", [LINE, BLOCK], ids=["line", "block"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_the_kernel_quantises_to_the_same_numbers(
+    shape: tuple[int, ...], tile: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = numbers(*shape) * (8 * numbers(1, *shape)[0]).exp2()  # many below the range of their tile
+    x[..., :1, :1] = 0
+    for turned in (x, x.bfloat16(), x.transpose(-2, -1)):
+        expected = quantise(turned, dtype, tile)
+        codes, scales = encode_in_one_pass(turned, None, dtype, LARGEST[dtype], tile[0])
+        assert torch.equal(scales, expected.scales) and torch.equal(codes.float(), expected.codes.float())
+        assert codes.is_contiguous()
+        given = 2 * expected.scales
+        given[..., :1, :1] /= 64  # out of range
+        codes, _ = encode_in_one_pass(turned, given, dtype, LARGEST[dtype], tile[0])
+        assert torch.equal(codes.float(), encode(turned, given, dtype, tile).codes.float())
+
+
+@pytest.mark.parametrize("tile", [LINE, BLOCK], ids=["line", "block"])
+def test_the_kernel_hides_nothing_that_is_not_finite(tile: tuple[int, int]) -> None:
+    for bad in (math.inf, -math.inf, math.nan):
+        x = numbers(130, 130)
+        x[129, 129] = bad
+        codes, scales = encode_in_one_pass(x, None, E4M3, LARGEST[E4M3], tile[0])
+        expected = quantise(x, E4M3, tile)
+        assert torch.equal(scales.isnan(), expected.scales.isnan()) and scales.isnan().sum() == 1
+        assert torch.equal(codes.float().isnan(), expected.codes.float().isnan())

@@ -306,10 +306,13 @@ def test_torch_takes_the_layouts_of_its_cuda_products(
     rows: int, cols: int, summed: int, tiles: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     """Torch's own shape and stride rules for CUDA, which its fake tensors check; no kernel runs here."""
-    with FakeTensorMode():
-        a = quantise(torch.empty(rows, summed, device="cuda"), E4M3, tiles[0])
-        b = quantise(torch.empty(cols, summed, device="cuda"), E4M3, tiles[1])
-        out = products.scaled_product(a, b, torch.bfloat16)
+
+    def fake(size: int, tile: tuple[int, int]) -> Quantised:
+        on_cpu = quantise(torch.ones(size, summed), E4M3, tile)
+        return Quantised(*(torch.empty_like(t, device="cuda") for t in (on_cpu.codes, on_cpu.scales)), tile)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = products.scaled_product(fake(rows, tiles[0]), fake(cols, tiles[1]), torch.bfloat16)
     assert out.shape == (rows, cols) and out.dtype == torch.bfloat16 and out.is_cuda
 
 

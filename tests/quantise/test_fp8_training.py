@@ -152,9 +152,9 @@ def test_router_embedding_head_and_norms_keep_their_precision(ranks: RankPool) -
 
 
 def test_a_gpu_without_these_products_is_named() -> None:
-    fp8._check_gpu((9, 0), "blockwise")
+    fp8._check_gpu((9, 0))
     with pytest.raises(BackendError, match=r"this one has 8\.0\. Set train\.fp8=off"):
-        fp8._check_gpu((8, 0), "tensorwise")
+        fp8._check_gpu((8, 0))
 
 
 # ---------------------------------------------------------------- learning
