@@ -201,6 +201,7 @@ def passes(config: Config) -> list[Config]:
     exact = replace(
         config,
         train=replace(config.train, dtype="float64", fp8="off"),
+        optim=replace(config.optim, master_weights="float32"),
         moe=replace(config.moe, experts="loop"),
     )
     return [exact] if config.train.dtype == "float64" else [exact, config]

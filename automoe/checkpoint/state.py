@@ -9,6 +9,7 @@ import torch
 
 from automoe.data.loader import Loader
 from automoe.model.decoder import Decoder
+from automoe.optim.stochastic import first_state
 
 
 @dataclass
@@ -24,7 +25,7 @@ class TrainState:
     """
 
     parts: dict[int, Decoder]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: Loader
     step: int = 0
     tokens: int = 0
@@ -47,10 +48,7 @@ class TrainState:
             for name, parameter in part.named_parameters():
                 state = self.optimizer.state[parameter]
                 if not state:
-                    # A fused AdamW counts its steps beside the parameter, on the parameter's device.
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state.update(first_state(parameter))
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     tensors[f"optimizer.{key}.{name}"] = state[key]
         return tensors

@@ -191,7 +191,7 @@ class TrainConfig:
     global_batch_size: int = 16  # rows per optimizer step over all ranks
     micro_batch_size: int = 2  # rows per forward on one data-parallel rank
     seed: int = 0
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: fp32 master weights
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: see optim.master_weights
     # Products of attention, FFNs and experts in 8 bits, and what has a scale (docs/fp8.md): a matrix by its own
     # largest number, by that of the steps before, or blocks of it.
     fp8: Literal["off", "tensorwise", "delayed", "blockwise"] = "off"
@@ -216,6 +216,9 @@ class OptimConfig:
     warmup_steps: int = 20
     decay_steps: int = 50  # wsd: length of the final linear decay
     min_lr_ratio: float = 0.1
+    # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those are kept in
+    # bfloat16 alone, and an update is rounded up or down by chance
+    master_weights: Literal["float32", "stochastic"] = "float32"
 
 
 @dataclass

@@ -20,6 +20,7 @@ from automoe.config.validate_kernels import check_kernels
 from automoe.config.validate_layers import check_layers
 from automoe.config.validate_moe import check_moe
 from automoe.config.validate_numbers import check_numbers
+from automoe.config.validate_optim import check_optimizer
 from automoe.errors import ConfigError
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -53,7 +54,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     check_recompute(config)
     check_kernels(config, shape, device)
     check_compile(config, shape)
-    _check_optimizer(config)
+    check_optimizer(config)
     _check_data(config)
     check_checkpoint(config)
     parse_profile_steps(config.observe.profile_steps)
@@ -378,19 +379,6 @@ def _check_backend(config: Config, shape: MeshShape, device: str) -> None:
                 f"{backend} needs rows of a multiple of 16 bytes: {width} * {size} bytes = {width * size}",
                 "moe.experts=loop",
             )
-
-
-def _check_optimizer(config: Config) -> None:
-    optim = config.optim
-    for i, beta in enumerate(optim.betas):
-        if not 0 <= beta < 1:
-            raise ConfigError(
-                "optim.betas", list(optim.betas), f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
-            )
-    if not optim.min_lr_ratio <= 1:
-        raise ConfigError(
-            "optim.min_lr_ratio", optim.min_lr_ratio, "a share of optim.lr, at most 1", "Set 0.1"
-        )
 
 
 def _check_data(config: Config) -> None:

@@ -26,7 +26,8 @@ from automoe.cost.batch import BatchPlan
 from automoe.cost.inflight import peak_in_flight
 from automoe.cost.params import Param, embedding_params, head_params, layer_params
 
-# bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients)
+# bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients);
+# weights without a wider copy (optim.master_weights=stochastic) are stored as they are gathered
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
 ACTIVE_STAGES = 3  # torch's interleaved schedules gather this many of a rank's stages at once
@@ -121,19 +122,22 @@ def _plan_rank(
     config: Config, mesh: MeshShape, batch: BatchPlan, layers: list[range], stages: list[int], pp_rank: int
 ) -> RankMemory:
     model, parallel = config.model, config.parallel
-    stored, compute, reduced = DTYPE_BYTES[config.train.dtype]
+    wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
+    narrow = config.optim.master_weights == "stochastic"
     held = [stage_params(model, layers, stage) for stage in stages]
     params = [param for stage in held for param in stage]
     local = sum(local_numel(param, mesh) for param in params)
+    stored = sum(
+        local_numel(param, mesh) * (compute if narrow and param.part != "router" else wide)
+        for param in params
+    )
     whole = sum(gathered_numel(param, mesh) for param in params)
     few = UNITS_RESIDENT * _largest_unit(params, mesh)
     # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
     # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
     keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
     deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
-    per_stage = sorted(
-        sum(_gathered_bytes(param, mesh, compute, stored) for param in stage) for stage in held
-    )
+    per_stage = sorted(sum(_gathered_bytes(param, mesh, compute, wide) for param in stage) for stage in held)
     gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), compute * few)
     load = TokenLoad.of(config, mesh, batch)
     kernels = kernels_of(config)
@@ -155,9 +159,9 @@ def _plan_rank(
         pp_rank=pp_rank,
         layers=[layer for stage in stages for layer in layers[stage]],
         params=sum(param.numel for param in params),
-        weights=stored * local,
-        moments=2 * stored * local,
-        gradients=stored * local,
+        weights=stored,
+        moments=2 * wide * local,
+        gradients=stored,
         gathered_weights=gathered,
         unsharded_gradients=reduced * (whole if deferred else min(whole, few)),
         activations=activations,

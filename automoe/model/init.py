@@ -6,6 +6,8 @@ start from the same numbers (``automoe.counter_random`` over the element's globa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,6 +31,17 @@ def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]
 @torch.no_grad()
 def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> None:
     """Fill this rank's part of ``parameter`` (a tensor or a DTensor) with normal(0, std)."""
+    local, _ = _local_part(parameter)
+    for block, index in indexed_blocks(parameter):
+        local[block] = (normal_at(index, name, seed) * std).to(local.dtype)
+
+
+def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """This rank's part of ``parameter`` (a tensor or a DTensor), some rows of its first dim at a time.
+
+    Yields:
+        The rows, and the index in the whole parameter, laid out row by row, of each of their elements (int64).
+    """
     local, offset = _local_part(parameter)
     if local.numel() == 0:
         return
@@ -45,8 +58,7 @@ def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> N
     for start in range(0, local.shape[0], rows_at_once):
         stop = min(start + rows_at_once, local.shape[0])
         first = torch.arange(offset[0] + start, offset[0] + stop, device=local.device) * strides[0]
-        index = first.view(-1, *[1] * (local.dim() - 1)) + within
-        local[start:stop] = (normal_at(index, name, seed) * std).to(local.dtype)
+        yield slice(start, stop), first.view(-1, *[1] * (local.dim() - 1)) + within
 
 
 @torch.no_grad()

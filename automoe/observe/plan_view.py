@@ -124,7 +124,11 @@ def _rank_table(config: Config, plan: Plan) -> Table:
             f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}",
         ),
         ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
-        ("recomputation", rank.recompute, "one region at a time, when the cross-entropy is done"),
+        (
+            "recomputation",
+            rank.recompute,
+            "one region at a time, beside what its readers ask for, when the cross-entropy is done",
+        ),
     ]:
         if num_bytes:
             table.add_row(name, gib(num_bytes), text)

@@ -10,9 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import OptimConfig
+from automoe.optim.stochastic import StochasticAdamW
 
 
-def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0
+) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to mix
@@ -22,7 +25,10 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig) -> tor
     groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
     share is updated once.
 
-    Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs.
+    Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and ``names``.
+
+    Args:
+        seed: of the roundings of ``optim.master_weights=stochastic``.
     """
     groups: dict[tuple[object, bool], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -36,14 +42,17 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig) -> tor
             if (mesh, decays) not in groups:
                 groups[mesh, decays] = {
                     "params": [],
+                    "names": [],
                     "weight_decay": optim.weight_decay if decays else 0.0,
                     "mesh": " x ".join(mesh.mesh_dim_names or ("unnamed",)) if mesh is not None else "local",
                 }
             groups[mesh, decays]["params"].append(parameter)
-    empty: list[dict[str, Any]] = [{"params": [], "mesh": "local"}]  # a stage without parameters
-    return torch.optim.AdamW(
-        list(groups.values()) or empty, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-    )
+            groups[mesh, decays]["names"].append(name)
+    empty: list[dict[str, Any]] = [{"params": [], "names": [], "mesh": "local"}]  # a stage without parameters
+    options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    if optim.master_weights == "stochastic":
+        return StochasticAdamW(list(groups.values()) or empty, **options, seed=seed)
+    return torch.optim.AdamW(list(groups.values()) or empty, **options, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

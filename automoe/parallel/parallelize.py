@@ -60,6 +60,12 @@ def build_decoder(
     return part
 
 
+def parameter_dtype(config: Config) -> torch.dtype:
+    """What parameters are stored in, those of routers apart."""
+    narrow = config.optim.master_weights == "stochastic"
+    return torch.bfloat16 if narrow else PARAM_DTYPES[config.train.dtype]
+
+
 def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     """This rank's pipeline stages, parallelized, still on the meta device: {stage number: part}."""
     shape: MeshShape = meshes.shape
@@ -74,7 +80,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         part = build_decoder(
             config.model,
             config.moe,
-            PARAM_DTYPES[config.train.dtype],
+            parameter_dtype(config),
             stages[stage],
             config.kernels,
             embeds=stage == 0,
@@ -82,6 +88,8 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         )
         for _, layer in part.moe_layers():
             layer.router.seed = config.train.seed
+            for parameter in layer.router.parameters():  # wide in every case
+                parameter.data = parameter.data.to(PARAM_DTYPES[config.train.dtype])
         parallelize(part, meshes, config)
         parts[stage] = part
     return parts

@@ -56,7 +56,8 @@ class SharedGradients:
             gradients = [_local(p.grad) for p in parameters if p.grad is not None]
             if not gradients:
                 continue
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
+            flat = torch.cat([g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients])
             dist.all_reduce(flat, group=group)
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))

@@ -76,7 +76,7 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
     runner = build_runner(parts, meshes, config, device)
 
     # ---------------------------------------------------------------- optimizer, data, state
-    optimizer = build_optimizer(list(parts.values()), config.optim)
+    optimizer = build_optimizer(list(parts.values()), config.optim, config.train.seed)
     loader = Loader(config, meshes.dp_rank, shape.dp)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(parts, optimizer, loader)

@@ -82,7 +82,7 @@ def run_trajectory(
     parts = build_parts(config, meshes)
     materialize(parts, config, torch.device(device))
     runner = build_runner(parts, meshes, config, torch.device(device))
-    optimizer = build_optimizer(list(parts.values()), config.optim)
+    optimizer = build_optimizer(list(parts.values()), config.optim, config.train.seed)
     seen = Trajectory()
     keeps = keep_tensors and _leads_its_stage(meshes)
     for step in range(steps):

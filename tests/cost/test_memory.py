@@ -112,13 +112,17 @@ def test_stages_hold_the_whole_model_once() -> None:
     ]
 
 
-def one_rank_bytes(dtype: str, **parallel: str) -> tuple[int, RankMemory]:
-    config = Config(
+def one_rank(dtype: str, **parallel: str) -> Config:
+    return Config(
         model=ModelConfig(),
         mesh=MeshConfig(dp_shard=1),
         train=TrainConfig(global_batch_size=4, micro_batch_size=2, dtype=dtype),
         parallel=ParallelConfig(**parallel),
     )
+
+
+def one_rank_bytes(dtype: str, **parallel: str) -> tuple[int, RankMemory]:
+    config = one_rank(dtype, **parallel)
     return count_params(config.model).total, planned(config)[1][0]
 
 
@@ -134,6 +138,17 @@ def test_bytes_of_each_dtype(dtype: str, weight: int, gathered: int, gradient: i
     routers = 4 * 8 * 256  # gathered as stored: the router multiplies in at least float32
     assert rank.gathered_weights == gathered * total + (weight - gathered) * routers
     assert rank.unsharded_gradients == gradient * total
+
+
+def test_without_wider_copies_weights_and_their_gradients_are_narrow() -> None:
+    config = one_rank("bfloat16")
+    config.optim.master_weights = "stochastic"
+    total, rank = count_params(config.model).total, planned(config)[1][0]
+    routers = 4 * 8 * 256
+    assert rank.weights == rank.gradients == 2 * (total - routers) + 4 * routers
+    assert rank.moments == 8 * total
+    assert rank.gathered_weights == 2 * (total - routers) + 4 * routers
+    assert rank.unsharded_gradients == 4 * total
 
 
 def test_policies_trade_memory_for_traffic() -> None:

@@ -1,0 +1,63 @@
+"""``optim.master_weights=stochastic`` in whole steps: where gradients are equal to the bit, so are parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from recompute_cases import DEEPSEEK, STEPS, batches, make_config, world_size
+
+from automoe.config.schema import Config, OptimConfig
+from automoe.testing.compare import compare_trajectories
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+
+
+def stochastic(mesh: dict[str, int], rows: int, seed: int = 0, master_weights: str = "stochastic") -> Config:
+    config = make_config(DEEPSEEK, mesh, rows)
+    return replace(
+        config,
+        moe=replace(config.moe, experts="grouped_mm"),
+        train=replace(config.train, dtype="bfloat16", seed=seed),
+        optim=OptimConfig(lr=1e-3, master_weights=master_weights),
+    )
+
+
+def run(pool: RankPool, config: Config) -> Trajectory:
+    return merge_trajectories(pool.run(run_trajectory, world_size(config), config, batches, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other"),
+    [
+        (dict(), dict(pp=2)),
+        (dict(dp_shard=2), dict(dp_replicate=2)),
+        pytest.param(dict(dp_shard=2), dict(dp_shard=2, pp=2), marks=pytest.mark.exhaustive),
+    ],
+    ids=["one-pp2", "dp_shard2-dp_replicate2", "dp2-pp2_dp2"],
+)
+def test_parameters_are_equal_to_the_bit(
+    ranks: RankPool, mesh: dict[str, int], other: dict[str, int]
+) -> None:
+    """Sums of two terms, and of micro-batches in one order, do not depend on who adds them."""
+    first, second = (run(ranks, stochastic(axes, 2)) for axes in (mesh, other))
+    assert len(first.parameters) == len(first.gradients[0]) > 40
+    for name, parameter in first.parameters.items():
+        assert parameter.dtype == (torch.float32 if ".router." in name else torch.bfloat16), name
+    different = [
+        c for c in compare_trajectories(second, first) if c.kind in ("gradient", "parameter") and c.error
+    ]
+    assert not different, str(different[0])
+
+
+def test_training_stays_near_that_with_wider_copies(ranks: RankPool) -> None:
+    """Three steps of a thousandth each: roundings of a unit, a 128th at most, are all that differs."""
+    narrow, wide = (run(ranks, stochastic({}, 4, master_weights=kind)) for kind in ("stochastic", "float32"))
+    for ours, theirs in zip(narrow.losses, wide.losses, strict=True):
+        assert abs(ours - theirs) < 0.02
+    for name, parameter in wide.parameters.items():
+        unit = (
+            2.0**-7 * parameter.abs() + 2e-3
+        )  # and two steps to the other side where a gradient is almost zero
+        assert ((narrow.parameters[name] - parameter).abs() <= STEPS * unit).all(), name
