@@ -110,7 +110,7 @@ def test_nothing_is_quantised_to_nothing(tile: tuple[int, int], shape: tuple[int
     )
 
 
-@pytest.mark.parametrize("shape", [(200, 300), (3, 130, 128), (1, 5), (0, 128)])
+@pytest.mark.parametrize("shape", [(70, 140), (2, 130, 8), (0, 128)])
 @pytest.mark.parametrize("tile", [LINE, BLOCK], ids=["line", "block"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_the_kernel_quantises_to_the_same_numbers(
