@@ -71,6 +71,12 @@ def _summary(config: Config, plan: Plan) -> Table:
         )
     if config.parallel.recompute:
         table.add_row("recompute", _recomputed(config))
+    if train.fp8 != "off":
+        table.add_row(
+            "8 bits",
+            f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are counted "
+            "as without",
+        )
     return table
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.proxy import make_proxy
@@ -12,6 +14,7 @@ from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConf
 from automoe.config.validate_compile import check_compile
 from automoe.config.validate_fp8 import check_fp8
 from automoe.errors import ConfigError
+from automoe.observe.plan_view import print_plan
 from automoe.verify import passes
 
 MLA = AttentionConfig(
@@ -123,3 +126,14 @@ def test_verify_proves_the_mesh_without_8_bits_and_runs_what_fits_with(mode: str
     proxy, shape = make_proxy(config, resolve_mesh(config.mesh, None), num_token_ids=264)
     check_fp8(proxy, shape)
     assert proxy.train.fp8 == ("off" if mode == "blockwise" else mode)
+
+
+@pytest.mark.parametrize("mode", ["off", *MODES])
+def test_the_plan_says_what_is_in_8_bits_and_what_mfu_means_then(mode: str) -> None:
+    config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(fp8=mode))  # type: ignore[arg-type]
+    text = StringIO()
+    print_plan(config, resolve_mesh(config.mesh, None), Console(file=text))
+    said = " ".join(text.getvalue().split())
+    assert (f"{mode} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak" in said) == (
+        mode != "off"
+    )
