@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from automoe.rows import TokenSplit
@@ -50,6 +51,33 @@ class Linear(nn.Module):
         return out if self.bias is None else out + local_part(self.bias)
 
 
+class _Lookup(torch.autograd.Function):
+    """``F.embedding`` whose gradient is summed in float32, for the CPU: torch sums it in the weight's dtype.
+
+    In bfloat16 a token that occurs often stops adding to its row once the sum is a few hundred terms large.
+    """
+
+    @staticmethod
+    def forward(ctx, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = weight.shape
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        (ids,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        rows = grad.new_zeros(ctx.shape, dtype=wide)
+        rows.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(wide))
+        return None, rows.to(grad.dtype)
+
+
+def _lookup(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    return _Lookup.apply(ids, weight) if narrow and weight.device.type == "cpu" else F.embedding(ids, weight)
+
+
 class Embedding(nn.Module):
     """Token embedding, weight [V, H]; ids outside this rank's rows of the weight give zeros.
 
@@ -67,7 +95,7 @@ class Embedding(nn.Module):
         """ids [B, S] int64 -> [B, S, H]: this rank's share of the sum over ranks."""
         weight = local_part(self.weight)
         if weight.shape[0] == self.vocab_size:
-            return F.embedding(ids, weight)
+            return _lookup(ids, weight)
         ids = ids - self.first_id
         elsewhere = (ids < 0) | (ids >= weight.shape[0])
-        return F.embedding(ids.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return _lookup(ids.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
