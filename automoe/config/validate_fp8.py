@@ -47,7 +47,8 @@ def _check_experts(config: Config, shape: MeshShape) -> None:
             width,
             f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
             f"{width} % {BLOCK * shape.etp} = {width % (BLOCK * shape.etp)}",
-            f"Set train.fp8=tensorwise, or a mesh.etp that divides {width / BLOCK:g}",
+            "Set train.fp8=tensorwise"
+            + (f", or mesh.etp={_nearest(width, shape.etp)}" if shape.etp > 1 else ""),
         )
     for key, size in (
         ("model.hidden_size", config.model.hidden_size),
@@ -77,9 +78,9 @@ def _check_grid(config: Config, shape: MeshShape) -> None:
             )
 
 
-def _nearest(size: int, tp: int) -> int:
-    """The largest number of ranks, dividing ``tp``, that cuts ``size`` where blocks meet; one if there is none."""
-    return gcd(size // BLOCK, tp) if size % BLOCK == 0 else 1
+def _nearest(size: int, ranks: int) -> int:
+    """The largest divisor of ``ranks`` that cuts ``size`` where blocks meet; one if there is none."""
+    return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
 
 
 def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:

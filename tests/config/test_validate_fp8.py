@@ -85,7 +85,7 @@ def test_meshes_that_cut_where_blocks_meet(mode: str, mesh: dict[str, int], dtyp
             ),
             r"a delta net's .*/ 2 = ",
         ),
-        ({"dp_shard": 1, "etp": 8, "tp": 8}, dict(moe_intermediate_size=768), r"768 % \(128 \* mesh.etp\) = 768 % 1024"),
+        ({"dp_shard": 1, "etp": 8, "tp": 8}, dict(moe_intermediate_size=768), r"768 % \(128 \* mesh.etp\) = 768 % 1024.*mesh.etp=2"),
         ({}, dict(moe_intermediate_size=720), r"720 % \(128 \* mesh.etp\) = 720 % 128 = 80"),
     ],
 )  # fmt: skip
