@@ -287,7 +287,8 @@ class CheckpointStore:
             both = set(saved["names"]) & set(here["names"])
             generators = {name: t for name, t in _generator_tensors().items() if name.split(".")[-1] in both}
         tensors = state.tensors()
-        if manifest["config"]["train"].get("fp8") != "delayed":  # no scale had a history, and none has one now
+        if manifest["config"]["train"].get("fp8") != "delayed":
+            # No scale had a history, and none has one now.
             tensors = {name: t for name, t in tensors.items() if not name.endswith(".scaling.history")}
         try:
             dcp.load(

@@ -142,7 +142,8 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
     return replace(
         train,
         seq_len=min(train.seq_len, MAX_SEQ_LEN) // unit * unit,
-        fp8="off" if train.fp8 == "blockwise" else train.fp8,  # these widths have no whole blocks to cut between
+        # These widths have no whole blocks to cut between.
+        fp8="off" if train.fp8 == "blockwise" else train.fp8,
         micro_batch_size=rows,
         global_batch_size=small.dp * rows * micro_batches,
     )
