@@ -14,7 +14,7 @@ from torch import nn
 
 from automoe.config.layer_kinds import window_of
 from automoe.config.schema import ModelConfig
-from automoe.model.attention_kernels import HALF, only_kernels, prepare
+from automoe.model.attention_kernels import HALF, check_cudnn, only_kernels, prepare_cuda
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope, rotary_cos_sin, rotary_dim, softmax_scale
@@ -52,6 +52,8 @@ class AttentionContext:
         self.window = attention.sliding_window
         self.window_mask = attention_mask(rows, self.window, always_masked) if self.window else None
         self._attend = attend
+        if rows.positions.device.type == "cuda":
+            prepare_cuda()
 
     def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
         return self.rope.rotate(x, self.cos, self.sin, self.interleaved, start)
@@ -101,7 +103,6 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
     kernel: str = "sdpa",
-    cudnn_first: bool = False,
 ) -> torch.Tensor:
     """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv].
 
@@ -109,7 +110,7 @@ def attend(
     ``kernel`` is that of ``kernels.attention``; see ``automoe.model.attention_kernels``.
     """
     if sinks is not None:
-        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale, None, kernel, cudnn_first)
+        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale, None, kernel)
         return out[:, out.shape[1] - q.shape[1] :, :, : v.shape[-1]]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     value_dim, device = v.shape[-1], q.device.type
@@ -120,7 +121,7 @@ def attend(
         if mask is not None or q.dtype not in HALF:
             # The efficient kernel may be the only fused one left, and takes no grouped heads.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    with only_kernels(kernel, device, q.shape[-1], v.shape[-1], cudnn_first):
+    with only_kernels(kernel, device, q.shape[-1], v.shape[-1]):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
@@ -256,12 +257,14 @@ class LatentAttention(nn.Module):
 
 
 def attention_fn(kernel: str) -> AttentionFn:
-    """``attend`` with the kernel that ``kernels.attention`` names, on the device that this process has.
+    """``attend`` with the kernel that ``kernels.attention`` names.
 
     Raises:
-        BackendError: see ``automoe.model.attention_kernels.prepare``.
+        BackendError: cuDNN is to be forced, and this machine's is wrong.
     """
-    return partial(attend, kernel=kernel, cudnn_first=prepare(kernel))
+    if kernel == "cudnn":
+        check_cudnn()
+    return partial(attend, kernel=kernel)
 
 
 def build_attention(config: ModelConfig, layer: int) -> nn.Module:

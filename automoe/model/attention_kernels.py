@@ -30,29 +30,31 @@ FORCED = {
 _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Older ones are wrong where the length of a row is not a multiple of 128.
 _MIN_CUDNN = 91501
+cudnn_first: bool | None = None  # on this machine's GPU; None until attention has run there
 
 
-def prepare(kernel: str) -> bool:
-    """Make this process ready for ``kernel``, and say whether cuDNN goes before flash in it.
+def prepare_cuda() -> None:
+    """Before attention on CUDA, outside compiled code: settle torch's own order, and whether cuDNN goes first in ours.
 
-    Raises:
-        BackendError: cuDNN is to be forced, and this machine's is wrong.
+    Asked when attention gets tensors there and not when a model is built: the answer takes a CUDA context, which
+    a process that computes on the CPU must not open.
     """
-    if kernel == "cudnn":
-        _check_cudnn()
-    _settle_torchs_order()
-    return cudnn_is_first()
+    global cudnn_first
+    if cudnn_first is None:
+        _settle_torchs_order()
+        cudnn_first = cudnn_is_first()
 
 
 def cudnn_is_first() -> bool:
     """Whether cuDNN's attention goes before flash here: Hopper or datacenter Blackwell, cuDNN 9.15.1 or later."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
         return False
     version = torch.backends.cudnn.version()
     return version is not None and version >= _MIN_CUDNN
 
 
-def _check_cudnn() -> None:
+def check_cudnn() -> None:
+    """Raise ``BackendError`` where cuDNN is to be forced, and this machine's is wrong."""
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
     if version is None or version < _MIN_CUDNN:
         raise BackendError(
@@ -65,21 +67,20 @@ def _settle_torchs_order() -> None:
     """Let torch set up its own order of kernels, which it does at its first choice on CUDA and only then.
 
     Were that choice within ours, leaving ours would restore an order without cuDNN for whoever else computes
-    attention in this process. Nothing happens where CUDA is not in use.
+    attention in this process.
     """
-    if torch.cuda.is_initialized():
-        probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
-        F.scaled_dot_product_attention(probe, probe, probe)
+    probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
+    F.scaled_dot_product_attention(probe, probe, probe)
 
 
-def cuda_order(query_dim: int, value_dim: int, cudnn_first: bool) -> list[SDPBackend]:
+def cuda_order(query_dim: int, value_dim: int) -> list[SDPBackend]:
     """The kernels that may compute on CUDA, the best first, for heads of these dims."""
     served = max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
     return [SDPBackend.CUDNN_ATTENTION, *_PLAIN_ORDER] if cudnn_first and served else list(_PLAIN_ORDER)
 
 
 def only_kernels(
-    kernel: str, device_type: str, query_dim: int, value_dim: int, cudnn_first: bool
+    kernel: str, device_type: str, query_dim: int, value_dim: int
 ) -> AbstractContextManager[object]:
     """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order that can.
 
@@ -88,5 +89,5 @@ def only_kernels(
     if kernel != "sdpa":
         return sdpa_kernel([FORCED[kernel]])
     if device_type == "cuda":
-        return sdpa_kernel(cuda_order(query_dim, value_dim, cudnn_first), set_priority=True)
+        return sdpa_kernel(cuda_order(query_dim, value_dim), set_priority=True)
     return nullcontext()

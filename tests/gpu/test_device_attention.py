@@ -10,6 +10,7 @@ import torch
 from device_models import relative
 
 from automoe.model.attention import attention_fn
+from automoe.model.attention_kernels import prepare_cuda
 
 KERNELS = {"cpu": ["sdpa", "flash", "math"], "cuda": ["sdpa", "cudnn", "flash", "math"]}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -28,6 +29,8 @@ def test_every_kernel_equals_the_float64_scores(device: torch.device, dims: tupl
         out = attention_fn(name)(*leaves, None, dims[0] ** -0.5)
         return [out, *torch.autograd.grad(out, leaves, upstream.to(**to))]
 
+    if device.type == "cuda":
+        prepare_cuda()
     expected = run("math", dict(dtype=torch.float64))
     for name in KERNELS[device.type]:
         for part, got, exact in zip(("out", *heads), run(name, dict(device=device)), expected, strict=True):
@@ -41,8 +44,10 @@ def test_others_keep_the_order_that_torch_has_by_itself() -> None:
 import sys, torch, torch.nn.functional as F
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from automoe.model.attention import attention_fn
+from automoe.model.attention_kernels import prepare_cuda
 x = torch.zeros(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
 if sys.argv[1] == "ours first":
+    prepare_cuda()
     attention_fn("sdpa")(x, x, x, None, 0.1)
 F.scaled_dot_product_attention(x, x, x)
 print([backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)])

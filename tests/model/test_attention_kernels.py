@@ -12,7 +12,7 @@ from automoe.config.schema import KernelsConfig, ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.model import attention_kernels
 from automoe.model.attention import attend, attention_fn
-from automoe.model.attention_kernels import cuda_order, cudnn_is_first, only_kernels
+from automoe.model.attention_kernels import cuda_order, cudnn_is_first, only_kernels, prepare_cuda
 from automoe.parallel.parallelize import build_decoder
 
 B, S, N, G = 2, 9, 4, 2
@@ -74,7 +74,7 @@ def test_a_kernel_that_cannot_serve_is_not_replaced() -> None:
     with pytest.raises(RuntimeError):  # the CPU has no cuDNN
         attend(q, k, v, None, 1.0, kernel="cudnn")
     with (
-        only_kernels("flash", "cpu", 24, 16, cudnn_first=False),
+        only_kernels("flash", "cpu", 24, 16),
         pytest.warns(UserWarning, match="same last dimension"),
         pytest.raises(RuntimeError),
     ):
@@ -82,16 +82,18 @@ def test_a_kernel_that_cannot_serve_is_not_replaced() -> None:
         F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True)
 
 
-def test_the_order_on_cuda() -> None:
-    assert cuda_order(192, 128, cudnn_first=True) == [CUDNN, FLASH, EFFICIENT, MATH], "MLA"
-    assert cuda_order(128, 128, cudnn_first=True) == [CUDNN, FLASH, EFFICIENT, MATH]
-    assert cuda_order(192, 128, cudnn_first=False) == [FLASH, EFFICIENT, MATH], "flash declines unequal dims"
+def test_the_order_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "cudnn_first", False)
+    assert cuda_order(192, 128) == [FLASH, EFFICIENT, MATH], "flash declines unequal dims"
+    monkeypatch.setattr(attention_kernels, "cudnn_first", True)
+    assert cuda_order(192, 128) == [CUDNN, FLASH, EFFICIENT, MATH], "MLA"
+    assert cuda_order(128, 128) == [CUDNN, FLASH, EFFICIENT, MATH]
     for dims in ((192, 192), (256, 256), (160, 128), (128, 192)):  # cuDNN may find no plan for the backward
-        assert cuda_order(*dims, cudnn_first=True) == [FLASH, EFFICIENT, MATH], dims
+        assert cuda_order(*dims) == [FLASH, EFFICIENT, MATH], dims
     before = _cur_sdpa_kernel_backends(with_priority=True)
-    with only_kernels("sdpa", "cuda", 192, 128, cudnn_first=True):
+    with only_kernels("sdpa", "cuda", 192, 128):
         assert _cur_sdpa_kernel_backends(with_priority=True) == [CUDNN, FLASH, EFFICIENT, MATH]
-    with only_kernels("sdpa", "cuda", 256, 256, cudnn_first=True):
+    with only_kernels("sdpa", "cuda", 256, 256):
         assert _cur_sdpa_kernel_backends(with_priority=True) == [FLASH, EFFICIENT, MATH]
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
@@ -110,7 +112,6 @@ def test_the_order_on_cuda() -> None:
 def test_where_cudnn_goes_first(
     capability: tuple[int, int], version: int | None, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cudnn_is_first() == (torch.cuda.is_available() and cudnn_is_first())
     monkeypatch.setattr(attention_kernels.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention_kernels.torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(attention_kernels.torch.backends.cudnn, "version", lambda: version)
@@ -124,19 +125,33 @@ def test_where_cudnn_goes_first(
         attention_fn("cudnn")
 
 
-@pytest.mark.parametrize("in_use", [False, True])
-def test_torch_sets_up_its_own_order_before_ours(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_sets_up_its_own_order_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     before, calls, empty = _cur_sdpa_kernel_backends(with_priority=True), [], torch.empty
 
     def choose(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         calls.append(_cur_sdpa_kernel_backends(with_priority=True))
         return q
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(attention_kernels, "cudnn_first", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
     monkeypatch.setattr(F, "scaled_dot_product_attention", choose)
-    attention_fn("flash")
-    assert calls == [before] * in_use
+    prepare_cuda()
+    prepare_cuda()
+    assert calls == [before] and attention_kernels.cudnn_first is False
+
+
+def test_a_model_on_the_cpu_opens_no_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU, which another run may have filled."""
+
+    def opened() -> None:
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
+    config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1, intermediate_size=16)
+    model = build_decoder(config, MoEConfig(), torch.float32).to_empty(device="cpu")
+    model(torch.zeros(1, 6, dtype=torch.int64))
 
 
 def test_a_model_gets_the_kernel_of_its_configuration() -> None:
@@ -162,7 +177,7 @@ def test_the_choice_of_kernels_compiles_without_a_graph_break(name: str) -> None
 
 def test_the_order_on_cuda_compiles_without_a_graph_break() -> None:
     def ordered(q, k, v):  # what attend does on CUDA, over tensors that this machine has
-        with only_kernels("sdpa", "cuda", 24, 24, cudnn_first=True):
+        with only_kernels("sdpa", "cuda", 24, 24):
             return F.scaled_dot_product_attention(q, k, v)
 
     args = [x.detach() for x in heads(24, 24, torch.float32)]
