@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import automoe.optim.stochastic
 from automoe.config.compose import compose_config
@@ -121,13 +121,16 @@ def train(model: Model, seed: int = 0, steps: int = 4) -> dict[str, torch.Tensor
 
 
 def train_on_mesh(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    default = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    default = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     moe = init_device_mesh("cpu", shape, mesh_dim_names=("ep_shard", "ep"))
     model = Model()
     whole = model.experts.weight.detach()
     model.experts.weight = nn.Parameter(distribute_tensor(whole, moe["ep"], [Shard(0)]))
     fully_shard(model.experts, mesh=moe["ep_shard"], shard_placement_fn=lambda _: Shard(1))
-    fully_shard(model, mesh=default)
+    for name, placement in (("weight", Shard(1)), ("bias", Replicate())):
+        tensor = getattr(model.linear, name).detach()
+        setattr(model.linear, name, nn.Parameter(distribute_tensor(tensor, default["tp"], [placement])))
+    fully_shard(model, mesh=default["dp_shard"])
     return train(model)
 
 
