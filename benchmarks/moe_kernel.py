@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from kernel_peers import MUST_RUN, NOT_A_LAYER, PEERS, Absent, Layer, Shape
-from measuring import PEAK, host_syncs, seconds
+from measuring import PEAK, host_syncs, result_file, seconds
 from provenance import commit
 
 from automoe.moe.gates import gate_choices
@@ -37,7 +37,6 @@ SHAPES = {
 }
 QUICK = {"small": Shape(64, 64, 32, 8, 2), "odd": Shape(49, 40, 24, 5, 3)}
 ROUTINGS = ("balanced", "zipf", "empty")
-HERE = Path(__file__).resolve().parent
 
 
 class Inputs:
@@ -285,9 +284,12 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small layers, on the CPU where there is no GPU")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all timings together")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "moe_kernel.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick"
+    )
     parser.add_argument("--spoil", default="", help="make this peer wrong, to see the gate close")
     args = parser.parse_args()
+    out = result_file(args.out, "moe_kernel", args.quick)
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --quick checks the script itself without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -312,12 +314,10 @@ def main() -> None:
         report["layers"][name] = {
             routing: measure(shape, routing, device, budget, args.spoil) for routing in ROUTINGS
         }
-        args.out.write_text(
-            json.dumps(report, indent=1) + "\n"
-        )  # what is measured is kept, whatever comes next
+        out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept, whatever comes next
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    draw(report, args.out.with_suffix(".png"))
+    draw(report, out.with_suffix(".png"))
     print_table(report)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from kernel_peers import Absent
-from measuring import PEAK, host_syncs, seconds
+from measuring import PEAK, host_syncs, result_file, seconds
 from provenance import commit
 from step_parts import PARTS, seconds_by_part
 from step_trainers import CONTENDERS, GATES, Case, Trainer, build_trainer
@@ -39,7 +39,6 @@ from automoe.testing.one_rank import one_rank
 LOSS_TOLERANCE = 1e-3  # relative to our grouped_mm contender's
 GRADIENT_TOLERANCE = 5e-2  # likewise, of a sample of each gradient; bfloat16 leaves about half of it
 REFERENCE = "automoe grouped_mm"
-HERE = Path(__file__).resolve().parent
 
 
 def cases() -> dict[str, Case]:
@@ -115,6 +114,10 @@ def gate(
                 raise
             what = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
             facts[name] = {"absent": what + (str(error).splitlines() or [""])[0]}
+            if expected is None:
+                raise SystemExit(
+                    f"{REFERENCE}, which all others are compared with, is absent: {facts[name]['absent']}"
+                ) from error
             for contenders in found.values():
                 contenders.pop(name, None)
         trainer = None
@@ -262,9 +265,12 @@ def main() -> None:
         "--model", action="append", help="only this one (--quick has others); may be repeated"
     )
     parser.add_argument("--seconds", type=float, default=480.0, help="for all models together")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "train_step.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick"
+    )
     parser.add_argument("--spoil", default="", help="make this contender wrong, to see the gate close")
     args = parser.parse_args()
+    out = result_file(args.out, "train_step", args.quick)
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --quick checks the script itself without one")
     known = quick_cases() if args.quick else cases()
@@ -286,8 +292,8 @@ def main() -> None:
         for title, case in chosen.items():
             budget, rounds, steps = (0.0, 1, 1) if args.quick else (args.seconds / len(chosen), 2, 4)
             report["models"][title] = measure(case, meshes, device, budget, rounds, steps, args.spoil)
-            args.out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
-    draw(report, args.out.with_suffix(".png"))
+            out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
+    draw(report, out.with_suffix(".png"))
     print_table(report)
 
 

@@ -31,8 +31,10 @@ def host_syncs(work: Callable[[], object], device: torch.device) -> dict[str, in
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        work()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
     return dict(Counter(f"{warning.filename}:{warning.lineno}" for warning in waits))
 
