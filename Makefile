@@ -11,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/setup-done
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile)
 # `make test-gpu PY=python3` runs on what is installed there, and installs nothing.
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 

@@ -64,7 +64,7 @@ def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str
         ),
         (
             ["parallel.recompute=[moe_act]", "moe.experts=loop"],
-            ["moe_act", "moe.experts=loop keeps the activation", "grouped_mm and triton never do"],
+            ["moe_act", "moe.experts=loop keeps the activation", "grouped_mm, triton, quack never do"],
         ),
         (["parallel.recompute=[moe_act]", "model.first_k_dense=4"], ["moe_act", "4 of 4 layers"]),
         (
