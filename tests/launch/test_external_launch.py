@@ -119,7 +119,8 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_torchrun_that_is_gone(tmp_path: Path) -> None:
-    command = Command(tmp_path / "run", env=AGENT | {"MASTER_PORT": str(free_port())})
+    port = free_port()
+    command = Command(tmp_path / "run", env=AGENT | {"MASTER_PORT": str(port)})
     code, _, err = command.run("recipe_answers")
     assert code == 2
     assert (
