@@ -5,6 +5,7 @@ python -m automoe.verify --config-name X mesh.ep=4
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -154,15 +155,26 @@ def make_runnable(
     )
     if here.moe.dispatcher == "deepep":  # needs CUDA too, and sums the same rows
         here = replace(here, moe=replace(here.moe, dispatcher="alltoall"))
-    if here.kernels.attention in ("cudnn", "te"):  # likewise
-        here = replace(here, kernels=replace(here.kernels, attention="sdpa"))
-    here = replace(here, kernels=replace(here.kernels, norm="torch"))
+    here = _with_kernels_of_a_cpu(here)
     if force_proxy or too_large(config, shape):
         here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
     validate(here, None, "cpu")
     assert resolve_mesh(here.mesh, None) == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
     return here, shape, cuts
+
+
+def _with_kernels_of_a_cpu(config: Config) -> Config:
+    """Torch's own in the place of kernels that need CUDA; Triton's stay where they are interpreted."""
+    kernels, experts = config.kernels, config.moe.experts
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels.attention in ("cudnn", "te"):
+        kernels = replace(kernels, attention="sdpa")
+    if kernels.rope == "triton" and not interpreted:
+        kernels = replace(kernels, rope="torch")
+    if experts in ("te", "quack") or (experts == "triton" and not interpreted):
+        experts = "grouped_mm"
+    return replace(config, kernels=replace(kernels, norm="torch"), moe=replace(config.moe, experts=experts))
 
 
 def _refuse_what_depends_on_the_mesh(config: Config) -> None:
@@ -197,12 +209,13 @@ def too_large(config: Config, shape: MeshShape) -> bool:
 
 
 def passes(config: Config) -> list[Config]:
-    """The configuration in float64 with the reference experts, then in its own dtype and backend."""
+    """The configuration in float64 with the reference experts and rotation, then in its own dtype and backend."""
     exact = replace(
         config,
         train=replace(config.train, dtype="float64", fp8="off"),
         optim=replace(config.optim, master_weights="float32"),
         moe=replace(config.moe, experts="loop"),
+        kernels=replace(config.kernels, rope="torch"),  # Triton's has no float64
     )
     return [exact] if config.train.dtype == "float64" else [exact, config]
 

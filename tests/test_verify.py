@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 import automoe.parallel.parallelize
 import automoe.verify
 from automoe.config.compose import compose_config
+from automoe.config.schema import Config, KernelsConfig, MoEConfig
+from automoe.config.validate import validate
 from automoe.parallel.data import fsdp_modules
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, run_trajectory
@@ -144,6 +147,51 @@ def test_what_cannot_run_on_a_cpu_is_said() -> None:
     )
     assert ("kernels.norm", "te", "torch") in cuts
     assert config.kernels.attention == "sdpa" and ("kernels.attention", "cudnn", "sdpa") in cuts
+
+
+CHOICES = [
+    (f"{section}.{name}", value)
+    for section, schema, names in (
+        ("kernels", KernelsConfig, [field.name for field in fields(KernelsConfig)]),
+        ("moe", MoEConfig, ["experts"]),
+    )
+    for name in names
+    for value in get_args(get_type_hints(schema)[name])
+]
+NEED_CUDA = {
+    ("kernels.attention", "cudnn"): "sdpa",
+    ("kernels.attention", "te"): "sdpa",
+    ("kernels.norm", "te"): "torch",
+    ("moe.experts", "te"): "grouped_mm",
+    ("moe.experts", "quack"): "grouped_mm",
+}
+NEED_AN_INTERPRETER = {("kernels.rope", "triton"): "torch", ("moe.experts", "triton"): "grouped_mm"}
+
+
+@pytest.fixture(scope="module")
+def for_cuda() -> Config:
+    """A configuration for GPUs that every kernel can serve there."""
+    return compose_config(
+        "qwen3_30b_a3b", ["launch.device=cuda", "data.document_mask=false", "mesh.cp=1", "mesh.dp_shard=16"]
+    )
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "not interpreted"])
+@pytest.mark.parametrize("key, value", CHOICES)
+def test_whatever_a_kernel_is_both_passes_run_here_or_it_is_said(
+    key: str, value: str, interpreted: bool, for_cuda: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    section, name = key.split(".")
+    changed: Any = replace(getattr(for_cuda, section), **{name: value})
+    config, _, cuts = make_runnable(replace(for_cuda, **{section: changed}))
+    instead = NEED_CUDA if interpreted else NEED_CUDA | NEED_AN_INTERPRETER
+    said = [cut for cut in cuts if cut[0].startswith("kernels.") or cut[0] == "moe.experts"]
+    assert said == [(key, value, instead[key, value])] if (key, value) in instead else said == []
+    exact, own = passes(config)
+    assert (exact.train.dtype, own.train.dtype) == ("float64", "bfloat16")
+    for each in (exact, own):
+        validate(each, None, "cpu")
 
 
 @pytest.mark.parametrize(
