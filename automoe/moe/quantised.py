@@ -68,13 +68,10 @@ class QuantisedGroupedProducts(nn.Module):
     def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """grad [R, N], x [R, K] -> [E, N, K], in the dtype of x."""
         place, ends, size = whole_tiles(offsets, x.shape[0])
-        grad, x = (
-            _spread_rows(_owned(grad, offsets), place, size),
-            _spread_rows(_owned(x, offsets), place, size),
-        )
-        scaling = self.scaling
-        columns = scaling.gradient_transposed(grad, scaling.gradient(grad))
-        return grouped_weight_product(columns, transposed(scaling.activation(x)), ends, x.dtype)
+        columns = self.scaling.gradient_transposed(_spread_rows(grad, place, size))
+        # Turned from 8 bits, as a linear layer's is: of the rows that were multiplied, no wider ones.
+        rows = self.scaling.activation(_spread_rows(x, place, size))
+        return grouped_weight_product(columns, transposed(rows), ends, x.dtype)
 
 
 def whole_tiles(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -101,7 +98,10 @@ def whole_tiles(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, tor
 
 
 def _spread_rows(rows: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
-    return rows.new_zeros(size, rows.shape[1]).index_copy_(0, place, rows)
+    """rows [R, C] -> [size, C], zeros between experts and for rows past the last offset."""
+    spread = rows.new_zeros(size, rows.shape[1]).index_copy_(0, place, rows)
+    spread[-1] = 0  # no expert's place, but that of every row past the last offset
+    return spread
 
 
 def _owned(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

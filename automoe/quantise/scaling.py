@@ -54,9 +54,9 @@ class Tensorwise(nn.Module):
         """grad [R, C] for the product that sums over its columns."""
         return encode(grad, scales_for(self.largest(grad, GRAD), self.gradients), self.gradients, WHOLE)
 
-    def gradient_transposed(self, grad: torch.Tensor, q: Quantised) -> Quantised:
-        """[C, R] for the product that sums over rows; ``q`` is what ``gradient`` made of it."""
-        return transposed(q)
+    def gradient_transposed(self, grad: torch.Tensor, q: Quantised | None = None) -> Quantised:
+        """[C, R] for the product that sums over rows; ``q`` is what ``gradient`` made of it, if it did already."""
+        return transposed(self.gradient(grad) if q is None else q)
 
     def largest(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
         """[..., 1, 1] number that the scale of ``operand`` must hold."""
@@ -118,7 +118,7 @@ class Blockwise(nn.Module):
     def gradient(self, grad: torch.Tensor) -> Quantised:
         return quantise(grad, E4M3, LINE)
 
-    def gradient_transposed(self, grad: torch.Tensor, q: Quantised) -> Quantised:
+    def gradient_transposed(self, grad: torch.Tensor, q: Quantised | None = None) -> Quantised:
         return quantise(grad.T, E4M3, LINE)  # from the numbers themselves, which are still there
 
 
