@@ -55,6 +55,13 @@ def halved_expert_gradients(config: Any, batches: Any, steps: int, **rest: Any) 
         return run_trajectory(config, batches, steps, **rest)
 
 
+def louder(config: Any, *rest: Any, **options: Any) -> Trajectory:
+    """A rank whose loss is five percent too high."""
+    seen = run_trajectory(config, *rest, **options)
+    seen.losses = [1.05 * loss for loss in seen.losses]
+    return seen
+
+
 def every_rank_raises(*_: Any, **__: Any) -> Trajectory:
     raise RuntimeError("out of paper")
 
@@ -101,6 +108,13 @@ def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: in
     assert first.got == pytest.approx(first.expected / 2, rel=1e-2) and len(first.index) == 4
     unnamed = [c for c in result.different if c.kind == "gradient" and "experts.w_" not in c.name]
     assert not unnamed
+
+
+def test_eight_bits_loosen_gradients_and_not_the_loss(ranks: RankPool, small: list[str]) -> None:
+    config, shape, _ = make_runnable(compose_config(overrides=[*small, "train.fp8=tensorwise"]))
+    result = verify_pass(passes(config)[1], shape, ranks, run=louder)
+    assert [c.kind for c in result.different] == ["loss"]
+    assert result.different[0].error == pytest.approx(0.05, rel=1e-2)
 
 
 def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:

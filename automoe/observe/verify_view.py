@@ -70,8 +70,11 @@ class VerifyView:
     def show(self, result: PassResult) -> None:
         """One row a kind of quantity: how many, the worst of them, and whether it is within tolerance."""
         routing = "routing repeated from the reference" if result.forced else "own routing"
+        tolerance = f"{result.tolerance:g}"
+        if result.loss_tolerance != result.tolerance:
+            tolerance += f" (loss {result.loss_tolerance:g})"
         table = Table(
-            title=f"{result.dtype}, experts {result.experts}, {routing}, tolerance {result.tolerance:g}",
+            title=f"{result.dtype}, experts {result.experts}, {routing}, tolerance {tolerance}",
             title_justify="left",
             title_style="bold",
         )
@@ -84,7 +87,7 @@ class VerifyView:
         for comparison in result.compared:
             by_kind.setdefault(comparison.kind, []).append(comparison)
         for kind, members in by_kind.items():
-            off = [c for c in members if not c.within(result.tolerance)]
+            off = [c for c in members if not result.equal(c)]
             worst = max(members, key=lambda c: float("inf") if c.error != c.error else c.error)
             table.add_row(
                 kind,
