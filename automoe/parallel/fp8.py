@@ -26,7 +26,7 @@ from automoe.model.mlp import MLP
 from automoe.moe.quantised import QuantisedExperts
 from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.formats import E4M3, E5M2
-from automoe.quantise.scaling import Blockwise, Delayed, Scaling, Tensorwise
+from automoe.quantise.scaling import Blockwise, Delayed, Scaling, Tensorwise, clipped_share
 
 _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     MLP: ("gate_proj", "up_proj", "down_proj"),
@@ -97,21 +97,26 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 
 @torch.no_grad()
-def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> None:
+def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> float:
     """Once a step: delayed scales remember what any rank of their stage has seen. Collective.
+
+    Returns the share of the stage's scales that numbers of this step went beyond (of this rank's numbers, if the step
+    is skipped), for which the host waits; 0 without delayed scales.
 
     Args:
         stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps, is forgotten.
     """
     delayed = [module for part in parts for module in part.modules() if isinstance(module, Delayed)]
     if not delayed:
-        return
+        return 0.0
     seen = torch.stack([scaling.seen for scaling in delayed])
     if stepped:
         # Every rank of a stage has the same modules in the same order. A maximum may be taken axis by axis.
         for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
             if (group := meshes.group(axis)) is not None:
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    clipped = clipped_share(torch.stack([scaling.history for scaling in delayed]), seen)
     for scaling, largest in zip(delayed, seen, strict=True):
         scaling.seen.copy_(largest)
         scaling.end_step(stepped)
+    return float(clipped)

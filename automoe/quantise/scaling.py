@@ -14,6 +14,7 @@ from torch import nn
 from automoe.quantise.formats import (
     BLOCK,
     E4M3,
+    LARGEST,
     LINE,
     WHOLE,
     Quantised,
@@ -101,6 +102,18 @@ class Delayed(Tensorwise):
         if remember:
             self.history.copy_(torch.cat((self.seen.unsqueeze(1), self.history[:, :-1]), dim=1))
         self.seen.zero_()
+
+
+def clipped_share(history: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Share of delayed scales that were too small for what they had to hold: numbers beyond became the largest code.
+
+    Args:
+        history, seen: [..., HISTORY] and [...], as ``Delayed`` has them. No history is no scale to exceed.
+    """
+    past = history.amax(-1)
+    # Of either format: the largest codes of both are 1.75 times a power of two, and scales are such powers.
+    held = scales_for(past, E4M3) * LARGEST[E4M3]
+    return ((past > 0) & (seen > held)).to(torch.float32).mean()
 
 
 class Blockwise(nn.Module):

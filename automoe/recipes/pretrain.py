@@ -127,6 +127,8 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
         # the update, unless any rank has a reason against it
         why_not = reason_to_skip(stats.loss, float(norm), state.recent_losses, train)
         (skips,) = max_over_ranks(float(why_not is not None))
+        # Before the update, for which the host would have to wait otherwise.
+        clipped = update_scales(parts.values(), meshes, stepped=not skips)
         if not skips:
             clip_(state.parameters(), norm, train.grad_clip)
             set_learning_rate(optimizer, lr)
@@ -136,7 +138,6 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
             state.skipped = 0
         else:
             state.skipped += 1
-        update_scales(parts.values(), meshes, stepped=not skips)
         optimizer.zero_grad()
         state.step += 1
         state.tokens += trained
@@ -146,7 +147,7 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
 
         # record
         stopping = context.any_rank_stops()
-        (memory,) = max_over_ranks(_peak_memory_bytes(device))
+        memory, clipped = max_over_ranks(_peak_memory_bytes(device), clipped)
         seconds = time.perf_counter() - started
         record: dict[str, Any] = {
             "step": state.step,
@@ -174,6 +175,8 @@ def pretrain(config: Config, shape: MeshShape, context: RunContext, open_files: 
         record |= asdict(load_summary(stats.expert_counts)) | saver.record(seconds)
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
+        if train.fp8 == "delayed":
+            record["fp8_clipped_share"] = clipped
         if train.val_every and (state.step % train.val_every == 0 or state.step == train.steps or stopping):
             record |= validate(config, runner, loader, meshes, device)
             objective = record.get("val_loss", objective)

@@ -22,7 +22,7 @@ from automoe.moe.quantised import QuantisedExperts, whole_tiles
 from automoe.quantise import products
 from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.formats import BLOCK, E4M3, E5M2, LINE, SIDE, WHOLE, Quantised, dequantise, quantise
-from automoe.quantise.scaling import Blockwise, Delayed, Scaling, Tensorwise
+from automoe.quantise.scaling import GRAD, Blockwise, Delayed, Scaling, Tensorwise, X, clipped_share
 
 E4, E5 = 0.045, 0.070
 SCALINGS: dict[str, tuple[Callable[[], Scaling], float]] = {
@@ -112,19 +112,21 @@ def test_all_three_products_have_quantised_operands(name: str, monkeypatch: pyte
     ]
 
 
-def test_activations_are_kept_as_codes() -> None:
-    kept = 0
+@EACH
+def test_products_of_one_input_keep_it_once(scaling: Callable[[], Scaling], of_gradients: float) -> None:
+    kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += tensor.numel() * tensor.element_size()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    x, weight = random(256, 512).bfloat16().requires_grad_(), random(8, 512).bfloat16().requires_grad_()
+    x, weight = random(2, 128, 512).bfloat16().requires_grad_(), random(8, 512).bfloat16().requires_grad_()
+    layers = [QuantisedProduct(scaling()) for _ in range(3)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        QuantisedProduct(Blockwise())(x, weight)
-    codes, scales = 256 * 512, 4 * 256 * 4
-    assert kept == codes + scales + 2 * weight.numel() + 4 * 4  # and the weight's scales
+        outs = [layer(x, weight) for layer in layers]
+    assert all(out.requires_grad for out in outs)
+    of_weight = 4 * (4 if scaling is Blockwise else 1)  # its scales, each product's own
+    assert sum(kept.values()) == 2 * x.numel() + 2 * weight.numel() + 3 * of_weight
 
 
 @EACH
@@ -152,6 +154,23 @@ def test_a_delayed_scale_is_the_largest_of_the_steps_before() -> None:
     scaling.eval()
     scaling.activation(torch.tensor([[448.0]]))
     assert scaling.seen.tolist() == [1.0, 0.0, 0.0]  # validation leaves no trace
+
+
+@pytest.mark.parametrize("gradients", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("past", [1e-3, 1.75, 1.8, 300.0])
+def test_what_a_delayed_scale_clips_is_counted(past: float, gradients: torch.dtype) -> None:
+    """Exactly what lies beyond the largest code under the scale that a history gives."""
+    scaling = Delayed(gradients)
+    scaling.history[[X, GRAD], 5] = past  # of weights nothing is known
+    codes = scaling.gradient(torch.tensor([[past]]))
+    edge = float(codes.scales) * torch.finfo(gradients).max
+    for largest, share in ((0.5 * edge, 0), (edge, 0), (1.2 * edge, 2 / 3), (1e5 * edge, 2 / 3)):
+        numbers = torch.tensor([[largest]])
+        scaling.seen.zero_()
+        for quantise_one in (scaling.activation, scaling.weight, scaling.gradient):
+            is_clipped = float(dequantise(quantise_one(numbers))) == edge != largest
+            assert is_clipped == (share > 0 and quantise_one != scaling.weight)
+        assert float(clipped_share(scaling.history, scaling.seen)) == pytest.approx(share)
 
 
 # ---------------------------------------------------------------- experts
