@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 import automoe.parallel.recompute
 from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import REGIONS
-from automoe.config.schema import Config
+from automoe.config.schema import Config, MeshConfig
 from automoe.cost.activations import (
     CPU,
     DELTA_CHUNK,
@@ -23,11 +25,14 @@ from automoe.cost.activations import (
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
+from automoe.mesh import Meshes, build_meshes
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.loss import CHUNK_TOKENS
 from automoe.moe.decisions import Decisions
+from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.recompute import apply_recompute
+from automoe.testing.one_rank import one_rank
 
 NUM_ROWS, SEQ_LEN = 2, 256
 TOKENS = NUM_ROWS * SEQ_LEN
@@ -38,6 +43,8 @@ def saved_bytes(
 ) -> int:
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
     part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False).to(dtype)
+    if config.train.fp8 != "off":
+        apply_fp8(part, meshes_of_one_rank(), config)
     for _, layer in part.moe_layers():  # which FSDP never narrows
         for parameter in layer.router.parameters():
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
@@ -61,6 +68,12 @@ def saved_bytes(
     for made in (made for of in decisions for made in of.first_pass.made):
         kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in made})
     return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in ignored)
+
+
+@cache
+def meshes_of_one_rank() -> Meshes:
+    with one_rank("cpu") as device:
+        return build_meshes(resolve_mesh(MeshConfig(dp_shard=1), None), device)
 
 
 @contextmanager
@@ -148,6 +161,15 @@ def test_the_experts_activation_is_kept_by_those_that_the_configuration_refuses(
     assert (surplus >= activation) == (experts == "loop")
 
 
+@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize(("model", "layer"), [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1)])
+def test_products_in_8_bits_keep_what_others_keep(model: str, layer: int, fp8: str) -> None:
+    overrides = [f"model={model}", "model.moe_intermediate_size=128", f"train.fp8={fp8}"]
+    config = compose_config(overrides=overrides)
+    promised = ["layernorm", "mla_up_proj"] if config.model.attention.kind == "mla" else ["layernorm"]
+    assert_kept_as_planned(config, layer, torch.bfloat16, promised)
+
+
 def assert_kept_as_planned(config: Config, layer: int, dtype: torch.dtype, names: list[str]) -> None:
     """Bytes of the layer, and that they shrink by as much as planned."""
     load = token_load(config, True)
@@ -157,6 +179,7 @@ def assert_kept_as_planned(config: Config, layer: int, dtype: torch.dtype, names
         return sum(parts.values())
 
     before = layer_bytes(config, layer, dtype, True, [])
+    assert before == pytest.approx(planned([]), rel=0.005)
     measured = layer_bytes(config, layer, dtype, True, names)
     assert measured == pytest.approx(planned(names), abs=0.005 * before)
     assert before - measured == pytest.approx(planned([]) - planned(names), rel=0.02)

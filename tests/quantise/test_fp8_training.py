@@ -186,10 +186,11 @@ def test_a_small_model_learns_as_it_does_without(
 
 
 @pytest.mark.exhaustive
-def test_recomputed_layers_quantise_as_they_did(ranks: RankPool) -> None:
+@pytest.mark.parametrize("names", ["full", ["layernorm", "mla_up_proj"]], ids=["full", "promised"])
+def test_recomputed_layers_quantise_as_they_did(ranks: RankPool, names: str | list[str]) -> None:
     """Run again in the backward pass, to the bit: delayed scales do not move within a step."""
     plain = config("delayed")
-    again = replace(plain, parallel=replace(plain.parallel, recompute="full"))
+    again = replace(plain, parallel=replace(plain.parallel, recompute=names))
     [expected] = ranks.run(run_trajectory, 1, plain, batches, 2)
     [got] = ranks.run(run_trajectory, 1, again, batches, 2)
     assert got.losses == expected.losses
