@@ -2,7 +2,8 @@
 
 torch 2.13 renamed the functional collectives that 2.11 has (``..._tensor_autograd`` became
 ``..._single_autograd``) and warns at every call of the old ones; this file is the only one that knows. Results may be torch's
-asynchronous tensors, which wait when first read.
+asynchronous tensors, which wait when an operation of torch first reads them and have no storage for kernels that read by
+pointer: those get them from ``arrived``.
 """
 
 from __future__ import annotations

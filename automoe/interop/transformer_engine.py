@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from automoe.collectives import arrived
 from automoe.errors import BackendError
 from automoe.model.attention import AttentionFn
 from automoe.model.norm import RMSNorm
@@ -124,6 +125,8 @@ class _Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
+        # Its kernels read by pointer, and under tp the first layer's rows may be on their way still.
+        x = arrived(x)
         return functional_call(self._module, {"weight": self._norm.weight}, (x,)).to(x.dtype)
 
 

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automoe.collectives import arrived
 from automoe.errors import BackendError
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import stage
@@ -153,6 +154,8 @@ class GroupedExperts(nn.Module):
         )
         b_down = None if b_down is None else self._whole_width(b_down)
         with stage("experts"):
+            # As late as can be, but before a backend reads them by pointer, which an asynchronous tensor has not.
+            x, probs = arrived(x), arrived(probs)
             return self.backend(
                 x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, self.activation
             )

@@ -43,7 +43,8 @@ from automoe.moe.experts import expert_backend, loop_experts
 from automoe.parallel.parallelize import build_decoder
 from automoe.testing.conf_models import conf_model
 from automoe.testing.one_rank import one_rank
-from automoe.testing.trajectory import run_trajectory
+from automoe.testing.pool import RankPool
+from automoe.testing.trajectory import Trajectory, run_trajectory
 
 # transformer_engine 2.20.2, read from the wheel's sources: parameters of what the adapters call.
 SIGNATURES = {
@@ -112,7 +113,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         MADE.append("norm")
-        x = bound("RMSNorm.forward", args, kwargs).input.to(self.weight.dtype)
+        x = bound("RMSNorm.forward", args, kwargs).input
+        assert type(x) is torch.Tensor, "its kernels read by pointer"
+        x = x.to(self.weight.dtype)
         weight = self.weight + 1 if self.made.zero_centered_gamma else self.weight
         return x * (x.square().mean(-1, keepdim=True) + self.made.eps).rsqrt() * weight
 
@@ -138,12 +141,12 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(rows, weight) for rows, weight in pairs])
 
 
+PARTS = SimpleNamespace(DotProductAttention=DotProductAttention, RMSNorm=RMSNorm, GroupedLinear=GroupedLinear)
+
+
 @pytest.fixture
 def documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = SimpleNamespace(
-        DotProductAttention=DotProductAttention, RMSNorm=RMSNorm, GroupedLinear=GroupedLinear
-    )
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", parts)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", PARTS)
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
     MADE.clear()
 
@@ -286,6 +289,34 @@ def test_a_training_step_with_all_of_it_is_the_step_without() -> None:
     assert got.gradients[0].keys() == expected.gradients[0].keys()
     for name, gradient in expected.gradients[0].items():
         torch.testing.assert_close(got.gradients[0][name], gradient, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def run_documented(config: Config) -> Trajectory:
+    sys.modules["transformer_engine.pytorch"] = PARTS  # not patch.dict: it would forget what the run imports
+    try:
+        return run_trajectory(config, rows, 1)
+    finally:
+        del sys.modules["transformer_engine.pytorch"]
+
+
+def test_norms_under_tp_are_given_tokens_that_have_arrived(ranks: RankPool) -> None:
+    """The first layer's gets the embedding's sum, which other ranks may still be sending."""
+    config = Config(
+        mesh=MeshConfig(dp_shard=1, tp=2),
+        model=ModelConfig(
+            num_layers=1,
+            vocab_size=16,
+            hidden_size=16,
+            first_k_dense=1,
+            intermediate_size=16,
+            attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8),
+        ),
+        train=TrainConfig(seq_len=16, global_batch_size=4, micro_batch_size=4, dtype="float64"),
+    )
+    [expected, _] = ranks.run(run_trajectory, 2, config, rows, 1)
+    [got, _] = ranks.run(run_documented, 2, replace(config, kernels=KernelsConfig(norm="te")))
+    assert got.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-10)
 
 
 CHOICES = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mesh_cases import Case, batches, float32
 from mesh_mappings import FULL, INTERLEAVED
 
+from automoe.config.schema import Config
 from automoe.testing.compare import compare_trajectories
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
@@ -59,13 +62,37 @@ def recorded(ranks: RankPool):
     return get
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Case) -> None:
-    expected = recorded(case)
-    run = ranks.run(run_trajectory, case.world_size, float32(case), batches, 1, forced=expected.choices)
+def check_first_step(ranks: RankPool, case: Case, config: Config, expected: Trajectory) -> None:
+    run = ranks.run(run_trajectory, case.world_size, config, batches, 1, forced=expected.choices)
     compared = [c for c in compare_trajectories(merge_trajectories(run), expected) if c.kind in COMPARED]
     different = [c for c in compared if not c.within(TOLERANCE)]
     assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Case) -> None:
+    check_first_step(ranks, case, float32(case), recorded(case))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(
+    ranks: RankPool, dispatcher: str
+) -> None:
+    """Triton's, which want a pointer; in its interpreter, so one layer."""
+    case = Case("mixtral", dict(dp_shard=2, ep=2), rows=4, dispatcher=dispatcher)
+
+    def one_layer(case: Case, experts: str) -> Config:
+        config = float32(case)
+        return replace(
+            config,
+            model=replace(config.model, num_layers=1),
+            moe=replace(config.moe, experts=experts),
+        )
+
+    [expected] = ranks.run(
+        run_trajectory, 1, one_layer(case.reference, "grouped_mm"), batches, 1, record=True
+    )
+    check_first_step(ranks, case, one_layer(case, "triton"), expected)
 
 
 def test_forced_routing_is_what_both_runs_use(ranks: RankPool, recorded) -> None:

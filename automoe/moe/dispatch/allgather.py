@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from automoe.collectives import all_gather, reduce_scatter
 from automoe.moe.dispatch.base import Experts, group_ends, sort_by_expert, sum_to_tokens
-from automoe.moe.dispatch.measure import arrived, on_host, stage
+from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
 
 
 class AllGatherDispatcher:
@@ -37,8 +37,8 @@ class AllGatherDispatcher:
     ) -> torch.Tensor:
         top_k = ids.shape[1]
         with stage("all_gather"):
-            all_x = arrived(all_gather(x, 0, self.group))
-            all_weights = arrived(all_gather(weights, 0, self.group))
+            all_x = wait_if_timed(all_gather(x, 0, self.group))
+            all_weights = wait_if_timed(all_gather(weights, 0, self.group))
             all_ids = all_gather(ids, 0, self.group)
 
         with stage("permute"):
@@ -56,4 +56,4 @@ class AllGatherDispatcher:
         with stage("unpermute"):
             partial = sum_to_tokens(rows, token_idx, all_x.shape[0])
         with stage("reduce_scatter"):
-            return arrived(reduce_scatter(partial, 0, self.group))
+            return wait_if_timed(reduce_scatter(partial, 0, self.group))

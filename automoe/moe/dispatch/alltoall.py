@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from automoe.collectives import all_to_all
 from automoe.moe.dispatch.base import Experts, group_ends, regroup_by_expert, sort_by_expert, sum_to_tokens
-from automoe.moe.dispatch.measure import arrived, on_host, stage
+from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
 
 
 class AllToAllDispatcher:
@@ -76,4 +76,4 @@ class AllToAllDispatcher:
     def _exchange(
         self, rows: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> torch.Tensor:
-        return arrived(all_to_all(rows, output_splits, input_splits, self.group))
+        return wait_if_timed(all_to_all(rows, output_splits, input_splits, self.group))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from automoe.collectives import all_to_all
 from automoe.moe.dispatch.base import Dispatcher, Experts, group_ends, regroup_by_expert
-from automoe.moe.dispatch.measure import arrived, on_host, stage
+from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
 
 
 class ExpertTensorDispatcher:
@@ -73,11 +73,11 @@ class ExpertTensorDispatcher:
         with stage("unpermute"):
             out = out.index_select(0, back)
         with stage("reduce_scatter"):
-            terms = arrived(all_to_all(out, [mine] * self.num_ranks, sizes, self.group))
+            terms = wait_if_timed(all_to_all(out, [mine] * self.num_ranks, sizes, self.group))
             return terms.unflatten(0, (self.num_ranks, mine)).sum(0)
 
     def _gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """[R, ...] of each rank -> [sum of sizes, ...], rank after rank."""
-        return arrived(
+        return wait_if_timed(
             all_to_all(x.repeat(self.num_ranks, 1), sizes, [x.shape[0]] * self.num_ranks, self.group)
         )

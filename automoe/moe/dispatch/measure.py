@@ -90,7 +90,7 @@ def stage(name: str) -> AbstractContextManager[None]:
     return _UNTIMED if StageTimer._active is None else StageTimer._active._time(name)
 
 
-def arrived(received: torch.Tensor) -> torch.Tensor:
+def wait_if_timed(received: torch.Tensor) -> torch.Tensor:
     """``received`` itself; where stages are timed, waited for, so that no later stage pays for the wait."""
     if StageTimer._active is not None and isinstance(received, AsyncCollectiveTensor):
         received.trigger_wait()
