@@ -17,20 +17,34 @@ def check_compile(config: Config, shape: MeshShape) -> None:
     names = [names] if isinstance(names, str) else names
     promised = [name for name in PROMISED if name in names]
     kernels = config.kernels
-    for found, what in (
-        (config.parallel.context == "ring" and shape.cp > 1, "the calls of parallel.context=ring"),
-        (kernels.attention == "te", "the modules of kernels.attention=te"),
-        (kernels.rope == "triton", "the kernels of kernels.rope=triton"),
-        (kernels.norm == "te", "the modules of kernels.norm=te"),
-        (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}"),
-        (bool(promised), f"the hooks of parallel.recompute=[{','.join(promised)}]"),
+    left = f"[{','.join(name for name in names if name not in PROMISED)}]"
+    without_core = f"[{','.join(name for name in names if name != 'core_attn')}]"
+    for found, what, instead in (
+        (
+            config.parallel.context == "ring" and shape.cp > 1,
+            "the calls of parallel.context=ring",
+            "parallel.context=gather",
+        ),
+        (kernels.attention == "te", "the modules of kernels.attention=te", "kernels.attention=sdpa"),
+        (kernels.rope == "triton", "the kernels of kernels.rope=triton", "kernels.rope=torch"),
+        (kernels.norm == "te", "the modules of kernels.norm=te", "kernels.norm=torch"),
+        (config.train.fp8 != "off", f"the products of train.fp8={config.train.fp8}", "train.fp8=off"),
+        (
+            bool(promised),
+            f"the hooks of parallel.recompute=[{','.join(promised)}]",
+            f"parallel.recompute={left}",
+        ),
         # torch 2.13 then takes the mesh of a weight for a tensor that it has to keep.
-        ("core_attn" in names and shape.tp > 1, f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}"),
+        (
+            "core_attn" in names and shape.tp > 1,
+            f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}",
+            f"parallel.recompute={without_core}",
+        ),
     ):
         if found:
             raise ConfigError(
                 "train.compile",
                 True,
                 f"attention and norms are compiled whole, and {what} cannot be a part of that",
-                "Set train.compile=false, or choose otherwise there",
+                f"Set train.compile=false, or {instead}",
             )

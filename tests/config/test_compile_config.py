@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
@@ -11,23 +13,35 @@ from automoe.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("choice", "named"),
+    ("choice", "named", "instead"),
     [
-        (dict(parallel=ParallelConfig(context="ring")), "parallel.context=ring"),
-        (dict(kernels=KernelsConfig(attention="te")), "kernels.attention=te"),
-        (dict(kernels=KernelsConfig(norm="te")), "kernels.norm=te"),
-        (dict(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton"),
-        (dict(parallel=ParallelConfig(recompute=["moe", "layernorm"])), "parallel.recompute=[layernorm]"),
-        (dict(parallel=ParallelConfig(recompute="mla_up_proj")), "parallel.recompute=[mla_up_proj]"),
-        (dict(parallel=ParallelConfig(recompute=["core_attn"])), "with mesh.tp=2"),
+        (dict(parallel=ParallelConfig(context="ring")), "parallel.context=ring", "parallel.context=gather"),
+        (dict(kernels=KernelsConfig(attention="te")), "kernels.attention=te", "kernels.attention=sdpa"),
+        (dict(kernels=KernelsConfig(norm="te")), "kernels.norm=te", "kernels.norm=torch"),
+        (dict(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton", "kernels.rope=torch"),
+        (dict(train=TrainConfig(fp8="tensorwise")), "train.fp8=tensorwise", "train.fp8=off"),
+        (
+            dict(parallel=ParallelConfig(recompute=["moe", "layernorm"])),
+            "parallel.recompute=[layernorm]",
+            "parallel.recompute=[moe]",
+        ),
+        (
+            dict(parallel=ParallelConfig(recompute="mla_up_proj")),
+            "parallel.recompute=[mla_up_proj]",
+            "parallel.recompute=[]",
+        ),
+        (dict(parallel=ParallelConfig(recompute=["core_attn"])), "with mesh.tp=2", "parallel.recompute=[]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_compiled_is_named(choice: dict, named: str) -> None:
+def test_what_cannot_be_compiled_is_named(choice: dict, named: str, instead: str) -> None:
     cut_rows = resolve_mesh(MeshConfig(cp=2, tp=2), 4)
+    compiled = Config(**choice)
+    compiled = replace(compiled, train=replace(compiled.train, compile=True))
     with pytest.raises(ConfigError) as raised:
-        check_compile(Config(train=TrainConfig(compile=True), **choice), cut_rows)
+        check_compile(compiled, cut_rows)
     assert raised.value.key == "train.compile" and named in str(raised.value)
+    assert str(raised.value).endswith(f"Set train.compile=false, or {instead}")
     check_compile(Config(**choice), cut_rows)
 
 
