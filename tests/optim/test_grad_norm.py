@@ -211,9 +211,10 @@ def test_float32_gradients_are_summed_in_float64(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)]
 )
 def test_gradients_of_every_dtype_are_clipped_together(device: str, dtype: torch.dtype, rtol: float) -> None:
+    """In place: a bfloat16 gradient is rounded once more, and once only."""
     parameters = [
         nn.Parameter(torch.zeros(50, device=device, dtype=t)) for t in (dtype, torch.float32, dtype)
     ]
