@@ -98,7 +98,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
     if config.train.compile:
         _check_compile(device)
-    for key, package, remedy in _foreign(config):
+    for key, package, remedy in _foreign(config, device):
         if importlib.util.find_spec(package) is None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
     if config.moe.dispatcher != "deepep" or shape.ep == 1:
@@ -114,14 +114,21 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
         )
 
 
-def _foreign(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(key=value, package, remedy) of every optional package that ``config`` computes with."""
+def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
+    """(key=value, package, remedy) of every package that ``config`` computes with and not every machine has."""
     experts = config.moe.experts if config.model.first_k_dense < config.model.num_layers else "none"
     chosen = (
         ("kernels.attention", config.kernels.attention, "sdpa"),
         ("kernels.norm", config.kernels.norm, "torch"),
         ("moe.experts", experts, "grouped_mm"),
     )
+    for key, uses_triton, instead in (
+        ("kernels.rope=triton", config.kernels.rope == "triton", "kernels.rope=torch"),
+        ("moe.experts=triton", experts == "triton", "moe.experts=grouped_mm"),
+        (f"train.fp8={config.train.fp8}", config.train.fp8 != "off" and device == "cuda", "train.fp8=off"),
+    ):
+        if uses_triton:
+            yield key, "triton", f"Install triton, or set {instead}"
     if experts == "quack":
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in chosen:

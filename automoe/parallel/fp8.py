@@ -7,7 +7,6 @@ small projection to a delta net's decays.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -88,11 +87,6 @@ def _check_gpu(capability: tuple[int, int]) -> None:
         raise BackendError(
             f"train.fp8 needs a Hopper GPU (compute capability 9.0), whose 8-bit products it was written for, and this "
             f"one has {found}. Set train.fp8=off"
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise BackendError(
-            "train.fp8 quantises with Triton's kernels on CUDA, and the package triton is missing. Install it, or set "
-            "train.fp8=off"
         )
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, LaunchConfig, MeshConfig, TrainConfig
+from automoe.config.schema import Config, KernelsConfig, LaunchConfig, MeshConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError
 from automoe.launch import hardware
 
@@ -83,6 +84,30 @@ def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     limit = hardware.MAX_CPU_RANKS_PER_CORE * hardware.num_cores()
     assert hardware.missing_hardware(resolve_mesh(MeshConfig(), limit), "cpu") is None
     assert f"at most {limit}" in str(hardware.missing_hardware(resolve_mesh(MeshConfig(), limit + 1), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "key", "instead"),
+    [
+        (Config(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton", "kernels.rope=torch"),
+        (Config(moe=MoEConfig(experts="triton")), "moe.experts=triton", "moe.experts=grouped_mm"),
+        (Config(train=TrainConfig(fp8="blockwise")), "train.fp8=blockwise", "train.fp8=off"),
+    ],
+    ids=["rope", "experts", "fp8"],
+)
+def test_a_missing_triton_is_told_before_ranks_start(
+    chosen: Config, key: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_rank, found = resolve_mesh(MeshConfig(), 1), importlib.util.find_spec
+    hardware.check_backends(chosen, one_rank, "cuda")
+    monkeypatch.setattr(
+        hardware.importlib.util, "find_spec", lambda name: None if name == "triton" else found(name)
+    )
+    with pytest.raises(BackendError, match=f"{key}: the package triton is not .*set {instead}"):
+        hardware.check_backends(chosen, one_rank, "cuda")
+    hardware.check_backends(Config(), one_rank, "cuda")
+    if chosen.train.fp8 != "off":
+        hardware.check_backends(chosen, one_rank, "cpu")  # which quantises with torch's operations
 
 
 COMPILED = Config(train=TrainConfig(compile=True))
