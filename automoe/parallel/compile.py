@@ -30,6 +30,11 @@ COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
     Router: ("score", "select", "weigh", "count"),
 }
 
+# Of one function in one process: kinds of layers, recomputed or not, with and without gradients, and all of these again
+# for each dtype and shape that models of this process are run in. One dtype may take the 8 that torch allows; this is
+# what it allows of a function in all.
+VERSIONS = 256
+
 
 def apply_compile(model: Decoder, backend: str = "inductor") -> None:
     """Compile, at their first call, the methods ``COMPILED`` of the model's modules, its last norm and its loss.
@@ -58,5 +63,15 @@ def _compile_method(module: nn.Module, name: str, backend: str) -> None:
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
 def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    from torch._dynamo import config as limits  # takes long to import
+
     # Shapes are constants: they do not change, and a kernel that knows them is better.
-    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(*args: Any) -> Any:
+        # At every call: the limit is one of the thread, and autograd recomputes in threads of its own.
+        if limits.recompile_limit < VERSIONS:
+            limits.recompile_limit = VERSIONS
+        return compiled(*args)
+
+    return call

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo
-from compile_cases import Compiled, run_compiled
+from compile_cases import Compiled, compiled_by, run_compiled
 from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, make_config, world_size
 from torch._dynamo.utils import counters
 
@@ -15,6 +15,7 @@ from automoe.config.schema import Config
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.parallelize import build_decoder
 from automoe.testing.compare import compare_trajectories
+from automoe.testing.one_rank import one_rank
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
 
@@ -117,6 +118,22 @@ def test_inductor_in_float32(ranks: RankPool) -> None:
     different = [c for c in compared if not c.within(FLOAT32)]  # Adam makes a step of any rounding near zero
     assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
     assert all(rank.breaks == 0 for rank in facts)
+
+
+@pytest.mark.exhaustive
+def test_a_process_may_run_other_dtypes_too() -> None:
+    """As a verification does. Two kinds of layers, of both some recomputed, take half of torch's limit for each dtype."""
+    torch.compiler.reset()
+    windows = replace(WINDOWS, num_layers=4)
+    config = compiled(make_config(windows, recompute=["core_attn"], recompute_layers=[0, 1]))
+    losses = []
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own: other tests may have raised it
+        for dtype in ("float64", "float32", "bfloat16"):
+            run_in = replace(config, train=replace(config.train, dtype=dtype))
+            with one_rank("cpu"), compiled_by("eager"):
+                losses += run_trajectory(run_in, batches, 1, keep_tensors=False).losses
+    torch.compiler.reset()
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)
 
 
 @pytest.fixture
