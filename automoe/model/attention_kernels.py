@@ -1,6 +1,6 @@
 """Which of torch's attention kernels computes: ``kernels.attention``, said here and not left to torch.
 
-What torch 2.11 to 2.13 ask of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
+What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
 
     cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads
     flash      bfloat16, float16; D = Dv to 256; no mask; grouped heads
