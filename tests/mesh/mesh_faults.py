@@ -189,7 +189,7 @@ def documents_ignored_across_cp():
     return _replace(
         automoe.model.attention,
         "attention_mask",
-        lambda original: lambda rows: original(replace(rows, doc_ids=None)),
+        lambda original: lambda rows, *args, **kwargs: original(replace(rows, doc_ids=None), *args, **kwargs),
     )
 
 
@@ -424,7 +424,9 @@ def convolution_of_the_first_heads_on_every_tp_rank():
 
 def window_ignored_across_cp():
     return _replace(
-        automoe.model.attention, "attention_mask", lambda original: lambda rows, window=0: original(rows)
+        automoe.model.attention,
+        "attention_mask",
+        lambda original: lambda rows, window=0, always=False: original(rows, always=always),
     )
 
 
