@@ -230,32 +230,38 @@ def grad_down_activate(
     expert = tl.load(tile_expert + tile)
     if expert >= num_experts:
         return
-    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-    real = rows < tl.load(offsets + expert)
-    rows = rows.to(tl.int64)
+    first = tl.load(tile_row + tile)
+    row = tl.arange(0, BLOCK_M)
+    real = row < tl.load(offsets + expert) - first
+    first = first.to(tl.int64)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
     grad = _product(
-        grad_out + rows[:, None] * hidden,
+        grad_out + first * hidden + row[:, None] * hidden,
         w_down + expert.to(tl.int64) * hidden * width + cols[None, :],
         real, inside, hidden, width, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     mask = real[:, None] & inside[None, :]
-    at = rows[:, None] * 2 * width + cols[None, :]
+    # Within a tile 32 bits count the elements: addresses of 64 bits a thread and element would spill.
+    at = row[:, None] * (2 * width) + cols[None, :]
+    pre += first * 2 * width
+    grad_pre += first * 2 * width
     gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(pre + at + width, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pre + width + at, mask=mask, other=0.0).to(tl.float32)
     value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
-    share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
-    tl.store(grad_probs + rows * num_columns + column, share, mask=real)
-    weight = tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)[:, None]
-    grad *= weight
-    tl.store(grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
-    tl.store(grad_pre + at + width, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        act + rows[:, None] * width + cols[None, :],
+        act + first * width + row[:, None] * width + cols[None, :],
         _narrow(value * weight, act.dtype.element_ty, PRECISION),
         mask=mask,
     )
+    weighted = grad * weight
+    tl.store(grad_pre + at, _narrow(weighted * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(
+        grad_pre + width + at, _narrow(weighted * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask
+    )
+    share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)  # last: earlier, Triton 3.6 spills
+    tl.store(grad_probs + (first + row) * num_columns + column, share, mask=real)
 
 
 @triton.jit
