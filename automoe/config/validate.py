@@ -50,7 +50,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     _check_pipeline(config, shape)
     _check_context(config, shape, device)
     _check_backend(config, shape, device)
-    check_fp8(config, shape)
+    check_fp8(config, shape, device)
     check_recompute(config)
     check_kernels(config, shape, device)
     check_compile(config, shape)
@@ -350,7 +350,7 @@ def _check_backend(config: Config, shape: MeshShape, device: str) -> None:
     backend = config.moe.experts
     if backend == "loop" or config.model.first_k_dense == config.model.num_layers:
         return
-    if config.train.dtype == "float64":
+    if config.train.dtype == "float64" and config.train.fp8 == "off":  # 8-bit products are emulated in it too
         raise ConfigError(
             "moe.experts",
             backend,

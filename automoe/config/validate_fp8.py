@@ -14,17 +14,17 @@ BLOCK = 128  # rows and columns of a weight under one scale
 ROW_BYTES = 16  # what grouped products want a row to be a multiple of
 
 
-def check_fp8(config: Config, shape: MeshShape) -> None:
+def check_fp8(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``ConfigError`` for the first rule of this file that ``config`` breaks."""
     mode = config.train.fp8
     if mode == "off":
         return
-    if config.train.dtype == "float64":
+    if config.train.dtype == "float64" and device != "cpu":
         raise ConfigError(
             "train.fp8",
             mode,
-            "what surrounds 8-bit products is float32 or bfloat16, and train.dtype=float64",
-            "Set train.fp8=off, or train.dtype=bfloat16",
+            "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
+            "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu",
         )
     if config.model.first_k_dense < config.model.num_layers:
         _check_experts(config, shape)

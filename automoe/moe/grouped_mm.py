@@ -14,28 +14,63 @@ from torch.autograd.function import once_differentiable
 from automoe.blocks import row_blocks
 from automoe.moe.activation import SWIGLU, Activation
 
+Scales = torch.Tensor | None
+
 
 class GroupedProducts(Protocol):
-    """The three products of one weight [E, N, K] of all experts; offsets [E] int32 are the ends of their rows."""
+    """The three products of one weight [E, N, K] of all experts; offsets [E] int32 are the ends of their rows.
 
-    def out(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    Each operand may have scales, which are found once and then given to each product of it. Finding them may be a
+    collective, so it is done where a rank has no rows too; products are not.
+    """
+
+    def scales(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tuple[Scales, Scales]:
+        """Of x [R, K] and of the weight."""
+
+    def gradient_scales(self, grad: torch.Tensor, offsets: torch.Tensor) -> Scales:
+        """Of grad [R, N]."""
+
+    def out(
+        self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, of_x: Scales, of_weight: Scales
+    ) -> torch.Tensor:
         """x [R, K] -> [R, N]: each row by its expert's weight, transposed."""
 
-    def grad_rows(self, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grad_rows(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor,
+        of_grad: Scales,
+        of_weight: Scales,
+    ) -> torch.Tensor:
         """grad [R, N] -> [R, K]: each row by its expert's weight."""
 
-    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grad_weight(
+        self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, of_grad: Scales, of_x: Scales
+    ) -> torch.Tensor:
         """grad [R, N], x [R, K] -> [E, N, K]: over each expert's rows."""
 
 
 class _InOwnDtype:
-    def out(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def scales(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+    def gradient_scales(self, grad: torch.Tensor, offsets: torch.Tensor) -> None:
+        return None
+
+    def out(
+        self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *scales: Scales
+    ) -> torch.Tensor:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
 
-    def grad_rows(self, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grad_rows(
+        self, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *scales: Scales
+    ) -> torch.Tensor:
         return F.grouped_mm(grad, weight, offs=offsets)
 
-    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grad_weight(
+        self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, *scales: Scales
+    ) -> torch.Tensor:
         return F.grouped_mm(grad.transpose(0, 1), x, offs=offsets)
 
 
@@ -66,34 +101,43 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.activation, ctx.products = activation, (up_products, down_products)
         args = (x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down)
+        rows = x.index_select(0, gather_idx)
+        of_x, of_up = up_products.scales(rows, w_gate_up, offsets)
         if gather_idx.shape[0] == 0:
             # No token reached this rank. Kernels need not take empty operands; autograd still comes by.
-            ctx.save_for_backward(*args, x.new_empty(0))
+            of_act, of_down = down_products.scales(x.new_empty(0, w_down.shape[-1]), w_down, offsets)
+            ctx.save_for_backward(*args, x.new_empty(0), of_x, of_up, of_act, of_down)
             return x.new_empty(0, x.shape[1])
-        gate_up = up_products.out(x.index_select(0, gather_idx), w_gate_up, offsets)
+        gate_up = up_products.out(rows, w_gate_up, offsets, of_x, of_up)
+        del rows
         if b_gate_up is not None:
             gate_up += of_each_row(b_gate_up, offsets, gate_up.shape[0])
         gate, up = gate_up.chunk(2, dim=-1)
         scale = probs.unsqueeze(1).to(x.dtype)
-        act = activation(gate, up).mul_(scale)
-        ctx.save_for_backward(*args, gate_up)
-        out = down_products.out(act.contiguous(), w_down, offsets)
+        act = activation(gate, up).mul_(scale).contiguous()
+        of_act, of_down = down_products.scales(act, w_down, offsets)
+        ctx.save_for_backward(*args, gate_up, of_x, of_up, of_act, of_down)
+        out = down_products.out(act, w_down, offsets, of_act, of_down)
         return out if b_down is None else out.addcmul_(of_each_row(b_down, offsets, out.shape[0]), scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
-        x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, gate_up = ctx.saved_tensors
+        *args, gate_up, of_x, of_up, of_act, of_down = ctx.saved_tensors
+        x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down = args
+        up_products, down_products = ctx.products
+        grad_out = grad_out.contiguous()  # grouped_mm refuses expanded gradients
+        of_grad = down_products.gradient_scales(grad_out, offsets)
         if gather_idx.shape[0] == 0:  # zeros and not None: all ranks must reduce the same gradients
+            up_products.gradient_scales(x.new_empty(0, w_gate_up.shape[1]), offsets)
             trained = (x, probs, w_gate_up, w_down, b_gate_up, b_down)
             zeros = [None if tensor is None else torch.zeros_like(tensor) for tensor in trained]
             return zeros[0], None, None, *zeros[1:], None, None, None
-        up_products, down_products = ctx.products
-        grad_out = grad_out.contiguous()  # grouped_mm refuses expanded gradients
         gate, up = gate_up.chunk(2, dim=-1)
         scale = probs.unsqueeze(1).to(x.dtype)
 
-        grad_act = down_products.grad_rows(grad_out, w_down, offsets)  # of probs * activation
+        # Of probs * activation.
+        grad_act = down_products.grad_rows(grad_out, w_down, offsets, of_grad, of_down)
         act = torch.empty_like(grad_act)
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
@@ -109,7 +153,7 @@ class _GroupedExperts(torch.autograd.Function):
                 grad_up[block],
                 grad_probs[block],
             )
-        grad_w_down = down_products.grad_weight(grad_out, act, offsets)
+        grad_w_down = down_products.grad_weight(grad_out, act, offsets, of_grad, of_act)
         del act, grad_act
         grad_b_down = None
         if b_down is not None:
@@ -119,10 +163,11 @@ class _GroupedExperts(torch.autograd.Function):
             del products
         grad_b_gate_up = None if b_gate_up is None else sum_by_expert(grad_gate_up, offsets)
 
+        of_grad = up_products.gradient_scales(grad_gate_up, offsets)
         rows = x.index_select(0, gather_idx)
-        grad_w_gate_up = up_products.grad_weight(grad_gate_up, rows, offsets)
+        grad_w_gate_up = up_products.grad_weight(grad_gate_up, rows, offsets, of_grad, of_x)
         del rows
-        grad_rows = up_products.grad_rows(grad_gate_up, w_gate_up, offsets)
+        grad_rows = up_products.grad_rows(grad_gate_up, w_gate_up, offsets, of_grad, of_up)
         grad_x = torch.zeros_like(x).index_add_(0, gather_idx, grad_rows)
         return (
             grad_x,
@@ -152,7 +197,24 @@ def sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     A product with ones: accumulated wide, in a fixed order, without atomics.
     """
     ones = rows.new_ones(rows.shape[0], 16 // rows.element_size())  # the narrowest that grouped_mm takes
-    return F.grouped_mm(rows.transpose(0, 1), ones, offs=offsets)[..., 0]
+    return grouped_mm(rows.transpose(0, 1), ones, offsets)[..., 0]
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.functional.grouped_mm``, and in float64, which that has not, product by product.
+
+    a [R, K], b [E, K, N] -> [R, N], rows past the last offset may hold anything; a [M, R], b [R, N] -> [E, M, N].
+    """
+    if a.dtype != torch.float64:
+        return F.grouped_mm(a, b, offs=offsets)
+    ends = offsets.tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if b.dim() == 2:
+        return torch.stack([a[:, span] @ b[span] for span in spans])
+    out = a.new_empty(a.shape[0], b.shape[-1])
+    for span, each in zip(spans, b, strict=True):
+        out[span] = a[span] @ each
+    return out
 
 
 def grouped_mm_experts(

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from automoe.moe.activation import SWIGLU, Activation
-from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.quantise.formats import SIDE, WHOLE, Quantised, dequantise, transposed
-from automoe.quantise.scaling import Scaling
+from automoe.moe.grouped_mm import Scales, grouped_mm, grouped_mm_experts
+from automoe.quantise.formats import SIDE, WHOLE, Quantised, dequantise, largest_of_tiles, transposed
+from automoe.quantise.scaling import GRAD, Blockwise, Scaling, W, X
 
 
 class QuantisedExperts(nn.Module):
@@ -55,22 +55,48 @@ class QuantisedGroupedProducts(nn.Module):
         super().__init__()
         self.scaling = scaling
 
-    def out(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def scales(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tuple[Scales, Scales]:
+        """Of x [R, K] and of the weight."""
+        return self._of_rows(x, offsets, X), self.scaling.scales(weight, W)
+
+    def gradient_scales(self, grad: torch.Tensor, offsets: torch.Tensor) -> Scales:
+        """Of grad [R, N]."""
+        return self._of_rows(grad, offsets, GRAD)
+
+    def _of_rows(self, rows: torch.Tensor, offsets: torch.Tensor, operand: int) -> Scales:
+        if isinstance(self.scaling, Blockwise):
+            return None
+        largest_of_rows = largest_of_tiles(rows.unsqueeze(1), WHOLE).squeeze(1)  # [R, 1], and no copy of all
+        return self.scaling.scales(_owned(largest_of_rows, offsets), operand)
+
+    def out(
+        self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, of_x: Scales, of_weight: Scales
+    ) -> torch.Tensor:
         """x [R, K] -> [R, N]."""
-        rows = self.scaling.activation(_owned(x, offsets))
-        return grouped_product(rows, self.scaling.weight(weight), offsets, x.dtype)
+        rows = self.scaling.activation(_owned(x, offsets), of_x)
+        return grouped_product(rows, self.scaling.weight(weight, of_weight), offsets, x.dtype)
 
-    def grad_rows(self, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grad_rows(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor,
+        of_grad: Scales,
+        of_weight: Scales,
+    ) -> torch.Tensor:
         """grad [R, N] -> [R, K]."""
-        rows = self.scaling.gradient(_owned(grad, offsets))
-        return grouped_product(rows, transposed(self.scaling.weight(weight)), offsets, grad.dtype)
+        rows = self.scaling.gradient(_owned(grad, offsets), of_grad)
+        columns = transposed(self.scaling.weight(weight, of_weight))
+        return grouped_product(rows, columns, offsets, grad.dtype)
 
-    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grad_weight(
+        self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, of_grad: Scales, of_x: Scales
+    ) -> torch.Tensor:
         """grad [R, N], x [R, K] -> [E, N, K], in the dtype of x."""
         place, ends, size = whole_tiles(offsets, x.shape[0])
-        columns = self.scaling.gradient_transposed(_spread_rows(grad, place, size))
+        columns = self.scaling.gradient_transposed(_spread_rows(grad, place, size), of_grad)
         # Turned from 8 bits, as a linear layer's is: of the rows that were multiplied, no wider ones.
-        rows = self.scaling.activation(_spread_rows(x, place, size))
+        rows = self.scaling.activation(_spread_rows(x, place, size), of_x)
         return grouped_weight_product(columns, transposed(rows), ends, x.dtype)
 
 
@@ -118,7 +144,9 @@ def grouped_product(a: Quantised, b: Quantised, offsets: torch.Tensor, dtype: to
         offsets: [E] int32, end of each expert's rows.
     """
     if not a.codes.is_cuda:
-        return F.grouped_mm(dequantise(a), dequantise(b).transpose(-2, -1), offs=offsets).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        columns = dequantise(b).to(wide).transpose(-2, -1)
+        return grouped_mm(dequantise(a).to(wide), columns, offsets).to(dtype)
     if a.tile != WHOLE:
         from automoe.moe.kernels.scaled import block_scaled_rows
 
@@ -143,7 +171,8 @@ def grouped_weight_product(
         offsets: [E] int32, end of each expert's columns, where lines end; no expert is empty.
     """
     if not a.codes.is_cuda:
-        return F.grouped_mm(dequantise(a), dequantise(b).T, offs=offsets).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return grouped_mm(dequantise(a).to(wide), dequantise(b).to(wide).T, offsets).to(dtype)
     if a.tile != WHOLE:
         from automoe.moe.kernels.scaled import block_scaled_weights
 

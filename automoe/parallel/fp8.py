@@ -7,13 +7,15 @@ small projection to a delta net's decays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
+from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.mesh import Meshes
@@ -25,7 +27,7 @@ from automoe.model.mlp import MLP
 from automoe.moe.quantised import QuantisedExperts
 from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.formats import E4M3, E5M2
-from automoe.quantise.scaling import Blockwise, Delayed, Scaling, Tensorwise, clipped_share
+from automoe.quantise.scaling import Agreement, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
 
 _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     MLP: ("gate_proj", "up_proj", "down_proj"),
@@ -46,15 +48,28 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
         return
     if meshes.default.device_type == "cuda":
         _check_gpu(torch.cuda.get_device_capability())
-    tp, etp = meshes.group("tp"), meshes.group("etp")
+    tp, etp, stage = meshes.group("tp"), meshes.group("etp"), None
+    if mode != "blockwise":
+        stage = _stage_group(meshes)
     for linear in list(_linears(model)):
         # Cut by tp, or whole and used in part.
         cut = isinstance(linear.weight, DTensor) or linear.rows is not None
-        linear.product = QuantisedProduct(_scaling(mode, E5M2, tp if cut else None))
+        linear.product = QuantisedProduct(_scaling(mode, E5M2, stage, tp if cut else None))
     for _, layer in model.moe_layers():
         # Gradients in e4m3 too: torch's grouped product knows no other format.
-        up, down = _scaling(mode, E4M3, etp), _scaling(mode, E4M3, etp)
+        up, down = _scaling(mode, E4M3, stage, etp), _scaling(mode, E4M3, stage, etp)
         layer.experts.backend = QuantisedExperts(up, down)
+
+
+def _stage_group(meshes: Meshes) -> dist.ProcessGroup | None:
+    """All ranks with the layers of this one, which hold the rows of a micro-batch; None if it is alone."""
+    axes = [axis for axis in DEFAULT_AXES if axis != "pp" and meshes.group(axis) is not None]
+    if len(axes) < 2:
+        return meshes.group(axes[0]) if axes else None
+    group = meshes.default[tuple(axes)]._flatten("stage").get_group()  # one for all parts of this rank
+    if meshes.timeout is not None:
+        _set_pg_timeout(meshes.timeout, group)
+    return group
 
 
 def _linears(model: Decoder) -> Iterator[Linear]:
@@ -64,18 +79,20 @@ def _linears(model: Decoder) -> Iterator[Linear]:
                 yield linear
 
 
-def _scaling(mode: str, gradients: torch.dtype, cut_over: dist.ProcessGroup | None) -> Scaling:
+def _scaling(
+    mode: str, gradients: torch.dtype, stage: dist.ProcessGroup | None, of_weight: dist.ProcessGroup | None
+) -> Scaling:
     if mode == "blockwise":
         return Blockwise()
     if mode == "delayed":
-        return Delayed(gradients)
-    return Tensorwise(gradients) if cut_over is None else Tensorwise(gradients, _max_over(cut_over))
+        return Delayed(gradients, _max_over(stage))
+    return Tensorwise(gradients, _max_over(stage), _max_over(of_weight))
 
 
-def _max_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+def _max_over(group: dist.ProcessGroup | None) -> Agreement:
     def largest(x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        if group is not None:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
         return x
 
     return largest
@@ -113,4 +130,9 @@ def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> fl
     for scaling, largest in zip(delayed, seen, strict=True):
         scaling.seen.copy_(largest)
         scaling.end_step(stepped)
-    return float(clipped)
+    # The one time that the host waits tells it too for what there is a history by now.
+    known = torch.stack([scaling.history for scaling in delayed]).amax(-1) > 0
+    clipped, *flags = torch.cat((clipped.view(1), known.flatten())).tolist()
+    for i, scaling in enumerate(delayed):
+        scaling.known = [flag > 0 for flag in flags[3 * i : 3 * i + 3]]
+    return clipped

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automoe.quantise import products
-from automoe.quantise.formats import E4M3, encode, transposed
-from automoe.quantise.scaling import Scaling
+from automoe.quantise.formats import transposed
+from automoe.quantise.scaling import GRAD, Scaling, W, X
 
 
 class _Product(torch.autograd.Function):
@@ -23,27 +23,26 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-        rows = scaling.activation(x.flatten(0, -2))
-        columns = scaling.weight(weight)
-        ctx.save_for_backward(x, weight, columns.scales)
-        ctx.scaling, ctx.weight_tile = scaling, columns.tile
+        x_scales, weight_scales = scaling.scales(x.flatten(0, -2), X), scaling.scales(weight, W)
+        rows, columns = scaling.activation(x.flatten(0, -2), x_scales), scaling.weight(weight, weight_scales)
+        ctx.save_for_backward(x, weight, x_scales, weight_scales)
+        ctx.scaling = scaling
         return products.scaled_product(rows, columns, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        x, weight, weight_scales = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1])
-        rows = ctx.scaling.gradient(grad)
+        x, weight, x_scales, weight_scales = ctx.saved_tensors
+        grad, scaling = grad.reshape(-1, grad.shape[-1]), ctx.scaling
+        grad_scales = scaling.scales(grad, GRAD)
+        rows = scaling.gradient(grad, grad_scales)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            # With the scales that it had: found again they might need another rank.
-            turned = transposed(encode(weight, weight_scales, E4M3, ctx.weight_tile))
+            turned = transposed(scaling.weight(weight, weight_scales))
             grad_x = products.scaled_product(rows, turned, grad.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            columns = ctx.scaling.gradient_transposed(grad, rows)
-            # A scale of activations is this rank's own, and a history is what it was: the same codes again.
-            turned = transposed(ctx.scaling.activation(x.flatten(0, -2)))
+            columns = scaling.gradient_transposed(grad, grad_scales, rows)
+            turned = transposed(scaling.activation(x.flatten(0, -2), x_scales))
             grad_weight = products.scaled_product(columns, turned, weight.dtype)
         return grad_x, grad_weight, None
 

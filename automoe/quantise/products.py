@@ -22,7 +22,8 @@ def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tens
     """a [M, K] @ b [N, K].T -> [M, N] in ``dtype``. Both in lines, in lines and blocks, or each under one scale."""
     if a.codes.is_cuda:
         return _scaled_mm(a, b, dtype)
-    return (dequantise(a) @ dequantise(b).T).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)  # in float64 for automoe.verify
+    return (dequantise(a).to(wide) @ dequantise(b).to(wide).T).to(dtype)
 
 
 def _scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:

@@ -29,55 +29,86 @@ HISTORY = 16  # steps that a delayed scale looks back
 X, W, GRAD = range(3)
 
 
+Agreement = Callable[[torch.Tensor], torch.Tensor]
+"""Makes the largest numbers of this rank's part of a tensor those of the whole tensor: a collective of its ranks."""
+
+
+def _alone(largest: torch.Tensor) -> torch.Tensor:
+    return largest
+
+
 class Tensorwise(nn.Module):
     """One scale a matrix, from its own largest number ("current scaling").
 
     Args:
         gradients: format of gradients.
-        whole_weight: makes the largest number [..., 1, 1] of a part of a weight that of the whole weight.
+        of_rows: agrees on activations and gradients.
+        of_weight: agrees on the weight.
     """
 
     def __init__(
-        self, gradients: torch.dtype, whole_weight: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+        self, gradients: torch.dtype, of_rows: Agreement = _alone, of_weight: Agreement = _alone
     ) -> None:
         super().__init__()
-        self.gradients, self.whole_weight = gradients, whole_weight
+        self.gradients, self.of_rows, self.of_weight = gradients, of_rows, of_weight
 
-    def activation(self, x: torch.Tensor) -> Quantised:
+    def scales(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
+        """[..., 1, 1] scale of ``tensor``, or of anything with its largest number. Collective: once a product.
+
+        Whoever quantises the operand a second time gives the scale that it had.
+        """
+        largest = self.largest(largest_of_tiles(tensor, WHOLE), operand)
+        return scales_for(largest, self.gradients if operand == GRAD else E4M3)
+
+    def largest(self, mine: torch.Tensor, operand: int) -> torch.Tensor:
+        """[..., 1, 1] largest number of this rank's part -> what the scale of ``operand`` must hold."""
+        # A maximum over ranks may pass over what is not a number.
+        mine = mine.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return self.of_weight(mine) if operand == W else self.of_rows(mine)
+
+    def activation(self, x: torch.Tensor, scales: torch.Tensor | None) -> Quantised:
         """x [R, C], and what its transposed form (``transposed``) is made from."""
-        return encode(x, scales_for(self.largest(x, X), E4M3), E4M3, WHOLE)
+        return _under_one(x, scales, E4M3)
 
-    def weight(self, w: torch.Tensor) -> Quantised:
+    def weight(self, w: torch.Tensor, scales: torch.Tensor | None) -> Quantised:
         """w [..., N, K]."""
-        return encode(w, scales_for(self.largest(w, W), E4M3), E4M3, WHOLE)
+        return _under_one(w, scales, E4M3)
 
-    def gradient(self, grad: torch.Tensor) -> Quantised:
+    def gradient(self, grad: torch.Tensor, scales: torch.Tensor | None) -> Quantised:
         """grad [R, C] for the product that sums over its columns."""
-        return encode(grad, scales_for(self.largest(grad, GRAD), self.gradients), self.gradients, WHOLE)
+        return _under_one(grad, scales, self.gradients)
 
-    def gradient_transposed(self, grad: torch.Tensor, q: Quantised | None = None) -> Quantised:
+    def gradient_transposed(
+        self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantised | None = None
+    ) -> Quantised:
         """[C, R] for the product that sums over rows; ``q`` is what ``gradient`` made of it, if it did already."""
-        return transposed(self.gradient(grad) if q is None else q)
+        return transposed(self.gradient(grad, scales) if q is None else q)
 
-    def largest(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
-        """[..., 1, 1] number that the scale of ``operand`` must hold."""
-        largest = largest_of_tiles(tensor, WHOLE)
-        return self.whole_weight(largest) if operand == W else largest
+
+def _under_one(tensor: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> Quantised:
+    assert scales is not None
+    return encode(tensor, scales, dtype, WHOLE)
 
 
 class Delayed(Tensorwise):
     """One scale a matrix, from the largest number of the last ``HISTORY`` steps (arXiv 2209.05433, section 3).
 
-    Until a step is done there is no history, and the scale is that of the numbers themselves. Buffers:
+    An operand without a history has the scale of the numbers themselves, as ``Tensorwise``. Buffers:
     ``history`` [3, HISTORY] (saved, equal on all ranks) and ``seen`` [3], the largest numbers of the step so far
     (not saved, each rank's own until somebody makes them equal before ``end_step``).
+
+    Args:
+        gradients: format of gradients.
+        agree: agrees on each operand; the experts of all ranks share a history, so on weights too.
     """
 
     history: torch.Tensor
     seen: torch.Tensor
+    known: list[bool] | None
+    """Which operands have a history, for the host; None: ask."""
 
-    def __init__(self, gradients: torch.dtype) -> None:
-        super().__init__(gradients)
+    def __init__(self, gradients: torch.dtype, agree: Agreement = _alone) -> None:
+        super().__init__(gradients, agree, agree)
         self.register_buffer("history", torch.empty(3, HISTORY, dtype=torch.float32))
         self.register_buffer("seen", torch.empty(3, dtype=torch.float32), persistent=False)
         self.reset_buffers()
@@ -85,22 +116,27 @@ class Delayed(Tensorwise):
     def reset_buffers(self) -> None:
         self.history.zero_()
         self.seen.zero_()
+        self.known = None
 
     @torch.no_grad()
-    def largest(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
-        now = largest_of_tiles(tensor, WHOLE)
-        one = now.amax().view(1, 1) if now.numel() else now.new_zeros(1, 1)  # experts share a history
+    def largest(self, mine: torch.Tensor, operand: int) -> torch.Tensor:
+        one = mine.amax().view(1, 1) if mine.numel() else mine.new_zeros(1, 1)  # experts share a history
         if self.training:
             self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
-        past = self.history[operand].amax().view(1, 1)
-        largest = torch.where(past > 0, past, one)
-        return largest.expand_as(now).contiguous()
+        if self.known is None:
+            self.known = (self.history.amax(-1) > 0).tolist()
+        if self.known[operand]:
+            one = self.history[operand].amax().view(1, 1)
+        else:
+            one = super().largest(one, operand)
+        return one.expand_as(mine).contiguous()
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:
         """What was seen since the last call enters the history, or is forgotten."""
         if remember:
             self.history.copy_(torch.cat((self.seen.unsqueeze(1), self.history[:, :-1]), dim=1))
+            self.known = None
         self.seen.zero_()
 
 
@@ -122,16 +158,21 @@ class Blockwise(nn.Module):
     DeepSeek-V3, arXiv 2412.19437, section 3.3.2, with scales that are powers of two everywhere.
     """
 
-    def activation(self, x: torch.Tensor) -> Quantised:
+    def scales(self, tensor: torch.Tensor, operand: int) -> None:
+        """None: tiles lie within what a rank has, and their scales are found with their codes."""
+
+    def activation(self, x: torch.Tensor, scales: torch.Tensor | None) -> Quantised:
         return quantise(x, E4M3, LINE)
 
-    def weight(self, w: torch.Tensor) -> Quantised:
+    def weight(self, w: torch.Tensor, scales: torch.Tensor | None) -> Quantised:
         return quantise(w, E4M3, BLOCK)
 
-    def gradient(self, grad: torch.Tensor) -> Quantised:
+    def gradient(self, grad: torch.Tensor, scales: torch.Tensor | None) -> Quantised:
         return quantise(grad, E4M3, LINE)
 
-    def gradient_transposed(self, grad: torch.Tensor, q: Quantised | None = None) -> Quantised:
+    def gradient_transposed(
+        self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantised | None = None
+    ) -> Quantised:
         return quantise(grad.T, E4M3, LINE)  # from the numbers themselves, which are still there
 
 

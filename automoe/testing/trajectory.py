@@ -68,6 +68,7 @@ def run_trajectory(
     forced: list[torch.Tensor] | None = None,
     keep_tensors: bool = True,
     device: str = "cpu",
+    order: torch.Tensor | None = None,
 ) -> Trajectory:
     """Train ``steps`` steps on ``config.mesh`` over the initialised process group, and keep everything.
 
@@ -76,6 +77,7 @@ def run_trajectory(
         record: keep every step's routing (one rank, one stage only).
         forced: per step [global rows, R, L, 2, K] routing to repeat.
         keep_tensors: gather gradients and parameters too.
+        order: [rows] of this data-parallel rank as its micro-batches take them; as they come where None.
     """
     shape: MeshShape = resolve_mesh(config.mesh, None)
     meshes: Meshes = build_meshes(shape, torch.device(device))
@@ -92,11 +94,14 @@ def run_trajectory(
         else:
             forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank]
         inputs, _ = prepare_inputs(batch, meshes, config, torch.device(device), forced_ids)
+        if order is not None:
+            inputs = {name: tensor[order] for name, tensor in inputs.items()}
         recorder = RoutingRecorder(parts[0]) if record else nullcontext()
         with recorder, record_routing(config, parts.values(), step):
             loss = runner.train(inputs)
         if isinstance(recorder, RoutingRecorder):
-            seen.choices.append(recorder.choices())
+            choices = recorder.choices()
+            seen.choices.append(choices if order is None else choices[order.argsort()])
         stats = gather_stats(loss, parts.values(), config)
         parameters = named_parameters(parts)
         norm = global_grad_norm(counted_parameters(parts.values()), meshes.group("pp"))
@@ -138,3 +143,11 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
         merged.parameters.update(other.parameters)
         merged.biases.update(other.biases)
     return merged
+
+
+def meeting_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
+    """[num_rows] of a global batch in the order in which ``dp`` ranks take them, one micro-batch of each at a time.
+
+    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has in each the rows that meet there.
+    """
+    return torch.arange(num_rows).view(dp, -1, micro_batch_size).transpose(0, 1).flatten()

@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 MODES = ("tensorwise", "delayed", "blockwise")
 
 
-def check(mode: str, mesh: dict[str, int] | None = None, **changes: object) -> None:
+def check(mode: str, mesh: dict[str, int] | None = None, device: str = "cuda", **changes: object) -> None:
     train = TrainConfig(fp8=mode, dtype=changes.pop("dtype", "bfloat16"))  # type: ignore[arg-type]
     moe = MoEConfig(experts=changes.pop("experts", "grouped_mm"))  # type: ignore[arg-type]
     config = Config(
@@ -47,7 +47,7 @@ def check(mode: str, mesh: dict[str, int] | None = None, **changes: object) -> N
         model=replace(MODEL, **changes),  # type: ignore[arg-type]
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
     )
-    check_fp8(config, resolve_mesh(config.mesh, None))
+    check_fp8(config, resolve_mesh(config.mesh, None), device)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,7 +101,8 @@ def test_cuts_inside_a_block_are_refused_with_their_numbers(
 @pytest.mark.parametrize("mode", MODES)
 def test_what_has_no_8_bit_products(mode: str) -> None:
     with pytest.raises(ConfigError, match="train.dtype=float64"):
-        check(mode, dtype="float64", experts="loop")
+        check(mode, dtype="float64")
+    check(mode, dtype="float64", device="cpu")  # emulated
     for backend in ("loop", "triton"):
         with pytest.raises(ConfigError, match="Set moe.experts=grouped_mm, or train.fp8=off"):
             check(mode, experts=backend)
@@ -124,7 +125,7 @@ def test_verify_proves_the_mesh_without_8_bits_and_runs_what_fits_with(mode: str
     exact, own = passes(config)
     assert (exact.train.fp8, own.train.fp8) == ("off", mode)
     proxy, shape = make_proxy(config, resolve_mesh(config.mesh, None), num_token_ids=264)
-    check_fp8(proxy, shape)
+    check_fp8(proxy, shape, "cpu")
     assert proxy.train.fp8 == ("off" if mode == "blockwise" else mode)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,24 +36,31 @@ MODEL = ModelConfig(
     initializer_range=0.1,
     attention=AttentionConfig(
         kind="mla",
-        num_heads=2,
-        num_kv_heads=2,
+        num_heads=4,
+        num_kv_heads=4,
         q_lora_rank=48,
         kv_lora_rank=40,
-        qk_nope_head_dim=96,
-        qk_rope_head_dim=32,
-        v_head_dim=160,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
     ),
 )
+GQA = AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=128)
 # q: a and b; kv: a and b; o; gate, up, down of the dense FFN in layer 0 and of the shared expert in layer 1.
 LINEARS = 2 * 5 + 3 + 3
 
 
-def config(fp8: str, mesh: dict[str, int] | None = None, rows: int = ROWS, **train: Any) -> Config:
+def config(
+    fp8: str,
+    mesh: dict[str, int] | None = None,
+    rows: int = ROWS,
+    attention: AttentionConfig = MODEL.attention,
+    **train: Any,
+) -> Config:
     """``rows`` rows a micro-batch on ``mesh``."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
-        model=MODEL,
+        model=replace(MODEL, attention=attention),
         moe=MoEConfig(experts="grouped_mm"),
         parallel=ParallelConfig(),
         train=TrainConfig(global_batch_size=ROWS, seq_len=SEQ_LEN, micro_batch_size=rows, fp8=fp8, **train),  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from automoe.moe.quantised import QuantisedExperts, whole_tiles
 from automoe.quantise import products
 from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.formats import BLOCK, E4M3, E5M2, LINE, SIDE, WHOLE, Quantised, dequantise, quantise
-from automoe.quantise.scaling import GRAD, Blockwise, Delayed, Scaling, Tensorwise, X, clipped_share
+from automoe.quantise.scaling import GRAD, Blockwise, Delayed, Scaling, Tensorwise, W, X, clipped_share
 
 E4, E5 = 0.045, 0.070
 SCALINGS: dict[str, tuple[Callable[[], Scaling], float]] = {
@@ -125,8 +125,8 @@ def test_products_of_one_input_keep_it_once(scaling: Callable[[], Scaling], of_g
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outs = [layer(x, weight) for layer in layers]
     assert all(out.requires_grad for out in outs)
-    of_weight = 4 * (4 if scaling is Blockwise else 1)  # its scales, each product's own
-    assert sum(kept.values()) == 2 * x.numel() + 2 * weight.numel() + 3 * of_weight
+    of_scales = 0 if scaling is Blockwise else 4 + 4  # each product's own, of x and of the weight
+    assert sum(kept.values()) == 2 * x.numel() + 2 * weight.numel() + 3 * of_scales
 
 
 @EACH
@@ -139,21 +139,49 @@ def test_no_tokens(scaling: Callable[[], Scaling], of_gradients: float) -> None:
 
 def test_a_delayed_scale_is_the_largest_of_the_steps_before() -> None:
     scaling = Delayed(E5M2)
-    assert float(scaling.activation(torch.tensor([[448.0]])).scales) == 1.0  # nothing known: its own
+
+    def scale_of(number: float) -> float:
+        return float(scaling.scales(torch.tensor([[number]]), X))
+
+    assert scale_of(448.0) == 1.0  # nothing known: its own
     scaling.end_step(remember=True)
-    assert float(scaling.activation(torch.tensor([[4480.0]])).scales) == 1.0  # clipped, and seen
-    assert dequantise(scaling.activation(torch.tensor([[4480.0]]))).item() == 448.0
+    assert scale_of(4480.0) == 1.0  # clipped, and seen
+    clipped = scaling.activation(torch.tensor([[4480.0]]), torch.ones(1, 1))
+    assert dequantise(clipped).item() == 448.0
     scaling.end_step(remember=True)
-    assert float(scaling.activation(torch.tensor([[1.0]])).scales) == 16.0
-    scaling.activation(torch.tensor([[torch.inf]]))
+    assert scale_of(1.0) == 16.0
+    scale_of(torch.inf)
     scaling.end_step(remember=False)  # a step that was skipped
     for _ in range(16):
-        assert float(scaling.activation(torch.tensor([[1.0]])).scales) == 16.0
+        assert scale_of(1.0) == 16.0
         scaling.end_step(remember=True)
-    assert float(scaling.activation(torch.tensor([[1.0]])).scales) == 2.0**-8  # forgotten after 16
+    assert scale_of(1.0) == 2.0**-8  # forgotten after 16
     scaling.eval()
-    scaling.activation(torch.tensor([[448.0]]))
+    scale_of(448.0)
     assert scaling.seen.tolist() == [1.0, 0.0, 0.0]  # validation leaves no trace
+
+
+@pytest.mark.parametrize("make", [Tensorwise, Delayed])
+def test_ranks_are_asked_for_what_no_history_tells(make: Callable[..., Tensorwise]) -> None:
+    """A history is the same on all ranks; the numbers of the moment, and those that are not numbers, are not."""
+    asked: list[float] = []
+
+    def with_another_rank(largest: torch.Tensor) -> torch.Tensor:
+        asked.append(float(largest))
+        return largest.clamp_min(448.0)
+
+    scaling = make(E5M2, with_another_rank)
+    for mine, theirs in ((7.0, 1.0), (1000.0, 4.0), (-1000.0, 4.0), (torch.nan, torch.nan)):
+        scale = float(scaling.scales(torch.tensor([[0.5, mine]]), X))
+        assert scale == theirs or scale != scale and theirs != theirs
+    assert asked == [7.0, 1000.0, 1000.0, torch.inf]
+    if isinstance(scaling, Delayed):
+        scaling.seen.fill_(7.0)
+        scaling.seen[GRAD] = 0  # never anything but zeros
+        scaling.end_step(remember=True)
+        asked.clear()
+        assert float(scaling.scales(torch.ones(1, 1), X)) == 2.0**-6 and not asked
+        assert float(scaling.scales(torch.ones(1, 1), GRAD)) == 2.0**-7 and asked == [1.0]
 
 
 @pytest.mark.parametrize("gradients", [E4M3, E5M2], ids=str)
@@ -162,14 +190,14 @@ def test_what_a_delayed_scale_clips_is_counted(past: float, gradients: torch.dty
     """Exactly what lies beyond the largest code under the scale that a history gives."""
     scaling = Delayed(gradients)
     scaling.history[[X, GRAD], 5] = past  # of weights nothing is known
-    codes = scaling.gradient(torch.tensor([[past]]))
-    edge = float(codes.scales) * torch.finfo(gradients).max
+    edge = float(scaling.scales(torch.tensor([[past]]), GRAD)) * torch.finfo(gradients).max
     for largest, share in ((0.5 * edge, 0), (edge, 0), (1.2 * edge, 2 / 3), (1e5 * edge, 2 / 3)):
         numbers = torch.tensor([[largest]])
         scaling.seen.zero_()
-        for quantise_one in (scaling.activation, scaling.weight, scaling.gradient):
-            is_clipped = float(dequantise(quantise_one(numbers))) == edge != largest
-            assert is_clipped == (share > 0 and quantise_one != scaling.weight)
+        for operand, quantise_one in ((X, scaling.activation), (W, scaling.weight), (GRAD, scaling.gradient)):
+            codes = quantise_one(numbers, scaling.scales(numbers, operand))
+            is_clipped = float(dequantise(codes)) == edge != largest
+            assert is_clipped == (share > 0 and operand != W)
         assert float(clipped_share(scaling.history, scaling.seen)) == pytest.approx(share)
 
 

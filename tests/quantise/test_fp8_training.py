@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fp8_cases import LINEARS, batches, config
+from fp8_cases import GQA, LINEARS, ROWS, batches, config
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config
+from automoe.config.schema import AttentionConfig, Config
 from automoe.errors import BackendError
 from automoe.mesh import build_meshes
 from automoe.model.linear import Linear
@@ -25,14 +27,11 @@ from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.scaling import GRAD, Delayed, Scaling, W, X
 from automoe.testing.compare import Comparison, compare_trajectories
 from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.testing.trajectory import Trajectory, meeting_order, merge_trajectories, run_trajectory
 
-MESHES = {
-    "dp2": dict(dp_shard=2),
-    "dp2 x ep2": dict(dp_shard=2, ep=2),
-    "tp2 x etp2": dict(tp=2, etp=2),
-}
 MODES = ("tensorwise", "delayed", "blockwise")
+ONE_KV_HEAD = replace(GQA, num_kv_heads=1)
+COMPARED = ("loss", "gradient", "gradient norm")
 
 
 def with_history(*args, **kwargs) -> Trajectory:
@@ -41,6 +40,7 @@ def with_history(*args, **kwargs) -> Trajectory:
     def reset(scaling: Delayed) -> None:
         scaling.history.zero_()
         scaling.seen.zero_()
+        scaling.known = None
         for operand, largest in ((X, 8.0), (W, 0.5), (GRAD, 2.0**-9)):
             scaling.history[operand, 3] = largest
 
@@ -48,54 +48,124 @@ def with_history(*args, **kwargs) -> Trajectory:
         return run_trajectory(*args, **kwargs)
 
 
-def first_step(ranks: RankPool, settings: Config, **options: object) -> Trajectory:
-    sizes = settings.mesh
-    return merge_trajectories(
-        ranks.run(with_history, sizes.dp_shard * sizes.tp, settings, batches, 1, **options)
-    )
+def ranks_alone(*args, **kwargs) -> Trajectory:
+    """``run_trajectory`` of ranks that ask nobody."""
+    with mock.patch.object(fp8, "_max_over", lambda group: lambda largest: largest):
+        return run_trajectory(*args, **kwargs)
+
+
+def compared(
+    ranks: RankPool,
+    mode: str,
+    mesh: dict[str, int],
+    rows: int,
+    run: Callable[..., Trajectory] = run_trajectory,
+    **options: Any,
+) -> list[Comparison]:
+    """The first step on ``mesh``, of ``rows`` rows a micro-batch, and on one rank with the same rows in each."""
+    settings = config(mode, mesh, rows, **options)
+    shape = resolve_mesh(settings.mesh, None)
+    forced = settings.train.dtype != "float64"
+    order = meeting_order(ROWS, shape.dp, rows)
+    alone = config(mode, rows=shape.dp * rows, **options)
+    usual = with_history if run is with_history else run_trajectory
+    [expected] = ranks.run(usual, 1, alone, batches, 1, record=forced, order=order)
+    choices = {"forced": expected.choices} if forced else {}
+    got = merge_trajectories(ranks.run(run, shape.world_size, settings, batches, 1, **choices))
+    return [c for c in compare_trajectories(got, expected) if c.kind in COMPARED]
+
+
+DP_EP, TP_ETP = dict(dp_shard=2, ep=2), dict(tp=2, etp=2)
+
+
+@pytest.mark.parametrize(
+    "mode, mesh, rows, options",
+    [
+        ("tensorwise", DP_EP, 2, {}),
+        ("tensorwise", TP_ETP, 4, {}),
+        ("tensorwise", dict(dp_shard=2, tp=2, ep=4), 1, {}),  # two axes, two micro-batches
+        ("tensorwise", dict(cp=2, ep=2), 4, dict(attention=GQA)),
+        ("delayed", DP_EP, 2, {}),
+        ("blockwise", DP_EP, 2, {}),
+        pytest.param("delayed", TP_ETP, 4, {}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "tensorwise",
+            dict(pp=2, dp_replicate=2, cp=2, ep=2, etp=2),
+            1,
+            dict(attention=GQA),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=[
+        "tensorwise dp2 ep2",
+        "tensorwise tp2 etp2",
+        "tensorwise dp2 tp2 ep4",
+        "tensorwise cp2 ep2",
+        "delayed dp2 ep2",
+        "blockwise dp2 ep2",
+        "delayed tp2 etp2",
+        "tensorwise pp2 dp2 cp2 ep2 etp2",
+    ],
+)
+def test_codes_are_those_of_one_rank(
+    ranks: RankPool, mode: str, mesh: dict[str, int], rows: int, options: dict[str, Any]
+) -> None:
+    """In float64 around the codes, where no order of sums tips one to its neighbour: every number is equal then."""
+    different = [
+        c for c in compared(ranks, mode, mesh, rows, dtype="float64", **options) if not c.within(1e-10)
+    ]
+    assert not different, different[0]
+
+
+@pytest.mark.parametrize("mesh", [dict(dp_shard=2, ep=1, ep_shard=2), TP_ETP], ids=str)
+def test_one_rank_asking_nobody_would_have_other_codes(ranks: RankPool, mesh: dict[str, int]) -> None:
+    """What lies below the range of a scale differs, and tips codes after it."""
+    off = {
+        c.name or c.kind: c.error
+        for c in compared(
+            ranks, "tensorwise", mesh, 4 // mesh.get("dp_shard", 1), ranks_alone, dtype="float64"
+        )
+    }
+    assert max(off.values()) > 1e-2
+
+
+@pytest.mark.parametrize("mesh", [TP_ETP, dict(dp_shard=2)], ids=str)
+def test_lines_of_other_tokens_change_gradients_of_weights_alone(
+    ranks: RankPool, mesh: dict[str, int]
+) -> None:
+    """``blockwise``: what lies below the range of its 128 tokens, and no product comes after it."""
+    found = compared(ranks, "blockwise", mesh, 4 // mesh.get("dp_shard", 1), dtype="float64")
+    different = [c for c in found if not c.within(1e-10) and c.kind != "gradient norm"]
+    assert all(c.kind == "gradient" and c.within(1e-5) for c in different), different
+    assert all("norm" not in c.name and "embed" not in c.name for c in different)
+
+
+@pytest.mark.parametrize(
+    "attention, mesh", [(None, dict(cp=2, ep=1)), (ONE_KV_HEAD, dict(tp=2, ep=1))], ids=["mla", "shared head"]
+)
+def test_a_gradient_that_ranks_have_in_terms_is_rounded_in_terms(
+    ranks: RankPool, attention: AttentionConfig | None, mesh: dict[str, int]
+) -> None:
+    """Keys and values that several ranks make of the same tokens, each for its own queries."""
+    options = {} if attention is None else {"attention": attention}
+    found = compared(ranks, "tensorwise", mesh | dict(ep_shard=2), 4, dtype="float64", **options)
+    off = {c.name or c.kind: c.error for c in found}
+    assert off["loss"] < 1e-10 and 1e-3 < max(off.values()) < 0.25
+
+
+@pytest.mark.parametrize(
+    "mode, run", [("tensorwise", run_trajectory), ("delayed", with_history), ("blockwise", run_trajectory)]
+)
+def test_float32_changes_nothing_where_each_row_is_computed_alone(
+    ranks: RankPool, mode: str, run: Callable[..., Trajectory]
+) -> None:
+    different = [c for c in compared(ranks, mode, DP_EP, 2, run) if not c.within(1e-5)]
+    assert not different, different[0]
 
 
 @pytest.fixture(scope="module")
 def one_rank(ranks: RankPool) -> dict[str, Trajectory]:
-    return {mode: first_step(ranks, config(mode), record=True) for mode in (*MODES, "off")}
-
-
-def compared(ranks: RankPool, one_rank: dict[str, Trajectory], mode: str, mesh: str) -> list[Comparison]:
-    axes = MESHES[mesh]
-    settings = config(mode, axes, rows=4 // axes.get("dp_shard", 1))
-    expected = one_rank[mode]
-    got = first_step(ranks, settings, forced=expected.choices)
-    return [c for c in compare_trajectories(got, expected) if c.kind in ("loss", "gradient", "gradient norm")]
-
-
-@pytest.mark.parametrize(
-    "mode, mesh",
-    [
-        ("blockwise", "dp2"),
-        ("blockwise", "dp2 x ep2"),
-        ("blockwise", "tp2 x etp2"),
-        ("delayed", "dp2 x ep2"),
-        ("delayed", "tp2 x etp2"),
-        ("tensorwise", "dp2"),
-    ],
-)
-def test_a_mesh_changes_no_scale_that_counts(
-    ranks: RankPool, one_rank: dict[str, Trajectory], mode: str, mesh: str
-) -> None:
-    """Blocks lie in the whole weight, a history is the same on all ranks: then codes are equal, bit for bit."""
-    different = [c for c in compared(ranks, one_rank, mode, mesh) if not c.within(1e-5)]
-    assert not different, different[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", ["dp2 x ep2", "tp2 x etp2"])
-def test_a_scale_of_the_moment_knows_its_ranks_numbers_alone(
-    ranks: RankPool, one_rank: dict[str, Trajectory], mesh: str
-) -> None:
-    """A gradient of a rank's experts is not that of all: what lies below the range differs, and tips codes after it."""
-    off = {c.name or c.kind: c.error for c in compared(ranks, one_rank, "tensorwise", mesh)}
-    assert off["loss"] < 1e-5
-    assert 1e-5 < max(off.values()) < 0.1
+    return {mode: ranks.run(with_history, 1, config(mode), batches, 1)[0] for mode in (*MODES, "off")}
 
 
 def test_eight_bits_are_eight_bits(one_rank: dict[str, Trajectory]) -> None:
@@ -216,12 +286,12 @@ def scales_of_weights(settings: Config) -> dict[str, torch.Tensor]:
             local = weight.to_local().detach()
             if dist.get_rank() == dist.get_world_size() - 1 and "kv_a" not in each and "q_a" not in each:
                 local.flatten()[-1] = 1000.0
-            scales[each] = scaling.weight(local.flatten(1, -2) if local.dim() == 4 else local).scales
+            scales[each] = scaling.scales(local.flatten(1, -2) if local.dim() == 4 else local, W)
     return scales
 
 
 def test_ranks_that_share_a_weight_agree_on_its_scale(ranks: RankPool) -> None:
-    first, last = ranks.run(scales_of_weights, 2, config("tensorwise", MESHES["tp2 x etp2"]))
+    first, last = ranks.run(scales_of_weights, 2, config("tensorwise", TP_ETP))
     assert len(first) == LINEARS + 2
     for name, scales in first.items():
         assert torch.equal(scales, last[name]), name
