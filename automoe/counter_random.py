@@ -10,9 +10,9 @@ import hashlib
 
 import torch
 
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
@@ -27,8 +27,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
     return x ^ _shift_right(x, 31)
 
 
@@ -40,7 +40,7 @@ def stream_key(name: str, seed: int) -> int:
 
 def bits_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     """64 random bits as int64 for each of ``index`` (int64, any shape) in the stream(s) ``key``."""
-    return _mix((index + 1) * _signed(_GOLDEN_GAMMA) + key)
+    return _mix((index + 1) * _signed(GOLDEN_GAMMA) + key)
 
 
 def normal_at(index: torch.Tensor, name: str, seed: int) -> torch.Tensor:

@@ -126,6 +126,11 @@ def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
         ("kernels.rope=triton", config.kernels.rope == "triton", "kernels.rope=torch"),
         ("moe.experts=triton", experts == "triton", "moe.experts=grouped_mm"),
         (f"train.fp8={config.train.fp8}", config.train.fp8 != "off" and device == "cuda", "train.fp8=off"),
+        (
+            "optim.master_weights=stochastic",
+            config.optim.master_weights == "stochastic" and device == "cuda",
+            "optim.master_weights=float32",
+        ),
     ):
         if uses_triton:
             yield key, "triton", f"Install triton, or set {instead}"

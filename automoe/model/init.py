@@ -61,6 +61,28 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
         yield slice(start, stop), first.view(-1, *[1] * (local.dim() - 1)) + within
 
 
+def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Where this rank's part of ``parameter`` lies in the whole: the indices of ``indexed_blocks``, in a few numbers.
+
+    Returns:
+        The index of the part's first element, and (size, stride in the whole) of its dims. Dims that follow each
+        other there without a gap are one; the last has stride one.
+    """
+    local, offset = _local_part(parameter)
+    assert local.is_contiguous()
+    first, stride = 0, 1
+    runs = [(1, 1)]
+    for size, whole, start in zip(local.shape[::-1], parameter.shape[::-1], offset[::-1], strict=True):
+        first += start * stride
+        before, before_stride = runs[-1]
+        if before * before_stride == stride:
+            runs[-1] = (before * size, before_stride)
+        elif size > 1:
+            runs.append((size, stride))
+        stride *= whole
+    return first, runs[::-1]
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter: as its module's ``first_values`` say, biases with zero, the rest with normal(0, std).

@@ -9,6 +9,7 @@ its step and the element's global index: every mesh rounds alike, and so does a 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +33,35 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), raised.view(torch.float32), x).to(torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What an update needs beside a parameter and its state: P parameters of a group, of which this is one.
+
+    Attributes:
+        steps: int64 [P], this step's number, on the device as the two that follow from it.
+        rates: float32 [P], the learning rate with the first moment's bias corrected in it.
+        second_scales: float32 [P], times which the second moment has no bias.
+        place: in these.
+        key: of the parameter's stream of random numbers.
+        kept: share of a parameter that weight decay leaves.
+    """
+
+    steps: torch.Tensor
+    rates: torch.Tensor
+    second_scales: torch.Tensor
+    place: int
+    key: int
+    beta1: float
+    beta2: float
+    eps: float
+    kept: float
+
+
 class StochasticAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101), computed in float32, moments included; bfloat16 parameters rounded by chance.
 
-    Parameters of wider dtypes are updated as they are.
+    Parameters of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
+    (``automoe.optim.kernels``), on the CPU plain torch, with the same numbers.
 
     Args:
         groups: parameter groups, each with ``names``, the global names of its ``params`` in their order.
@@ -57,32 +83,49 @@ class StochasticAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                if parameter.grad is not None:
-                    self._update(name, parameter, group)
+            pairs = zip(group["names"], group["params"], strict=True)
+            if updated := [pair for pair in pairs if pair[1].grad is not None]:
+                self._update(group, updated)
 
-    def _update(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(first_state(parameter))
-        state["step"] += 1
-        # On the device, as the step is: to know it, the host would have to wait.
-        steps, (beta1, beta2) = state["step"].to(torch.float64), group["betas"]
-        rate = (group["lr"] / (1 - beta1**steps)).to(torch.float32)
-        second_scale = (1 - beta2**steps).to(torch.float32)
-        key = bits_at(state["step"].to(torch.int64), stream_key(f"rounding.{name}", self.seed))
-        values, grads, firsts, seconds = map(
-            _local, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        )
-        for block, index in indexed_blocks(parameter):
-            grad = grads[block].to(firsts.dtype)
-            first = firsts[block].lerp_(grad, 1 - beta1)
-            second = seconds[block].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            value = values[block].to(firsts.dtype) * (1 - group["lr"] * group["weight_decay"])
-            value -= rate * first / ((second / second_scale).sqrt_() + group["eps"])
-            if values.dtype == torch.bfloat16:
-                value = round_stochastically(value, bits_at(index, key))
-            values[block] = value
+    def _update(self, group: dict[str, Any], updated: list[tuple[str, torch.Tensor]]) -> None:
+        for _, parameter in updated:
+            if not self.state[parameter]:
+                self.state[parameter].update(first_state(parameter))
+        counts = [self.state[parameter]["step"] for _, parameter in updated]
+        torch._foreach_add_(counts, 1)
+        # On the device, as the counts are: to know them, the host would have to wait.
+        steps, (beta1, beta2) = torch.stack(counts).to(torch.float64), group["betas"]
+        rates = (group["lr"] / (1 - beta1**steps)).to(torch.float32)
+        second_scales = (1 / (1 - beta2**steps)).to(torch.float32)
+        steps = steps.to(torch.int64)
+        kept = 1 - group["lr"] * group["weight_decay"]
+        for place, (name, parameter) in enumerate(updated):
+            key = stream_key(f"rounding.{name}", self.seed)
+            numbers = Numbers(steps, rates, second_scales, place, key, beta1, beta2, group["eps"], kept)
+            if parameter.device.type == "cpu":
+                update_in_torch(parameter, self.state[parameter], numbers)
+            else:
+                from automoe.optim.kernels import update_in_one_pass
+
+                update_in_one_pass(parameter, self.state[parameter], numbers)
+
+
+def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
+    """Move ``parameter`` and its moments by its gradient; every operation's result is the float32 nearest to it."""
+    place, (beta1, beta2) = numbers.place, (numbers.beta1, numbers.beta2)
+    key = bits_at(numbers.steps[place], numbers.key)
+    values, grads, firsts, seconds = local_tensors(parameter, state)
+    for block, index in indexed_blocks(parameter):
+        grad = grads[block].to(firsts.dtype)
+        first = firsts[block].mul_(beta1).add_(grad * (1 - beta1))
+        second = seconds[block].mul_(beta2).add_((grad * grad).mul_(1 - beta2))
+        # In double: on the CPU torch's root of a float32 is not always the nearest one.
+        root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(firsts.dtype)
+        value = values[block].to(firsts.dtype) * numbers.kept
+        value -= first * numbers.rates[place] / root.add_(numbers.eps)
+        if values.dtype == torch.bfloat16:
+            value = round_stochastically(value, bits_at(index, key))
+        values[block] = value
 
 
 def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -96,5 +139,8 @@ def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_tensors(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of ``parameter``, its gradient and its two moments."""
+    assert parameter.grad is not None
+    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

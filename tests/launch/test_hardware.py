@@ -7,7 +7,15 @@ import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, KernelsConfig, LaunchConfig, MeshConfig, MoEConfig, TrainConfig
+from automoe.config.schema import (
+    Config,
+    KernelsConfig,
+    LaunchConfig,
+    MeshConfig,
+    MoEConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from automoe.errors import BackendError
 from automoe.launch import hardware
 
@@ -92,8 +100,13 @@ def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (Config(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton", "kernels.rope=torch"),
         (Config(moe=MoEConfig(experts="triton")), "moe.experts=triton", "moe.experts=grouped_mm"),
         (Config(train=TrainConfig(fp8="blockwise")), "train.fp8=blockwise", "train.fp8=off"),
+        (
+            Config(optim=OptimConfig(master_weights="stochastic")),
+            "optim.master_weights=stochastic",
+            "optim.master_weights=float32",
+        ),
     ],
-    ids=["rope", "experts", "fp8"],
+    ids=["rope", "experts", "fp8", "optimizer"],
 )
 def test_a_missing_triton_is_told_before_ranks_start(
     chosen: Config, key: str, instead: str, monkeypatch: pytest.MonkeyPatch
@@ -106,8 +119,8 @@ def test_a_missing_triton_is_told_before_ranks_start(
     with pytest.raises(BackendError, match=f"{key}: the package triton is not .*set {instead}"):
         hardware.check_backends(chosen, one_rank, "cuda")
     hardware.check_backends(Config(), one_rank, "cuda")
-    if chosen.train.fp8 != "off":
-        hardware.check_backends(chosen, one_rank, "cpu")  # which quantises with torch's operations
+    if chosen.train.fp8 != "off" or chosen.optim.master_weights == "stochastic":
+        hardware.check_backends(chosen, one_rank, "cpu")  # which has torch's operations for both
 
 
 COMPILED = Config(train=TrainConfig(compile=True))

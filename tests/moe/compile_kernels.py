@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from automoe.model import rope_kernels
 from automoe.moe.kernels import experts, products, scaled
+from automoe.optim import kernels as adamw
 from automoe.quantise import kernels as encoding
 
 HEIGHT = 128
@@ -27,9 +28,12 @@ POINTERS = {
     ),
     **dict.fromkeys("kv k_rope k grad_k grad_v grad_kv grad_k_rope".split(), "*bf16"),
     **dict.fromkeys("probs grad_probs cos sin".split(), "*fp32"),
-    **dict.fromkeys("gather_idx order first".split(), "*i64"),
+    **dict.fromkeys("gather_idx order first steps".split(), "*i64"),
+    **dict.fromkeys("values grads".split(), "*bf16"),
+    **dict.fromkeys("firsts seconds rates second_scales".split(), "*fp32"),
     **dict.fromkeys("tile_expert tile_row offsets".split(), "*i32"),
-    **dict.fromkeys("alpha limit largest".split(), "fp32"),
+    **dict.fromkeys("alpha limit largest beta1 beta1_rest beta2 beta2_rest eps kept".split(), "fp32"),
+    **dict.fromkeys("key first_index outer_stride middle_stride".split(), "i64"),
     **dict(scales="*fp32", codes="*u8"),
 }
 # Of kernels with 8-bit operands, where a name means another type.
@@ -86,10 +90,14 @@ def kernels():
     yield "rope join", rope_kernels.join_heads, join, heads
     part = join | dict(VALUES=128, BLOCK_VALUES=128, INTERPRETED=False)
     yield "rope part", rope_kernels.part_heads, part, heads
+    blocks = experts._Blocks(0, 0, adamw.WARPS, 1)
+    yield "adamw, dense", adamw.update_part, dict(ROWS=1, COLS=adamw.BLOCK), blocks
+    yield "adamw, cut", adamw.update_part, dict(ROWS=4, COLS=adamw.BLOCK // 4), blocks
 
 
 def compiled(kernel, constants, blocks) -> dict[str, object]:
-    """Shared memory in bytes, registers and spilled bytes of a thread, and whether matrix units are used."""
+    """Shared memory in bytes, registers and spilled bytes of a thread, whether matrix units are used, and whether every
+    operation is rounded by itself, to the nearest number, down to the smallest."""
     names = kernel.arg_names
     types = POINTERS | (SCALED if "a_scales" in names else {})
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -105,6 +113,8 @@ def compiled(kernel, constants, blocks) -> dict[str, object]:
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
     options = dict(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
+    if kernel is adamw.update_part:
+        options["enable_fp_fusion"] = False
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     [tool] = Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -116,6 +126,7 @@ def compiled(kernel, constants, blocks) -> dict[str, object]:
         registers=int(registers),
         spilled=int(stack),
         matrix_units="wgmma" in made.asm["ptx"],
+        exact=not re.search(r"fma\.|\.ftz|\.approx", made.asm["ptx"]),
     )
 
 

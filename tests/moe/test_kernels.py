@@ -128,7 +128,8 @@ def test_every_kernel_compiles_for_hopper_without_spilling() -> None:
     for name, facts in json.loads(made.stdout).items():
         assert facts["spilled"] == 0, (name, facts)
         assert facts["shared"] <= 227 * 1024, (name, facts)
-        assert facts["matrix_units"] or name.startswith(("sum", "rope", "quantise")), (name, facts)
+        assert facts["matrix_units"] or name.startswith(("sum", "rope", "quantise", "adamw")), (name, facts)
+        assert facts["exact"] or not name.startswith("adamw"), (name, facts)
 
 
 def test_a_model_on_the_cpu_is_told_where_the_kernels_run() -> None:

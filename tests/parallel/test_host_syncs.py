@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 import automoe.moe.kernels.experts
+import automoe.optim.kernels
 import automoe.parallel.step
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.data.batch import StepBatch
 from automoe.mesh import build_meshes
+from automoe.optim.adamw import build_optimizer, set_learning_rate
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.parallelize import build_decoder
@@ -35,7 +38,7 @@ STATS = {"parallel/stats.py:gather_stats": 1}  # docs/parallelism.md: once a ste
 
 
 def places_of_a_step(config: Config) -> Counter[str]:
-    """Everything that ``automoe.recipes.pretrain`` gives the device in a step but the norm's read and fused AdamW.
+    """Everything that ``automoe.recipes.pretrain`` gives the device in a step but the norm's read.
 
     The model is as it is within FSDP, and not sharded: FSDP wants streams.
     """
@@ -47,16 +50,27 @@ def places_of_a_step(config: Config) -> Counter[str]:
         meshes = build_meshes(resolve_mesh(config.mesh, 1), torch.device("cpu"))
         part = build_decoder(config.model, config.moe, torch.bfloat16).train()
         apply_recompute(part, config.parallel)
+        optimizer = build_optimizer([part], config.optim)
+        # As from a checkpoint: fused AdamW makes no state of its own on this device.
+        for parameter in part.parameters():
+            optimizer.state[parameter] = dict(
+                step=torch.zeros((), device=DEVICE),
+                exp_avg=torch.zeros_like(parameter),
+                exp_avg_sq=torch.zeros_like(parameter),
+            )
         stack.enter_context(patch.object(automoe.parallel.step, "defer"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
         # A launch wants storage; the kernels themselves cannot wait for themselves.
         stack.enter_context(patch.object(automoe.moe.kernels.experts, "products", MagicMock()))
+        stack.enter_context(patch.object(automoe.optim.kernels, "update_part", MagicMock()))
         finder = stack.enter_context(HostSyncFinder())
         inputs, _ = prepare_inputs(batch, meshes, config, DEVICE)
         loss_share = SingleStageRunner(part, meshes, config).train(inputs)
         stats = gather_stats(loss_share, [part], config)
         norm = global_grad_norm(counted_parameters([part]), meshes.group("pp"))
         clip_(part.parameters(), norm, config.train.grad_clip)
+        set_learning_rate(optimizer, 1e-3)
+        optimizer.step()
         update_balance_state(stats, [part], config)
         assert norm.device == DEVICE and all(p.grad is not None for p in part.parameters())
     return finder.places
@@ -77,6 +91,7 @@ def one_gpu(model: str, moe: dict[str, Any] | None = None, **parts: Any) -> Conf
 CASES = {
     "dsv3": one_gpu("small_dsv3"),
     "triton": one_gpu("small_dsv3", {"experts": "triton"}),
+    "stochastic": one_gpu("small_dsv3", optim={"master_weights": "stochastic"}),
 }
 MORE_CASES = {
     "padded": one_gpu(
@@ -106,6 +121,14 @@ def test_dropping_waits_once_a_layer_and_micro_batch() -> None:
     layers = config.model.num_layers - config.model.first_k_dense
     dropped = {"moe/dispatch/measure.py:on_host": layers * ROWS // MICRO_ROWS}
     assert places_of_a_step(config) == STATS | dropped
+
+
+def test_waits_of_an_optimizer_are_found() -> None:
+    """AdamW that is not fused asks for its step number, once a parameter."""
+    plain = partial(torch.optim.AdamW, foreach=False)
+    with patch.object(torch.optim, "AdamW", lambda *groups, fused, **options: plain(*groups, **options)):
+        places = places_of_a_step(CASES["dsv3"])
+    assert places.keys() > STATS.keys() and sum(places.values()) > 50, places
 
 
 def test_every_kind_of_wait_is_found() -> None:

@@ -1,0 +1,111 @@
+"""``optim.master_weights=stochastic`` on a GPU: one kernel updates a parameter, each number read and written once.
+
+It has the operations of ``automoe.optim.stochastic.update_in_torch`` in their order, each rounded by itself (no product
+is fused with a sum), and so the same numbers to the bit. Compiled for Hopper and run in Triton's interpreter; not run on
+a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from automoe.counter_random import GOLDEN_GAMMA, MIX_1, MIX_2
+from automoe.model.init import index_runs
+from automoe.optim.stochastic import Numbers, local_tensors
+
+WARPS = 4
+BLOCK = 1024  # elements of a program
+_GOLDEN_GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN_GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
+
+@triton.jit
+def random_bits(index, key):
+    """``automoe.counter_random.bits_at``, as uint64."""
+    x = (index + 1).to(tl.uint64) * _GOLDEN_GAMMA + key.to(tl.uint64)
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _store(to, at, x, bits, mask):
+    """``x`` (float32), rounded by the lowest 16 of ``bits`` where bfloat16 is written."""
+    if to.dtype.element_ty == tl.bfloat16:
+        stored = x.to(tl.uint32, bitcast=True)
+        finite = (stored & 0x7F800000) != 0x7F800000
+        raised = stored + (bits & 0xFFFF).to(tl.uint32)
+        stored = tl.where(finite, raised, tl.where(x == x, stored, 0x7FC00000))
+        tl.store(to + at, (stored >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+    else:
+        tl.store(to + at, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["place", "key", "first_index", "num_middle", "outer_stride", "middle_stride"])
+def update_part(
+    values,  # [num_outer, num_middle, num_cols], dense, as the next three
+    grads,
+    firsts,
+    seconds,
+    steps,  # of all parameters of a group, as the next two; this one's are at place
+    rates,
+    second_scales,
+    place,
+    key,
+    first_index,  # in the whole parameter, of the part's first element
+    num_rows,  # num_outer * num_middle
+    num_middle,
+    num_cols,
+    outer_stride,  # in the whole parameter
+    middle_stride,
+    beta1,
+    beta1_rest,  # 1 - beta1, as the host rounds it
+    beta2,
+    beta2_rest,
+    eps,
+    kept,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Programs: blocks of rows x blocks of columns."""
+    blocks = tl.cdiv(num_cols, COLS)
+    row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
+    col = (tl.program_id(0) % blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
+    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    at = row.to(tl.int64)[:, None] * num_cols + col[None, :]
+    grad = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(firsts + at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(seconds + at, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
+    first = first * beta1 + grad * beta1_rest
+    second = second * beta2 + (grad * grad) * beta2_rest
+    divisor = tl.sqrt_rn(second * tl.load(second_scales + place)) + eps
+    value = value * kept - tl.div_rn(first * tl.load(rates + place), divisor)
+    of_row = (row // num_middle).to(tl.int64) * outer_stride + (row % num_middle).to(tl.int64) * middle_stride
+    bits = random_bits(
+        first_index + of_row[:, None] + col[None, :], random_bits(tl.load(steps + place), key.to(tl.int64))
+    )
+    _store(values, at, value, bits, mask)
+    _store(firsts, at, first, bits >> 16, mask)
+    _store(seconds, at, second, bits >> 32, mask)
+
+
+def update_in_one_pass(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
+    """``update_in_torch`` of a parameter in bfloat16 or float32, in one launch."""
+    values, grads, firsts, seconds = tensors = local_tensors(parameter, state)
+    if not values.numel():
+        return
+    assert all(x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float32) for x in tensors)
+    first_index, runs = index_runs(parameter)
+    # At most three: an expert's w_down is cut in both of its dims, by ep_shard and by etp.
+    (_, outer), (num_middle, middle), (num_cols, _) = [(1, 0)] * (3 - len(runs)) + runs
+    num_rows = values.numel() // num_cols
+    cols = min(triton.next_power_of_2(num_cols), BLOCK)
+    rows = BLOCK // cols
+    update_part[(triton.cdiv(num_rows, rows) * triton.cdiv(num_cols, cols),)](
+        values, grads, firsts, seconds, numbers.steps, numbers.rates, numbers.second_scales, numbers.place,
+        numbers.key, first_index, num_rows, num_middle, num_cols, outer, middle,
+        numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.eps, numbers.kept,
+        ROWS=rows, COLS=cols, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,45 @@
+"""``optim.master_weights=stochastic`` on the device: the kernel's update is that of plain torch to the bit."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import automoe.optim.kernels
+import automoe.optim.stochastic
+from automoe.config.schema import OptimConfig
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.kernels import update_in_one_pass
+from automoe.optim.stochastic import update_in_torch
+
+SHAPES = {"cpu": (3, 2, 5, 48), "cuda": (16, 2, 512, 2048)}
+
+
+def updated(update, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """A parameter and its moments after three steps, all made by ``update``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(SHAPES[device.type], generator=generator).to(device, dtype)
+
+    model = nn.Module()
+    model.weight = nn.Parameter(normal())
+    optimizer = build_optimizer([model], OptimConfig(lr=1e-3, master_weights="stochastic"))
+    with (
+        patch.object(automoe.optim.stochastic, "update_in_torch", update),
+        patch.object(automoe.optim.kernels, "update_in_one_pass", update),
+    ):
+        for _ in range(3):
+            model.weight.grad = normal()
+            optimizer.step()
+    state = optimizer.state[model.weight]
+    return [model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_update_in_one_pass_is_that_of_plain_torch(device: torch.device, dtype: torch.dtype) -> None:
+    plain, fused = (updated(update, device, dtype) for update in (update_in_torch, update_in_one_pass))
+    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
