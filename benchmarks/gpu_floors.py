@@ -26,7 +26,7 @@ from moe_kernel import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_step import cases
 
-import automoe.moe.kernels.experts as kernels
+import automoe.moe.kernels.launches as kernels
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params

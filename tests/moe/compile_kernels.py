@@ -1,5 +1,7 @@
 """Compile every kernel for Hopper, without a GPU, with the blocks it is launched with there; print JSON.
 
+``--candidates``: also with those that ``benchmarks/tune_kernels.py`` would time; minutes.
+
 Run in a process of its own without TRITON_INTERPRET: what triton decorates is either compiled or interpreted.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from automoe.model import rope_kernels
-from automoe.moe.kernels import experts, products, scaled
+from automoe.moe.kernels import launches, products, scaled
+from automoe.moe.kernels.blocks import HOPPER, Blocks, candidates
 from automoe.optim import kernels as adamw
 from automoe.quantise import kernels as encoding
 
@@ -55,32 +59,50 @@ SIZES = {
 SIZES |= {prefix + "stride_" + axis for prefix in ("", "rope_", "k_", "v_") for axis in "bsn"}
 
 
-def kernels():
+def expert_kernels(product: str, blocks: Blocks, height: int):
+    """(variant, kernel, values of its constants) of one of the experts' products."""
+    constants = dict(PRECISION="tf32", BLOCK_M=height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed)
+    if product == "up":
+        for kind, flag in (("", False), (" biased", True)):
+            yield kind, products.gather_up_activate, constants | dict(BIASED=flag, CLAMPED=flag)
+    elif product == "back":
+        for kind, flag in (("", False), (" clamped", True)):
+            flags = dict(CLAMPED=flag, COLUMNS_AT_ONCE=blocks.columns_at_once)
+            yield kind, products.grad_down_activate, constants | flags
+    elif product == "down":
+        for kind, flag in (("", False), (" biased", True)):
+            yield kind, products.rows_times_weights, constants | dict(stride_w_k=1, BIASED=flag)
+    elif product == "grad_rows":
+        yield "", products.rows_times_weights, constants | dict(stride_w_n=1, BIASED=False)
+    else:
+        constants = dict(PRECISION="tf32", BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed)
+        yield "", products.grad_weights, constants | dict(GATHERED=product.endswith("gathered"))
+
+
+def kernels(with_candidates: bool):
     """(name, kernel, values of its constants, blocks)."""
-    row = dict(PRECISION="tf32", BLOCK_M=HEIGHT)
-    for kind, flags in (("swiglu", False), ("biased", True)):
-        up = row | dict(BIASED=flags, CLAMPED=flags, BLOCK_N=experts._UP.columns, BLOCK_K=experts._UP.summed)
-        yield f"up {kind}", products.gather_up_activate, up, experts._UP
-        back = row | dict(CLAMPED=flags, BLOCK_N=experts._BACK.columns, BLOCK_K=experts._BACK.summed)
-        yield f"back {kind}", products.grad_down_activate, back, experts._BACK
-    one = row | dict(BLOCK_N=experts._ONE.columns, BLOCK_K=experts._ONE.summed, BIASED=False)
-    yield "down", products.rows_times_weights, one | dict(stride_w_k=1), experts._ONE
-    yield "down biased", products.rows_times_weights, one | dict(stride_w_k=1, BIASED=True), experts._ONE
-    yield "grad of rows", products.rows_times_weights, one | dict(stride_w_n=1), experts._ONE
-    for gathered in (False, True):
-        blocks = experts._WEIGHT
-        constants = dict(GATHERED=gathered, PRECISION="tf32", BLOCK_R=blocks.summed)
-        constants |= dict(BLOCK_M=blocks.columns, BLOCK_N=blocks.columns)
-        yield f"grad of weights, gathered={gathered}", products.grad_weights, constants, blocks
-    constants = dict(PRECISION="tf32", BLOCK_H=experts._SUM_COLUMNS)
-    yield "sum", products.sum_rows_of_token, constants, experts._Blocks(0, 0, 4, 1)
+    for product, chosen in HOPPER.items():
+        heights = (128,) if product.startswith("grad_weights") else (16, 128)
+        for height, blocks in [(height, chosen) for height in heights]:
+            for kind, kernel, constants in expert_kernels(product, blocks, height):
+                yield f"{product}{kind}, {height} rows", kernel, constants, blocks
+        for blocks in candidates(product)[1:] if with_candidates else ():
+            for kind, kernel, constants in expert_kernels(product, blocks, 128):
+                yield f"{product}{kind}, {blocks}", kernel, constants, blocks
+    constants = dict(PRECISION="tf32", BLOCK_H=launches._SUM_COLUMNS)
+    yield "sum", products.sum_rows_of_token, constants, Blocks(0, num_warps=4, num_stages=1)
     for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):
         constants = dict(FIND=True, BLOCK=block, HEIGHT=height) | encoding.FORMATS[torch.float8_e4m3fn]
-        yield f"quantise {kind}", encoding.encode_tiles, constants, experts._Blocks(0, 0, encoding.WARPS, 1)
-    blocks = experts._Blocks(128, 128, scaled.WARPS, scaled.STAGES)
+        yield (
+            f"quantise {kind}",
+            encoding.encode_tiles,
+            constants,
+            Blocks(0, num_warps=encoding.WARPS, num_stages=1),
+        )
+    blocks = Blocks(128, num_warps=scaled.WARPS, num_stages=scaled.STAGES)
     yield "8 bits, rows", scaled.rows_by_blocks, dict(PRECISION="tf32", BLOCK_M=HEIGHT), blocks
     yield "8 bits, weights", scaled.weights_by_lines, dict(PRECISION="tf32"), blocks
-    heads = experts._Blocks(0, 0, rope_kernels._NUM_WARPS, 1)
+    heads = Blocks(0, num_warps=rope_kernels._NUM_WARPS, num_stages=1)
     shared = dict(HEADS=rope_kernels._HEADS)
     turn = shared | dict(DIM=192, START=128, HALF=32, BLOCK_HALF=32, BLOCK_KEPT=128, INTERPRETED=False)
     for back in (False, True):
@@ -90,7 +112,7 @@ def kernels():
     yield "rope join", rope_kernels.join_heads, join, heads
     part = join | dict(VALUES=128, BLOCK_VALUES=128, INTERPRETED=False)
     yield "rope part", rope_kernels.part_heads, part, heads
-    blocks = experts._Blocks(0, 0, adamw.WARPS, 1)
+    blocks = Blocks(0, num_warps=adamw.WARPS, num_stages=1)
     yield "adamw, dense", adamw.update_part, dict(ROWS=1, COLS=adamw.BLOCK), blocks
     yield "adamw, cut", adamw.update_part, dict(ROWS=4, COLS=adamw.BLOCK // 4), blocks
 
@@ -131,4 +153,4 @@ def compiled(kernel, constants, blocks) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compiled(*rest) for name, *rest in kernels()}))
+    print(json.dumps({name: compiled(*rest) for name, *rest in kernels("--candidates" in sys.argv)}))

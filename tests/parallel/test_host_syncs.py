@@ -12,7 +12,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 
-import automoe.moe.kernels.experts
+import automoe.moe.kernels.launches
 import automoe.optim.kernels
 import automoe.parallel.step
 from automoe.config.mesh_shape import resolve_mesh
@@ -61,7 +61,7 @@ def places_of_a_step(config: Config) -> Counter[str]:
         stack.enter_context(patch.object(automoe.parallel.step, "defer"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
         # A launch wants storage; the kernels themselves cannot wait for themselves.
-        stack.enter_context(patch.object(automoe.moe.kernels.experts, "products", MagicMock()))
+        stack.enter_context(patch.object(automoe.moe.kernels.launches, "products", MagicMock()))
         stack.enter_context(patch.object(automoe.optim.kernels, "update_part", MagicMock()))
         finder = stack.enter_context(HostSyncFinder())
         inputs, _ = prepare_inputs(batch, meshes, config, DEVICE)

@@ -26,6 +26,25 @@ def _tile_and_column(num_tiles, num_columns):
 
 
 @triton.jit
+def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr):
+    """Of this program: expert (``num_experts`` if it has no tile), block of columns, first row, rows after it, which of
+    them are real. Addresses are a start of 64 bits and 32 bits within the tile: twice those would spill.
+    """
+    tile, column = _tile_and_column(num_tiles, num_columns)
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    row = tl.arange(0, BLOCK_M)
+    end = tl.load(offsets + expert, mask=expert < num_experts, other=0)
+    return expert, column, first.to(tl.int64), row, row < end - first
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] -> its left and its right half of columns, without leaving the registers."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b. ``ieee``: in full float32, which is also how the interpreter has to take bfloat16."""
     if PRECISION == "ieee":
@@ -50,11 +69,11 @@ def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
         sigmoid = tl.sigmoid(alpha * low)
         swish = low * sigmoid
-        by_gate = raised * sigmoid * (1.0 + alpha * low * (1.0 - sigmoid)) * (gate <= limit).to(tl.float32)
-        return raised * swish, by_gate, swish * (tl.abs(up) <= limit).to(tl.float32)
+        by_gate = tl.where(gate <= limit, raised * (sigmoid + alpha * swish * (1.0 - sigmoid)), 0.0)
+        return raised * swish, by_gate, tl.where(tl.abs(up) <= limit, swish, 0.0)
     sigmoid = tl.sigmoid(gate)
     swish = gate * sigmoid
-    return swish * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), swish
+    return swish * up, up * (sigmoid + swish * (1.0 - sigmoid)), swish
 
 
 @triton.jit
@@ -83,45 +102,37 @@ def gather_up_activate(
     BLOCK_K: tl.constexpr,
 ):
     """Rows are read through ``gather_idx`` into the product: there is no permuted copy of x."""
-    tile, column = _tile_and_column(num_tiles, tl.cdiv(width, BLOCK_N))
-    expert = tl.load(tile_expert + tile)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(width, BLOCK_N), BLOCK_M
+    )
     if expert >= num_experts:
         return
-    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-    real = rows < tl.load(offsets + expert)
-    rows = rows.to(tl.int64)
+    # Gate's columns and up's in one product: as two, each would read the rows from shared memory again.
+    half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
+    both = column * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
+    source = tl.load(gather_idx + first + row, mask=real, other=0).to(tl.int64)
+    product = _product(
+        x + source[:, None] * hidden,
+        w_gate_up + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden,
+        real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    gate, up = _halves(product, BLOCK_M, 2 * BLOCK_N)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
-    k = tl.arange(0, BLOCK_K)
-    source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64)
-    a = x + source[:, None] * hidden + k[None, :]
-    base = w_gate_up + expert.to(tl.int64) * 2 * width * hidden
-    w = base + cols[None, :].to(tl.int64) * hidden + k[:, None]
-    to_up = width.to(tl.int64) * hidden
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, hidden, BLOCK_K):
-        in_k = k < hidden - start
-        row_block = tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0)
-        in_w = in_k[:, None] & inside[None, :]
-        gate = _dot(row_block, tl.load(w, mask=in_w, other=0.0), gate, PRECISION)
-        up = _dot(row_block, tl.load(w + to_up, mask=in_w, other=0.0), up, PRECISION)
-        a += BLOCK_K
-        w += BLOCK_K
     if BIASED:
         bias = b_gate_up + expert * 2 * width + cols
         gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + width, mask=inside, other=0.0).to(tl.float32)[None, :]
     mask = real[:, None] & inside[None, :]
-    to = pre + rows[:, None] * 2 * width + cols[None, :]
+    to = pre + first * 2 * width + row[:, None] * (2 * width) + cols[None, :]
     # What the backward will read is what is activated here.
     gate, up = _narrow(gate, pre.dtype.element_ty, PRECISION), _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
-    value *= tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)[:, None]
+    value *= tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        act + rows[:, None] * width + cols[None, :],
+        act + first * width + row[:, None] * width + cols[None, :],
         _narrow(value, act.dtype.element_ty, PRECISION),
         mask=mask,
     )
@@ -150,28 +161,26 @@ def rows_times_weights(
     BLOCK_K: tl.constexpr,
 ):
     """out = a @ w of each row's expert: the down projection, and the gradient of the gathered rows."""
-    tile, column = _tile_and_column(num_tiles, tl.cdiv(N, BLOCK_N))
-    expert = tl.load(tile_expert + tile)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, BLOCK_N), BLOCK_M
+    )
     if expert >= num_experts:
         return
-    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-    real = rows < tl.load(offsets + expert)
-    rows = rows.to(tl.int64)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
     acc = _product(
-        a + rows[:, None] * K,
+        a + first * K + row[:, None] * K,
         w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * stride_w_n,
         real, inside, K, stride_w_k, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if BIASED:
-        weight = tl.load(probs + rows, mask=real, other=0.0).to(tl.float32)
+        weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)
         acc += (
             weight[:, None]
             * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
         )
     tl.store(
-        out + rows[:, None] * N + cols[None, :],
+        out + first * N + row[:, None] * N + cols[None, :],
         _narrow(acc, out.dtype.element_ty, PRECISION),
         mask=real[:, None] & inside[None, :],
     )
@@ -223,17 +232,15 @@ def grad_down_activate(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
 ):
     """The gradient of the activation never leaves the chip; the router's is its product with the activation."""
     num_columns = tl.cdiv(width, BLOCK_N)
-    tile, column = _tile_and_column(num_tiles, num_columns)
-    expert = tl.load(tile_expert + tile)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M
+    )
     if expert >= num_experts:
         return
-    first = tl.load(tile_row + tile)
-    row = tl.arange(0, BLOCK_M)
-    real = row < tl.load(offsets + expert) - first
-    first = first.to(tl.int64)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
     grad = _product(
@@ -241,27 +248,50 @@ def grad_down_activate(
         w_down + expert.to(tl.int64) * hidden * width + cols[None, :],
         real, inside, hidden, width, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    mask = real[:, None] & inside[None, :]
-    # Within a tile 32 bits count the elements: addresses of 64 bits a thread and element would spill.
+    share = _grad_activation(
+        grad, row, real, column * BLOCK_N, probs + first, pre + first * 2 * width, grad_pre + first * 2 * width,
+        act + first * width, width, alpha, limit, CLAMPED, PRECISION, BLOCK_M, BLOCK_N, COLUMNS_AT_ONCE,
+    )  # fmt: skip
+    tl.store(grad_probs + (first + row) * num_columns + column, share, mask=real)
+
+
+@triton.jit
+def _grad_activation(
+    grad, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit,
+    CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes the columns' gradients and activation, returns their share of the gradient of probs.
+
+    Gate, up and four results of all columns would not fit the registers beside the accumulator.
+    """
+    if COLUMNS > COLUMNS_AT_ONCE:
+        left, right = _halves(grad, BLOCK_M, COLUMNS)
+        share = _grad_activation(
+            left, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit,
+            CLAMPED, PRECISION, BLOCK_M, COLUMNS // 2, COLUMNS_AT_ONCE,
+        )  # fmt: skip
+        return share + _grad_activation(
+            right, row, real, first_col + COLUMNS // 2, probs, pre, grad_pre, act, width, alpha, limit,
+            CLAMPED, PRECISION, BLOCK_M, COLUMNS // 2, COLUMNS_AT_ONCE,
+        )  # fmt: skip
+    cols = first_col + tl.arange(0, COLUMNS)
+    mask = real[:, None] & (cols < width)[None, :]
     at = row[:, None] * (2 * width) + cols[None, :]
-    pre += first * 2 * width
-    grad_pre += first * 2 * width
     gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pre + width + at, mask=mask, other=0.0).to(tl.float32)
     value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
-    weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
+    weight = tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        act + first * width + row[:, None] * width + cols[None, :],
+        act + row[:, None] * width + cols[None, :],
         _narrow(value * weight, act.dtype.element_ty, PRECISION),
         mask=mask,
     )
-    weighted = grad * weight
-    tl.store(grad_pre + at, _narrow(weighted * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
-    tl.store(
-        grad_pre + width + at, _narrow(weighted * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask
-    )
-    share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)  # last: earlier, Triton 3.6 spills
-    tl.store(grad_probs + (first + row) * num_columns + column, share, mask=real)
+    grad *= weight
+    tl.store(grad_pre + width + at, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    return share
 
 
 @triton.jit

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from automoe.moe.kernels.products import _narrow, _tile_and_column
+from automoe.moe.kernels.blocks import INTERPRETED
+from automoe.moe.kernels.products import _narrow, _rows_of_tile
 from automoe.moe.kernels.tiles import row_tiles, tile_height
 
 WARPS, STAGES = 8, 3
 _SIDE = tl.constexpr(128)
 _COLUMNS = tl.constexpr(64)  # of a gradient of weights: with 128 the accumulators spill
-_INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
@@ -46,20 +46,18 @@ def rows_by_blocks(
     BLOCK_M: tl.constexpr,
 ):
     """out = a @ w.T of each row's expert."""
-    tile, column = _tile_and_column(num_tiles, tl.cdiv(N, _SIDE))
-    expert = tl.load(tile_expert + tile)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, _SIDE), BLOCK_M
+    )
     if expert >= num_experts:
         return
-    rows = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
-    real = rows < tl.load(offsets + expert)
-    rows = rows.to(tl.int64)
     cols = column * _SIDE + tl.arange(0, _SIDE)
     inside = cols < N
     k = tl.arange(0, _SIDE)
     blocks = tl.cdiv(K, _SIDE)
-    a += rows[:, None] * K + k[None, :]
+    a += first * K + row[:, None] * K + k[None, :]
     w += expert.to(tl.int64) * N * K + cols[None, :].to(tl.int64) * K + k[:, None]
-    a_scales += rows * blocks
+    a_scales += (first + row) * blocks
     w_scales += (expert.to(tl.int64) * tl.cdiv(N, _SIDE) + column) * blocks
     acc = tl.zeros((BLOCK_M, _SIDE), tl.float32)
     for block in range(0, blocks):
@@ -74,7 +72,7 @@ def rows_by_blocks(
         a += _SIDE
         w += _SIDE
     tl.store(
-        out + rows[:, None] * N + cols[None, :],
+        out + first * N + row[:, None] * N + cols[None, :],
         _narrow(acc, out.dtype.element_ty, PRECISION),
         mask=real[:, None] & inside[None, :],
     )
@@ -135,7 +133,7 @@ def block_scaled_rows(
     """a [R, K] @ w[e].T -> [R, N] in ``dtype``; shapes as ``rows_by_blocks``, all contiguous."""
     (num_rows, summed), (num_experts, num_cols, _) = a.shape, w.shape
     out = torch.empty(num_rows, num_cols, dtype=dtype, device=a.device)
-    tiles = row_tiles(offsets, num_rows, 16 if _INTERPRETED else tile_height(num_rows, num_experts))
+    tiles = row_tiles(offsets, num_rows, 16 if INTERPRETED else tile_height(num_rows, num_experts))
     rows_by_blocks[(tiles.slots * triton.cdiv(num_cols, 128),)](
         a, a_scales, w, w_scales, out, tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, num_experts,
         summed, num_cols, PRECISION=_precision(), BLOCK_M=tiles.height, num_warps=WARPS, num_stages=STAGES,
@@ -163,4 +161,4 @@ def block_scaled_weights(
 
 
 def _precision() -> str:
-    return "ieee" if _INTERPRETED else "tf32"
+    return "ieee" if INTERPRETED else "tf32"

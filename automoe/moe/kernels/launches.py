@@ -1,0 +1,162 @@
+"""Each product of the experts' kernels as a function of tensors. Shapes as in ``products``; all contiguous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from automoe.moe.activation import Activation, ClampedSwiGLU
+from automoe.moe.kernels import products
+from automoe.moe.kernels.blocks import INTERPRETED, Blocks, blocks_of
+from automoe.moe.kernels.tiles import RowTiles
+
+_SUM_COLUMNS = 1024
+
+
+def gather_up_activate(
+    x: torch.Tensor,
+    gather_idx: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    b_gate_up: torch.Tensor | None,
+    probs: torch.Tensor,
+    tiles: RowTiles,
+    activation: Activation,
+    blocks: Blocks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
+    (num_rows,), (_, _, width, hidden) = gather_idx.shape, w_gate_up.shape
+    pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
+    _over_rows(
+        products.gather_up_activate, tiles, width, blocks or blocks_of("up"),
+        x, gather_idx, w_gate_up, _or(b_gate_up, w_gate_up), probs, pre, act,
+        sizes=(hidden, width, *_constants(activation)),
+        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU),
+    )  # fmt: skip
+    return pre, act
+
+
+def down(
+    act: torch.Tensor,
+    w_down: torch.Tensor,
+    b_down: torch.Tensor | None,
+    probs: torch.Tensor,
+    tiles: RowTiles,
+    blocks: Blocks | None = None,
+) -> torch.Tensor:
+    """[R, H]: act times each row's ``w_down``, and ``probs`` times its bias."""
+    _, hidden, width = w_down.shape
+    out = act.new_empty(act.shape[0], hidden)
+    _over_rows(
+        products.rows_times_weights, tiles, hidden, blocks or blocks_of("down"),
+        act, w_down, _or(b_down, w_down), probs, out,
+        sizes=(width, hidden, 1, width), BIASED=b_down is not None,
+    )  # fmt: skip
+    return out
+
+
+def grad_down_activate(
+    grad_out: torch.Tensor,
+    w_down: torch.Tensor,
+    probs: torch.Tensor,
+    pre: torch.Tensor,
+    tiles: RowTiles,
+    activation: Activation,
+    blocks: Blocks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
+    blocks = blocks or blocks_of("back")
+    _, hidden, width = w_down.shape
+    grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
+    shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
+    _over_rows(
+        products.grad_down_activate, tiles, width, blocks,
+        grad_out, w_down, probs, pre, grad_pre, act, shares,
+        sizes=(hidden, width, *_constants(activation)),
+        CLAMPED=isinstance(activation, ClampedSwiGLU), COLUMNS_AT_ONCE=blocks.columns_at_once,
+    )  # fmt: skip
+    return grad_pre, act, shares
+
+
+def grad_rows(
+    grad_pre: torch.Tensor, w_gate_up: torch.Tensor, tiles: RowTiles, blocks: Blocks | None = None
+) -> torch.Tensor:
+    """[R, H]: the gradient of the gathered rows."""
+    _, _, width, hidden = w_gate_up.shape
+    out = grad_pre.new_empty(grad_pre.shape[0], hidden)
+    _over_rows(
+        products.rows_times_weights, tiles, hidden, blocks or blocks_of("grad_rows"),
+        grad_pre, w_gate_up, w_gate_up, w_gate_up, out,
+        sizes=(2 * width, hidden, hidden, 1), BIASED=False,
+    )  # fmt: skip
+    return out
+
+
+def grad_weights(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    gather_idx: torch.Tensor | None,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    blocks: Blocks | None = None,
+) -> torch.Tensor:
+    """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through ``gather_idx`` if given."""
+    gathered = gather_idx is not None
+    blocks = blocks or blocks_of("grad_weights_gathered" if gathered else "grad_weights")
+    m, n = left.shape[1], right.shape[1]
+    grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
+    products.grad_weights[(grid,)](
+        left, right, _or(gather_idx, offsets), out, offsets, m, n,
+        GATHERED=gathered, PRECISION=_precision(left.dtype),
+        BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def sum_of_tokens(
+    rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """[R, H] gradients of gathered rows -> [N, H] of what they were read from."""
+    num_tokens, hidden = x.shape
+    # Rows past the last offset were never computed: they belong to a token that there is not.
+    row = torch.arange(gather_idx.numel(), device=x.device)
+    token = gather_idx.masked_fill(row >= offsets[-1], num_tokens)
+    tokens, order = torch.sort(token, stable=True)
+    first = torch.searchsorted(tokens, torch.arange(num_tokens + 1, device=x.device))
+    out = torch.empty_like(x)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(hidden, _SUM_COLUMNS))
+        products.sum_rows_of_token[grid](
+            rows, order, first, out, hidden, PRECISION=_precision(x.dtype), BLOCK_H=_SUM_COLUMNS
+        )
+    return out
+
+
+def _over_rows(
+    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, rows: torch.Tensor, *tensors: torch.Tensor,
+    sizes: tuple[float, ...], **constants: int,
+) -> None:  # fmt: skip
+    """One program for each tile of rows and block of columns."""
+    kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
+        rows, *tensors,
+        tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
+        *sizes, **constants, PRECISION=_precision(rows.dtype),
+        BLOCK_M=tiles.height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Full float32 where float32 is asked for; half precision has one way to be multiplied on a GPU."""
+    return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
+
+
+def _constants(activation: Activation) -> tuple[float, float]:
+    return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (1.0, 0.0)
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A kernel wants a pointer even for what it does not read."""
+    return other if tensor is None else tensor
