@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import checkout  # noqa: F401
 import torch
 from kernel_peers import Layer, Shape, transformers_grouped_mm
 from measuring import PEAK

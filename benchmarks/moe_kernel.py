@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from kernel_peers import MUST_RUN, NOT_A_LAYER, PEERS, Absent, Layer, Shape
 from measuring import PEAK, host_syncs, result_file, seconds

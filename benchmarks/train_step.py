@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from kernel_peers import Absent
 from measuring import PEAK, host_syncs, result_file, seconds

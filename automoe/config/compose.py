@@ -6,14 +6,16 @@ as the primary ``base``, so that a YAML file holds differences and nothing else.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from automoe.config.convert import check_key, config_from_dict, config_to_dict, leaf_keys, nearest
 from automoe.config.schema import Config
-from automoe.errors import ConfigError
+from automoe.errors import BackendError, ConfigError
 
 CONF_PACKAGE = "automoe.conf"
 DEFAULT_PRIMARY = "config"
@@ -78,6 +80,7 @@ def compose_config(
 
     Raises:
         ConfigError: an unknown primary, group option or key, a malformed override, a wrong type.
+        BackendError: Hydra is not installed.
     """
     overrides = list(overrides or [])
     check_overrides(overrides, config_dir)
@@ -187,11 +190,26 @@ def check_primary(config_name: str, config_dir: str | None = None) -> None:
         )
 
 
+def _check_hydra() -> None:
+    """Raise ``BackendError`` on a machine without Hydra, e.g. one with a GPU where automoe is not installed."""
+    missing = [name for name in ("hydra", "omegaconf") if find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"configurations are composed by Hydra, and {sys.executable} has no {' and no '.join(missing)}. "
+            "Install automoe with what it needs (make setup), or pip install 'hydra-core<1.4' omegaconf"
+        )
+
+
 def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: bool = False) -> None:
     """Parse overrides with Hydra's grammar and check every key and group option by name.
 
     Hydra's own struct error names neither the nearest key nor the file's schema.
+
+    Raises:
+        ConfigError: a malformed override, an unknown key or option.
+        BackendError: Hydra is not installed.
     """
+    _check_hydra()
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -61,5 +61,6 @@ def _titan(module: str) -> ModuleType:
     except ImportError as error:
         raise BackendError(
             f"{module} does not import ({error}). torchtitan is used for its table of peak FLOPs and to "
-            "cross-check gradient norms: install torchtitan (and triton, which it needs and does not declare)"
+            "cross-check gradient norms: install torchtitan (and triton, which it needs and does not declare), or "
+            "say cluster.peak_flops, dense bfloat16 FLOP/s of one GPU"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,30 @@ def test_their_bodies_run() -> None:
     result = run_pytest(str(HERE), "-k", "cpu and (mixtral or random or checkpoint or recipe)")
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+def run_bare(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``code`` without the packages of ``ABSENT``, and without automoe: what is installed as editable is not seen."""
+    packages = sysconfig.get_path("purelib")
+    command = [sys.executable, "-S", "-c", f"import absent_packages; absent_packages.hide(); {code}"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), packages]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=600)
+
+
+def test_scripts_for_one_gpu_find_the_checkout(tmp_path: Path) -> None:
+    missing = run_bare("import automoe", tmp_path)
+    assert "No module named 'automoe'" in missing.stderr
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import gpu_floors, moe_kernel, train_step"
+    found = run_bare(code + "; import automoe; print(automoe.__file__)", tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == str(ROOT / "automoe" / "__init__.py")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "verify"])
+def test_commands_say_what_is_missing(command: str) -> None:
+    ended = run_bare(f"from automoe.{command} import main; raise SystemExit(main([]))", ROOT)
+    assert ended.returncode != 0 and "Traceback" not in ended.stderr
+    assert "has no hydra and no omegaconf" in ended.stderr and "make setup" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ABSENT)
