@@ -48,7 +48,8 @@ class TrainState:
             for name, parameter in part.named_parameters():
                 state = self.optimizer.state[parameter]
                 if not state:
-                    state.update(first_state(parameter))
+                    moments = self.optimizer.defaults.get("moments", torch.float32)
+                    state.update(first_state(parameter, moments))
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     tensors[f"optimizer.{key}.{name}"] = state[key]
         return tensors

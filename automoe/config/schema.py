@@ -219,6 +219,8 @@ class OptimConfig:
     # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those are kept in
     # bfloat16 alone, and an update is rounded up or down by chance
     master_weights: Literal["float32", "stochastic"] = "float32"
+    # bfloat16: of parameters that are rounded by chance, moments are too
+    moments: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass

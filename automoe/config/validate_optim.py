@@ -18,6 +18,13 @@ def check_optimizer(config: Config) -> None:
         raise ConfigError(
             "optim.min_lr_ratio", optim.min_lr_ratio, "a share of optim.lr, at most 1", "Set 0.1"
         )
+    if optim.moments == "bfloat16" and optim.master_weights == "float32":
+        raise ConfigError(
+            "optim.moments",
+            optim.moments,
+            "moments are rounded by chance where their parameters are, and optim.master_weights=float32 rounds none",
+            "Set optim.master_weights=stochastic, or optim.moments=float32",
+        )
     if optim.master_weights == "stochastic":
         for wrong, rule, remedy in (
             (

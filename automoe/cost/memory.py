@@ -27,7 +27,8 @@ from automoe.cost.inflight import peak_in_flight
 from automoe.cost.params import Param, embedding_params, head_params, layer_params
 
 # bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients);
-# weights without a wider copy (optim.master_weights=stochastic) are stored as they are gathered
+# weights without a wider copy (optim.master_weights=stochastic) are stored as they are gathered, and so are moments with
+# optim.moments=bfloat16
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
 ACTIVE_STAGES = 3  # torch's interleaved schedules gather this many of a rank's stages at once
@@ -126,7 +127,8 @@ def _plan_rank(
     narrow = config.optim.master_weights == "stochastic"
     held = [stage_params(model, layers, stage) for stage in stages]
     params = [param for stage in held for param in stage]
-    local = sum(local_numel(param, mesh) for param in params)
+    moment = compute if config.optim.moments == "bfloat16" else wide
+    moments = sum(2 * local_numel(p, mesh) * (wide if p.part == "router" else moment) for p in params)
     stored = sum(
         local_numel(param, mesh) * (compute if narrow and param.part != "router" else wide)
         for param in params
@@ -160,7 +162,7 @@ def _plan_rank(
         layers=[layer for stage in stages for layer in layers[stage]],
         params=sum(param.numel for param in params),
         weights=stored,
-        moments=2 * wide * local,
+        moments=moments,
         gradients=stored,
         gathered_weights=gathered,
         unsharded_gradients=reduced * (whole if deferred else min(whole, few)),

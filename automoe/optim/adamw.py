@@ -51,7 +51,8 @@ def build_optimizer(
     empty: list[dict[str, Any]] = [{"params": [], "names": [], "mesh": "local"}]  # a stage without parameters
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.master_weights == "stochastic":
-        return StochasticAdamW(list(groups.values()) or empty, **options, seed=seed)
+        moments = getattr(torch, optim.moments)
+        return StochasticAdamW(list(groups.values()) or empty, **options, seed=seed, moments=moments)
     return torch.optim.AdamW(list(groups.values()) or empty, **options, fused=True)
 
 

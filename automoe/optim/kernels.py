@@ -30,6 +30,15 @@ def random_bits(index, key):
 
 
 @triton.jit
+def _load(source, at, mask):
+    """As float32. The interpreter's own cast gets bfloat16's smallest numbers wrong."""
+    x = tl.load(source + at, mask=mask, other=0.0)
+    if source.dtype.element_ty == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def _store(to, at, x, bits, mask):
     """``x`` (float32), rounded by the lowest 16 of ``bits`` where bfloat16 is written."""
     if to.dtype.element_ty == tl.bfloat16:
@@ -74,10 +83,8 @@ def update_part(
     col = (tl.program_id(0) % blocks).to(tl.int64) * COLS + tl.arange(0, COLS)
     mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
     at = row.to(tl.int64)[:, None] * num_cols + col[None, :]
-    grad = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
-    first = tl.load(firsts + at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(seconds + at, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
+    grad, value = _load(grads, at, mask), _load(values, at, mask)
+    first, second = _load(firsts, at, mask), _load(seconds, at, mask)
     first = first * beta1 + grad * beta1_rest
     second = second * beta2 + (grad * grad) * beta2_rest
     divisor = tl.sqrt_rn(second * tl.load(second_scales + place)) + eps

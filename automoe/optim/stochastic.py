@@ -58,14 +58,15 @@ class Numbers:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101), computed in float32, moments included; bfloat16 parameters rounded by chance.
+    """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded by chance, and moments like them.
 
-    Parameters of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
+    Parameters and moments of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
     (``automoe.optim.kernels``), on the CPU plain torch, with the same numbers.
 
     Args:
         groups: parameter groups, each with ``names``, the global names of its ``params`` in their order.
         seed: of the roundings.
+        moments: dtype of the moments of bfloat16 parameters: float32, or bfloat16.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class StochasticAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         seed: int,
+        moments: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0, moments=moments))
         self.seed = seed
 
     @torch.no_grad()
@@ -90,7 +92,7 @@ class StochasticAdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], updated: list[tuple[str, torch.Tensor]]) -> None:
         for _, parameter in updated:
             if not self.state[parameter]:
-                self.state[parameter].update(first_state(parameter))
+                self.state[parameter].update(first_state(parameter, group["moments"]))
         counts = [self.state[parameter]["step"] for _, parameter in updated]
         torch._foreach_add_(counts, 1)
         # On the device, as the counts are: to know them, the host would have to wait.
@@ -115,27 +117,30 @@ def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], num
     place, (beta1, beta2) = numbers.place, (numbers.beta1, numbers.beta2)
     key = bits_at(numbers.steps[place], numbers.key)
     values, grads, firsts, seconds = local_tensors(parameter, state)
+    wide = torch.promote_types(values.dtype, torch.float32)
     for block, index in indexed_blocks(parameter):
-        grad = grads[block].to(firsts.dtype)
-        first = firsts[block].mul_(beta1).add_(grad * (1 - beta1))
-        second = seconds[block].mul_(beta2).add_((grad * grad).mul_(1 - beta2))
+        grad = grads[block].to(wide)
+        first = (firsts[block].to(wide) * beta1).add_(grad * (1 - beta1))
+        second = (seconds[block].to(wide) * beta2).add_((grad * grad).mul_(1 - beta2))
         # In double: on the CPU torch's root of a float32 is not always the nearest one.
-        root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(firsts.dtype)
-        value = values[block].to(firsts.dtype) * numbers.kept
+        root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(wide)
+        value = values[block].to(wide) * numbers.kept
         value -= first * numbers.rates[place] / root.add_(numbers.eps)
-        if values.dtype == torch.bfloat16:
-            value = round_stochastically(value, bits_at(index, key))
-        values[block] = value
+        bits = bits_at(index, key) if values.dtype == torch.bfloat16 else index  # which nobody reads
+        for stored, x, first_bit in ((values, value, 0), (firsts, first, 16), (seconds, second, 32)):
+            stored[block] = (
+                round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
+            )
 
 
-def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's state of ``parameter`` before its first step, as a fused AdamW lays it out; never narrower than float32."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
+def first_state(parameter: torch.Tensor, moments: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """AdamW's state of ``parameter`` before its first step, as a fused AdamW lays it out; never narrower than ``moments``."""
+    dtype = torch.promote_types(parameter.dtype, moments)
     return {
         # On the parameter's device, so that nobody waits for it.
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, dtype=wide),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=wide),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
     }
 
 

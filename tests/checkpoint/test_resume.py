@@ -44,11 +44,12 @@ def assert_everything_moved(before: Run, step: int) -> None:
     assert [name for name in later if torch.equal(start[name], later[name])] == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16, stochastic"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16, stochastic, bfloat16"])
 def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype: str) -> None:
-    dtype, _, rounding = dtype.partition(", ")
+    dtype, *kept = dtype.split(", ")
     settings = config(text, dtype, **PP2_DP2_EP2)
-    settings.optim.master_weights = rounding or "float32"
+    if kept:
+        settings.optim.master_weights, settings.optim.moments = kept
     straight = run(ranks, settings, tmp_path / "run", until=6, save_at=[3])
     assert_everything_moved(straight, 3)
     resumed = run(ranks, settings, tmp_path / "run", until=6)

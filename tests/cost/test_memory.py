@@ -149,6 +149,8 @@ def test_without_wider_copies_weights_and_their_gradients_are_narrow() -> None:
     assert rank.moments == 8 * total
     assert rank.gathered_weights == 2 * (total - routers) + 4 * routers
     assert rank.unsharded_gradients == 4 * total
+    config.optim.moments = "bfloat16"
+    assert planned(config)[1][0].moments == 2 * rank.weights
 
 
 def test_policies_trade_memory_for_traffic() -> None:

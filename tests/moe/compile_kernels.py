@@ -80,7 +80,7 @@ def expert_kernels(product: str, blocks: Blocks, height: int):
 
 
 def kernels(with_candidates: bool):
-    """(name, kernel, values of its constants, blocks)."""
+    """(name, kernel, values of its constants, blocks), and types of arguments where not those of ``POINTERS``."""
     for product, chosen in HOPPER.items():
         heights = (128,) if product.startswith("grad_weights") else (16, 128)
         for height, blocks in [(height, chosen) for height in heights]:
@@ -114,14 +114,15 @@ def kernels(with_candidates: bool):
     yield "rope part", rope_kernels.part_heads, part, heads
     blocks = Blocks(0, num_warps=adamw.WARPS, num_stages=1)
     yield "adamw, dense", adamw.update_part, dict(ROWS=1, COLS=adamw.BLOCK), blocks
-    yield "adamw, cut", adamw.update_part, dict(ROWS=4, COLS=adamw.BLOCK // 4), blocks
+    narrow = dict.fromkeys(("firsts", "seconds"), "*bf16")
+    yield "adamw, cut", adamw.update_part, dict(ROWS=4, COLS=adamw.BLOCK // 4), blocks, narrow
 
 
-def compiled(kernel, constants, blocks) -> dict[str, object]:
+def compiled(kernel, constants, blocks, types=None) -> dict[str, object]:
     """Shared memory in bytes, registers and spilled bytes of a thread, whether matrix units are used, and whether every
     operation is rounded by itself, to the nearest number, down to the smallest."""
     names = kernel.arg_names
-    types = POINTERS | (SCALED if "a_scales" in names else {})
+    types = POINTERS | (SCALED if "a_scales" in names else {}) | (types or {})
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [
         (place,)

@@ -72,6 +72,25 @@ def test_updates_far_below_a_unit_move_the_mean_and_plain_rounding_loses_them() 
     assert float(moved("float32").abs().max()) == 0
 
 
+def test_narrow_moments_are_right_in_the_mean() -> None:
+    """Steps of a thousandth, which plain rounding would lose."""
+    count, optim = 4096, replace(OPTIM, betas=(0.999, 0.999), moments="bfloat16")
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.ones(1, count, dtype=torch.bfloat16))
+    optimizer = build_optimizer([layer], optim)
+    for step in range(41):
+        layer.weight.grad = torch.ones_like(layer.weight) if step == 0 else torch.zeros_like(layer.weight)
+        optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[layer.weight][name]
+        assert moment.dtype == torch.bfloat16
+        exact = 0.001 * 0.999**40
+        # A unit is at most 2**-7 of a number; each of 40 steps rounds up or down by less than one.
+        deviation = exact * 2**-7 * (40 / 4 / count) ** 0.5
+        assert abs(float(moment.double().mean()) - exact) < 4 * deviation, name
+        assert abs(float(moment.double().mean()) - 0.001) > 20 * deviation, name
+
+
 def test_without_rounding_it_is_adamw() -> None:
     """Router weights, which stay in float32."""
     torch.manual_seed(0)
@@ -183,6 +202,10 @@ def test_names_steps_and_seeds_round_differently() -> None:
         (
             ["train.dtype=bfloat16", "parallel.grad_sync=micro_batch", "mesh.pp=1"],
             ["added up in bfloat16", "Set parallel.grad_sync=step"],
+        ),
+        (
+            ["train.dtype=bfloat16", "optim.master_weights=float32", "optim.moments=bfloat16"],
+            ["optim.moments=bfloat16", "Set optim.master_weights=stochastic"],
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -48,9 +49,11 @@ def gradient(shape: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Ten
     return torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, drawn).to(dtype)
 
 
-def trained(model: nn.Module, grad_dtype: torch.dtype, steps: int = 3) -> list[torch.Tensor]:
+def trained(
+    model: nn.Module, grad_dtype: torch.dtype, moments: str = "float32", steps: int = 3
+) -> list[torch.Tensor]:
     """The parameter and its moments, as integers."""
-    optimizer = build_optimizer([model], OPTIM)
+    optimizer = build_optimizer([model], replace(OPTIM, moments=moments))
     weight = model.weight
     for step in range(steps):
         drawn = gradient(tuple(weight.shape), grad_dtype, step)
@@ -67,15 +70,22 @@ def trained(model: nn.Module, grad_dtype: torch.dtype, steps: int = 3) -> list[t
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@given(shape=st.sampled_from(SHAPES), grad_dtype=st.sampled_from(DTYPES))
-@example(shape=(3, 700), grad_dtype=torch.float32)
+@given(
+    shape=st.sampled_from(SHAPES),
+    grad_dtype=st.sampled_from(DTYPES),
+    moments=st.sampled_from(["float32", "bfloat16"]),
+)
+@example(shape=(3, 700), grad_dtype=torch.float32, moments="float32")
+@example(shape=(3, 700), grad_dtype=torch.bfloat16, moments="bfloat16")
 @settings(max_examples=10)
 def test_it_gives_the_numbers_of_plain_torch(
-    dtype: torch.dtype, shape: tuple[int, ...], grad_dtype: torch.dtype
+    dtype: torch.dtype, shape: tuple[int, ...], grad_dtype: torch.dtype, moments: str
 ) -> None:
-    plain = trained(module(shape, dtype), grad_dtype)
+    plain = trained(module(shape, dtype), grad_dtype, moments)
     with in_one_pass():
-        fused = trained(module(shape, dtype), grad_dtype)
+        fused = trained(module(shape, dtype), grad_dtype, moments)
+    kept = torch.int16 if "bfloat16" in moments and dtype == torch.bfloat16 else torch.int32
+    assert [x.dtype for x in fused[1:]] == [kept] * 2
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
 
 
@@ -103,17 +113,18 @@ PLACEMENTS = {
 }
 
 
-def trained_on_mesh(placements: list, shape: tuple[int, ...]) -> list[torch.Tensor]:
+def trained_on_mesh(placements: list, shape: tuple[int, ...], moments: str) -> list[torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep_shard", "etp"))
     model = module(shape, torch.bfloat16)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, placements))
     with in_one_pass():
-        return trained(model, torch.bfloat16)
+        return trained(model, torch.bfloat16, moments)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_mesh_gives_them(ranks: RankPool, name: str) -> None:
     shape = (3, 5, 8) if "uneven" in name else (4, 6, 8)
-    plain = trained(module(shape, torch.bfloat16), torch.bfloat16)
-    for fused in ranks.run(trained_on_mesh, 4, PLACEMENTS[name], shape):
+    moments = "bfloat16" if name == "both" else "float32"
+    plain = trained(module(shape, torch.bfloat16), torch.bfloat16, moments)
+    for fused in ranks.run(trained_on_mesh, 4, PLACEMENTS[name], shape, moments):
         assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
