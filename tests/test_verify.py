@@ -12,15 +12,34 @@ from unittest.mock import patch
 
 import pytest
 
+import automoe.parallel.fp8
 import automoe.parallel.parallelize
 import automoe.verify
 from automoe.config.compose import compose_config
-from automoe.config.schema import Config, KernelsConfig, MoEConfig
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
 from automoe.config.validate import validate
 from automoe.parallel.data import fsdp_modules
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, run_trajectory
-from automoe.verify import EXIT_DIFFERENT, EXIT_FAILED, EXIT_WRONG, main, make_runnable, passes, verify_pass
+from automoe.verify import (
+    EXIT_DIFFERENT,
+    EXIT_FAILED,
+    EXIT_WRONG,
+    main,
+    make_runnable,
+    passes,
+    tolerances,
+    verify_pass,
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +129,52 @@ def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: in
     assert not unnamed
 
 
-def test_eight_bits_loosen_gradients_and_not_the_loss(ranks: RankPool, small: list[str]) -> None:
-    config, shape, _ = make_runnable(compose_config(overrides=[*small, "train.fp8=tensorwise"]))
-    result = verify_pass(passes(config)[1], shape, ranks, run=louder)
+def ranks_alone(*args: Any, **options: Any) -> Trajectory:
+    """A rank whose 8-bit scales know its own numbers alone."""
+    with patch.object(automoe.parallel.fp8, "_max_over", lambda group: lambda largest: largest):
+        return run_trajectory(*args, **options)
+
+
+def test_eight_bits_are_held_to_one_rank_in_float64_and_loosened_below(
+    ranks: RankPool, small: list[str]
+) -> None:
+    """Rows that meet in a micro-batch are the same in both runs, of which the mesh has two."""
+    eight = [*small, "train.fp8=tensorwise", "mesh.dp_shard=2"]
+    config, shape, _ = make_runnable(compose_config(overrides=eight))
+    exact, around, own = passes(config)
+    result = verify_pass(around, shape, ranks)
+    assert (result.dtype, result.fp8, result.experts) == ("float64", "tensorwise", "grouped_mm")
+    assert (result.tolerance, result.gradient_tolerance) == (1e-10, 1e-10) and not result.different
+    assert "updated parameter" in {c.kind for c in result.compared}
+    assert verify_pass(around, shape, ranks, run=ranks_alone).different
+    result = verify_pass(own, shape, ranks, run=louder)
     assert [c.kind for c in result.different] == ["loss"]
     assert result.different[0].error == pytest.approx(0.05, rel=1e-2)
+
+
+MLA, GQA = AttentionConfig(kind="mla"), AttentionConfig(num_heads=8, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    "fp8, dtype, attention, mesh, expected",
+    [
+        ("tensorwise", "float64", GQA, dict(cp=2, tp=2), (1e-10, 1e-10)),
+        ("delayed", "float64", MLA, dict(tp=4), (1e-10, 1e-10)),
+        ("blockwise", "float64", GQA, dict(tp=2), (1e-10, 1e-5)),
+        ("delayed", "float64", MLA, dict(cp=2), (1e-10, 0.25)),
+        ("blockwise", "float64", GQA, dict(tp=4), (1e-10, 0.25)),
+        ("tensorwise", "bfloat16", GQA, dict(tp=2), (0.02, 0.25)),
+        ("off", "float64", MLA, dict(cp=2), (1e-10, 1e-10)),
+        ("off", "float32", MLA, dict(cp=2), (1e-5, 1e-5)),
+        ("off", "bfloat16", GQA, dict(tp=4), (5e-2, 5e-2)),
+    ],
+)
+def test_a_tolerance_is_what_the_mode_and_the_mesh_leave(
+    fp8: Any, dtype: Any, attention: AttentionConfig, mesh: dict[str, int], expected: tuple[float, float]
+) -> None:
+    model, train = ModelConfig(attention=attention), TrainConfig(fp8=fp8, dtype=dtype)
+    config = Config(mesh=MeshConfig(dp_shard=1, **mesh), model=model, train=train)
+    assert tolerances(config, resolve_mesh(config.mesh, None)) == expected
 
 
 def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass, replace
+from math import gcd
 from typing import Any
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, resolve_mesh
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
+from automoe.config.validate_fp8 import BLOCK
 
 MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
 MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
 MAX_WINDOW = 16
+MAX_BLOCKED = (
+    2 * BLOCK
+)  # of a width in which blocks of 8-bit scales must meet, so that there is more than one
 
 
 def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:
@@ -33,7 +38,8 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
     parallel = config.parallel
     num_stages = small.pp * parallel.stages_per_rank
-    model = _cut_model(config.model, small, num_stages, num_token_ids)
+    blocked = config.train.fp8 == "blockwise"
+    model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages of different sizes stay of different sizes.
         parallel = replace(
@@ -61,7 +67,9 @@ def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
     return list(_differing("", full, proxy))
 
 
-def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int) -> ModelConfig:
+def _cut_model(
+    model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool
+) -> ModelConfig:
     num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = _cut_router(model, num_experts)
@@ -70,16 +78,16 @@ def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_
         model,
         vocab_size=min(model.vocab_size, _multiple(num_token_ids + 7, 8)),
         # Rows that every ep_shard divides, in multiples of the 16 bytes that grouped_mm wants.
-        hidden_size=_multiple(min(model.hidden_size, 64), 8),
+        hidden_size=_multiple(min(model.hidden_size, MAX_BLOCKED if blocked else 64), 8),
         num_layers=num_layers,
-        intermediate_size=min(model.intermediate_size, 96),
+        intermediate_size=min(model.intermediate_size, MAX_BLOCKED if blocked else 96),
         # One dense layer stands for several, and none for none.
         first_k_dense=num_layers if model.first_k_dense == model.num_layers else min(model.first_k_dense, 1),
         num_experts=num_experts,
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, reachable),
-        moe_intermediate_size=_multiple(min(model.moe_intermediate_size, 32), 8),
+        moe_intermediate_size=_multiple(min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
-        attention=_cut_attention(model.attention),
+        attention=_cut_blocked(model.attention, small.tp) if blocked else _cut_attention(model.attention),
         router=router,
     )
 
@@ -121,6 +129,32 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
     )
 
 
+def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
+    """Heads as wide as they are, and so few of them that tp just cuts where blocks of 8-bit scales meet."""
+    few = replace(
+        _cut_attention(attention),
+        head_dim=attention.head_dim,
+        q_lora_rank=attention.q_lora_rank and min(attention.q_lora_rank, MAX_BLOCKED),
+        kv_lora_rank=min(attention.kv_lora_rank, MAX_BLOCKED),
+        qk_nope_head_dim=attention.qk_nope_head_dim,
+        qk_rope_head_dim=attention.qk_rope_head_dim,
+        v_head_dim=attention.v_head_dim,
+        linear_key_head_dim=attention.linear_key_head_dim,
+        linear_value_head_dim=attention.linear_value_head_dim,
+    )
+    if attention.kind == "mla":
+        no_position, value = attention.qk_nope_head_dim, attention.v_head_dim
+        widths = [no_position + attention.qk_rope_head_dim, no_position + value, value]
+    else:
+        widths = [attention.head_dim]
+    of_a_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)  # heads that fill whole blocks
+    if attention.kind == "mla" or attention.num_kv_heads == attention.num_heads:
+        heads = min(max(few.num_heads, of_a_rank * tp), attention.num_heads)
+        return replace(few, num_heads=heads, num_kv_heads=heads)
+    kv_heads = min(max(few.num_kv_heads, of_a_rank * tp), attention.num_kv_heads)
+    return replace(few, num_heads=min(2 * kv_heads, attention.num_heads), num_kv_heads=kv_heads)
+
+
 def _cut_router(model: ModelConfig, num_experts: int) -> RouterConfig:
     router = model.router
     groups = max(n for n in range(1, min(router.num_groups, MAX_GROUPS) + 1) if num_experts % n == 0)
@@ -142,8 +176,6 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
     return replace(
         train,
         seq_len=min(train.seq_len, MAX_SEQ_LEN) // unit * unit,
-        # These widths have no whole blocks to cut between.
-        fp8="off" if train.fp8 == "blockwise" else train.fp8,
         micro_batch_size=rows,
         global_batch_size=small.dp * rows * micro_batches,
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from automoe.verify import PassResult
 
 WIDTH = 110
+_EIGHT = "; with 8 bits in those of the mesh"
 
 
 class VerifyView:
@@ -48,7 +49,7 @@ class VerifyView:
         self.console.print(
             f"[bold]mesh[/]       default {shape.describe('default')}; moe {shape.describe('moe')}; "
             f"{shape.world_size} CPU rank{'s' * (shape.world_size > 1)}\n"
-            f"[bold]reference[/]  one rank, all rows in one micro-batch\n"
+            f"[bold]reference[/]  one rank, all rows in one micro-batch{_EIGHT * (train.fp8 != 'off')}\n"
             f"[bold]step[/]       {train.global_batch_size} rows x {train.seq_len} tokens, the mesh in "
             f"{train.global_batch_size // (shape.dp * train.micro_batch_size)} micro-batches of "
             f"{train.micro_batch_size} a data-parallel rank; dispatcher {config.moe.dispatcher}"
@@ -59,22 +60,22 @@ class VerifyView:
         )
 
     @contextmanager
-    def working(self, dtype: str) -> Iterator[None]:
+    def working(self, config: Config) -> Iterator[None]:
         """A sign of life while both runs take their time; nothing off a terminal."""
         if not self.console.is_terminal:
             yield
             return
-        with self.console.status(f"{dtype}: one rank, then the mesh"):
+        with self.console.status(f"{_name(config.train.dtype, config.train.fp8)}: one rank, then the mesh"):
             yield
 
     def show(self, result: PassResult) -> None:
         """One row a kind of quantity: how many, the worst of them, and whether it is within tolerance."""
         routing = "routing repeated from the reference" if result.forced else "own routing"
         tolerance = f"{result.tolerance:g}"
-        if result.loss_tolerance != result.tolerance:
-            tolerance += f" (loss {result.loss_tolerance:g})"
+        if result.gradient_tolerance != result.tolerance:
+            tolerance += f" (gradients {result.gradient_tolerance:g})"
         table = Table(
-            title=f"{result.dtype}, experts {result.experts}, {routing}, tolerance {tolerance}",
+            title=f"{_name(result.dtype, result.fp8)}, experts {result.experts}, {routing}, tolerance {tolerance}",
             title_justify="left",
             title_style="bold",
         )
@@ -119,3 +120,7 @@ class VerifyView:
                 f"[green bold]EQUAL[/]  all {num_compared:,} numbers and tensors on {mesh} are those of one rank",
                 highlight=False,
             )
+
+
+def _name(dtype: str, fp8: str) -> str:
+    return dtype if fp8 == "off" else f"{dtype} around {fp8} 8-bit products"

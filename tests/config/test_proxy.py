@@ -11,6 +11,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.proxy import list_cuts, make_proxy
 from automoe.config.schema import Config
 from automoe.config.validate import validate
+from automoe.config.validate_fp8 import BLOCK
 from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 
@@ -91,3 +92,22 @@ def test_cuts_are_listed_by_key() -> None:
     assert cuts["mesh.ep"] == (16, 2) and cuts["model.num_experts"] == (128, 16)
     assert "model.rope.theta" not in cuts and "train.dtype" not in cuts
     assert list_cuts(config, replace(config)) == []
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("dsv3_671b", ["mesh.tp=2"]),
+        ("qwen3_235b_a22b", ["mesh.tp=4"]),
+        ("qwen3_next_80b_a3b", ["mesh.tp=2"]),
+        ("mixtral_8x22b", ["mesh.etp=2"]),
+        ("llama3_8b", ["mesh.tp=8"]),
+    ],
+)
+def test_blocks_of_scales_meet_in_every_width_that_the_mesh_cuts(name: str, mesh: list[str]) -> None:
+    """``proxy_of`` validates that no cut falls inside a block."""
+    proxy = proxy_of(compose_config(name, [*mesh, "train.fp8=blockwise", "launch.num_ranks=4"]))
+    assert proxy.train.fp8 == "blockwise" and proxy.model.hidden_size == 2 * BLOCK
+    dense = proxy.model.first_k_dense == proxy.model.num_layers
+    assert (proxy.model.intermediate_size if dense else proxy.model.moe_intermediate_size) == 2 * BLOCK
+    assert count_params(proxy.model).total < 20_000_000

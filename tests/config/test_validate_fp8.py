@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.proxy import make_proxy
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.config.validate_compile import check_compile
 from automoe.config.validate_fp8 import check_fp8
@@ -120,13 +119,20 @@ def test_these_products_are_not_compiled(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_verify_proves_the_mesh_without_8_bits_and_runs_what_fits_with(mode: str) -> None:
-    config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(fp8=mode, dtype="bfloat16"))  # type: ignore[arg-type]
-    exact, own = passes(config)
-    assert (exact.train.fp8, own.train.fp8) == ("off", mode)
-    proxy, shape = make_proxy(config, resolve_mesh(config.mesh, None), num_token_ids=264)
-    check_fp8(proxy, shape, "cpu")
-    assert proxy.train.fp8 == ("off" if mode == "blockwise" else mode)
+def test_verify_proves_the_mesh_without_8_bits_then_the_codes_and_then_runs_what_is_configured(
+    mode: str,
+) -> None:
+    config = Config(
+        mesh=MeshConfig(dp_shard=1),
+        moe=MoEConfig(experts="grouped_mm"),
+        train=TrainConfig(fp8=mode, dtype="bfloat16"),  # type: ignore[arg-type]
+    )
+    said = [(each.train.dtype, each.train.fp8, each.moe.experts) for each in passes(config)]
+    assert said == [
+        ("float64", "off", "loop"),
+        ("float64", mode, "grouped_mm"),
+        ("bfloat16", mode, "grouped_mm"),
+    ]
 
 
 @pytest.mark.parametrize("mode", ["off", *MODES])
