@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from automoe.model import rope_kernels
 from automoe.moe.kernels import launches, products, scaled
-from automoe.moe.kernels.blocks import HOPPER, Blocks, candidates
+from automoe.moe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
 from automoe.optim import kernels as adamw
 from automoe.quantise import kernels as encoding
 
@@ -40,6 +40,7 @@ POINTERS = {
     **dict.fromkeys("key first_index outer_stride middle_stride".split(), "i64"),
     **dict(scales="*fp32", codes="*u8"),
 }
+FLOAT32 = {name: "*fp32" for name, kind in POINTERS.items() if kind == "*bf16"}
 # Of kernels with 8-bit operands, where a name means another type.
 SCALED = dict.fromkeys("a w b".split(), "*fp8e4nv") | dict.fromkeys(
     "a_scales w_scales b_scales".split(), "*fp32"
@@ -89,6 +90,9 @@ def kernels(with_candidates: bool):
         for blocks in candidates(product)[1:] if with_candidates else ():
             for kind, kernel, constants in expert_kernels(product, blocks, 128):
                 yield f"{product}{kind}, {blocks}", kernel, constants, blocks
+        full = blocks_of(product, torch.float32)
+        for kind, kernel, constants in expert_kernels(product, full, 128):
+            yield f"{product}{kind}, float32", kernel, constants | dict(PRECISION="ieee"), full, FLOAT32
     constants = dict(PRECISION="tf32", BLOCK_H=launches._SUM_COLUMNS)
     yield "sum", products.sum_rows_of_token, constants, Blocks(0, num_warps=4, num_stages=1)
     for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):

@@ -128,8 +128,10 @@ def test_every_kernel_compiles_for_hopper_without_spilling() -> None:
     for name, facts in json.loads(made.stdout).items():
         assert facts["spilled"] == 0, (name, facts)
         assert facts["shared"] <= 227 * 1024, (name, facts)
-        # Hopper's matrix instructions take 64 rows; tiles of fewer run on Ampere's.
-        without = name.startswith(("sum", "rope", "quantise", "adamw")) or name.endswith("16 rows")
+        # Hopper's matrix instructions take 64 rows; tiles of fewer run on Ampere's. None multiplies float32 in full.
+        without = name.startswith(("sum", "rope", "quantise", "adamw")) or name.endswith(
+            ("16 rows", "float32")
+        )
         assert facts["matrix_units"] or without, (name, facts)
         assert facts["exact"] or not name.startswith("adamw"), (name, facts)
 

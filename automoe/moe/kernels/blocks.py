@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 
 
@@ -39,12 +40,17 @@ HOPPER = {
     # leave others; 4 leave them two, so that each step waits for memory.
     "grad_weights_gathered": Blocks(256, num_stages=7),
 }
+# Float32 is multiplied in full by the ordinary cores: operands take twice the shared memory, of which HOPPER's blocks would
+# want more than there is, and products more registers.
+FULL_PRECISION = Blocks(64, num_stages=2, summed=32, rows=64, columns_at_once=16)
 _INTERPRETED = Blocks(16, num_stages=1, summed=16, num_warps=4, rows=16, columns_at_once=8)
 
 
-def blocks_of(product: str) -> Blocks:
+def blocks_of(product: str, dtype: torch.dtype) -> Blocks:
     """Blocks of one of ``HOPPER``'s products; in the interpreter, where size is time, the smallest there are."""
-    return _INTERPRETED if INTERPRETED else HOPPER[product]
+    if INTERPRETED:
+        return _INTERPRETED
+    return FULL_PRECISION if dtype == torch.float32 else HOPPER[product]
 
 
 def candidates(product: str) -> list[Blocks]:

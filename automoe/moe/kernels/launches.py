@@ -29,7 +29,7 @@ def gather_up_activate(
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, w_gate_up.shape
     pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
     _over_rows(
-        products.gather_up_activate, tiles, width, blocks or blocks_of("up"),
+        products.gather_up_activate, tiles, width, blocks or blocks_of("up", x.dtype),
         x, gather_idx, w_gate_up, _or(b_gate_up, w_gate_up), probs, pre, act,
         sizes=(hidden, width, *_constants(activation)),
         BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU),
@@ -49,7 +49,7 @@ def down(
     _, hidden, width = w_down.shape
     out = act.new_empty(act.shape[0], hidden)
     _over_rows(
-        products.rows_times_weights, tiles, hidden, blocks or blocks_of("down"),
+        products.rows_times_weights, tiles, hidden, blocks or blocks_of("down", act.dtype),
         act, w_down, _or(b_down, w_down), probs, out,
         sizes=(width, hidden, 1, width), BIASED=b_down is not None,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def grad_down_activate(
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
-    blocks = blocks or blocks_of("back")
+    blocks = blocks or blocks_of("back", pre.dtype)
     _, hidden, width = w_down.shape
     grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
@@ -86,7 +86,7 @@ def grad_rows(
     _, _, width, hidden = w_gate_up.shape
     out = grad_pre.new_empty(grad_pre.shape[0], hidden)
     _over_rows(
-        products.rows_times_weights, tiles, hidden, blocks or blocks_of("grad_rows"),
+        products.rows_times_weights, tiles, hidden, blocks or blocks_of("grad_rows", grad_pre.dtype),
         grad_pre, w_gate_up, w_gate_up, w_gate_up, out,
         sizes=(2 * width, hidden, hidden, 1), BIASED=False,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def grad_weights(
 ) -> torch.Tensor:
     """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through ``gather_idx`` if given."""
     gathered = gather_idx is not None
-    blocks = blocks or blocks_of("grad_weights_gathered" if gathered else "grad_weights")
+    blocks = blocks or blocks_of("grad_weights_gathered" if gathered else "grad_weights", left.dtype)
     m, n = left.shape[1], right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
