@@ -121,11 +121,8 @@ def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> fl
     if not delayed:
         return 0.0
     seen = torch.stack([scaling.seen for scaling in delayed])
-    if stepped:
-        # Every rank of a stage has the same modules in the same order. A maximum may be taken axis by axis.
-        for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
-            if (group := meshes.group(axis)) is not None:
-                dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    if stepped:  # every rank of a stage has the same modules in the same order
+        seen = _max_over(_stage_group(meshes))(seen)
     clipped = clipped_share(torch.stack([scaling.history for scaling in delayed]), seen)
     for scaling, largest in zip(delayed, seen, strict=True):
         scaling.seen.copy_(largest)

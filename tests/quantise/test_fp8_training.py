@@ -25,6 +25,7 @@ from automoe.parallel.parallelize import build_parts, materialize
 from automoe.quantise import products
 from automoe.quantise.dense import QuantisedProduct
 from automoe.quantise.scaling import GRAD, Delayed, Scaling, W, X
+from automoe.testing.communication import CommunicationLog
 from automoe.testing.compare import Comparison, compare_trajectories
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, meeting_order, merge_trajectories, run_trajectory
@@ -127,6 +128,22 @@ def test_one_rank_asking_nobody_would_have_other_codes(ranks: RankPool, mesh: di
         )
     }
     assert max(off.values()) > 1e-2
+
+
+def collectives(settings: Config) -> int:
+    """Messages of the all-reduce kind in a step."""
+    with CommunicationLog() as log:
+        with_history(settings, batches, 1, keep_tensors=False)
+    return sum(message.op == "all_reduce" for message in log.messages)
+
+
+def test_what_agreement_costs(ranks: RankPool) -> None:
+    """One an operand and product in each of two micro-batches; with a history one for the whole step."""
+    sent = {mode: ranks.run(collectives, 2, config(mode, TP_ETP, rows=2)) for mode in ("off", *MODES)}
+    dense, moe, cut_by_tp, cut_by_etp = 2 * (5 + 3), 2 * (5 + 3 + 2), 2 * (3 + 3), 2
+    more = 2 * (dense + moe + cut_by_tp + cut_by_etp)
+    for without, tensorwise, delayed, blockwise in zip(*sent.values(), strict=True):
+        assert (tensorwise, delayed, blockwise) == (without + more, without + 1, without)
 
 
 @pytest.mark.parametrize("mesh", [TP_ETP, dict(dp_shard=2)], ids=str)
