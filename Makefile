@@ -16,7 +16,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-step docs-images clean
+.PHONY: help setup train test test-floor test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-step docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -27,7 +27,7 @@ setup: $(STAMP) ## Make the environment in .venv
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"automoe needs Python 3.11 or later and {sys.executable} is {v.major}.{v.minor}: make setup PYTHON=python3.11")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): about 3 GB, a few minutes"
+	@echo "Installing into $(VENV), gigabytes: a few minutes"
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) torch setuptools
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
@@ -37,6 +37,9 @@ train: setup ## Train the default model on this machine (ARGS='train.steps=50 me
 
 test: setup ## Run the tests (ARGS='-k mesh')
 	@$(PYTEST) $(ARGS)
+
+test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 GB; PYTHON=python3.12)
+	@$(MAKE) test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -10,6 +10,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "automoe"
@@ -67,17 +68,34 @@ def test_files_stay_under_five_hundred_lines() -> None:
     assert {path: length for path, length in lengths.items() if length >= 500} == {}
 
 
-def test_pinned_versions_satisfy_the_declared_ranges() -> None:
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def declared(*extras: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [
-        Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["dev"]
+    lines = project["dependencies"] + [
+        line for extra in extras for line in project["optional-dependencies"][extra]
     ]
-    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    for requirement in declared:
-        assert requirement.specifier.contains(pins[requirement.name]), (
-            f"{requirement} against {pins[requirement.name]}"
+    return [Requirement(line) for line in lines]
+
+
+def test_pinned_versions_satisfy_the_declared_ranges() -> None:
+    pinned = pins("constraints-cpu.txt")
+    for requirement in declared("dev"):
+        assert requirement.specifier.contains(pinned[requirement.name]), (
+            f"{requirement} against {pinned[requirement.name]}"
         )
+
+
+def test_the_floor_is_the_oldest_version_of_every_declared_range() -> None:
+    """As far as the range says: the first release of ``>=5.10`` is 5.10.1."""
+    floor = pins("constraints-floor.txt")
+    assert floor.keys() == {requirement.name for requirement in declared()}
+    for requirement in declared():
+        [bound] = [Version(part.version).release for part in requirement.specifier if part.operator == ">="]
+        assert Version(floor[requirement.name]).release[: len(bound)] == bound, requirement
 
 
 def third_party_imports(folder: str) -> set[str]:
