@@ -19,6 +19,8 @@ from automoe.config.schema import Config, MeshConfig
 from automoe.errors import BackendError
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
+# Sandboxes that pass a GPU on may have its device, nvidia0, and not the driver's folder.
+DEVICES = Path("/dev")
 MAX_CPU_RANKS_PER_CORE = 8  # beyond it, importing torch alone takes minutes
 
 
@@ -33,7 +35,7 @@ def torch_has_cuda() -> bool:
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """CUDA devices that this process may use: the driver's, limited by ``CUDA_VISIBLE_DEVICES``."""
-    present = len(list(NVIDIA_DRIVER.iterdir())) if NVIDIA_DRIVER.is_dir() else 0
+    present = _present_gpus()
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return present
@@ -41,6 +43,11 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     # CUDA ignores everything from the first invalid entry on.
     valid = next((i for i, name in enumerate(names) if not name or name == "-1"), len(names))
     return valid if chosen.strip() else 0
+
+
+def _present_gpus() -> int:
+    listed = len(list(NVIDIA_DRIVER.iterdir())) if NVIDIA_DRIVER.is_dir() else 0
+    return listed or sum(path.name[6:].isdecimal() for path in DEVICES.glob("nvidia*"))
 
 
 def num_cores() -> int:
@@ -57,11 +64,11 @@ def resolve_device(config: Config) -> Device:
 
 def cpu_note(config: Config) -> str | None:
     """Why ``launch.device=auto`` is the CPU where the installed torch says that a GPU was meant; else None."""
-    if config.launch.device != "auto" or NVIDIA_DRIVER.is_dir() or not torch_has_cuda():
+    if config.launch.device != "auto" or _present_gpus() or not torch_has_cuda():
         return None
     return (
-        f"note: launch.device=auto trains on the CPU: torch is a CUDA build, and no NVIDIA driver is seen at "
-        f"{NVIDIA_DRIVER}. Make the driver visible, or set launch.device=cpu"
+        f"note: launch.device=auto trains on the CPU: torch is a CUDA build, and no GPU is seen, neither in "
+        f"{NVIDIA_DRIVER} nor as {DEVICES}/nvidia0. Make the driver visible, or set launch.device=cpu"
     )
 
 

@@ -31,6 +31,7 @@ def eight_gpus(cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for i in range(8):
         (tmp_path / f"0000:{i:02x}:00.0").mkdir()
     monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path / "none")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -40,6 +41,21 @@ def eight_gpus(cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("eight_gpus")
 def test_visible_gpus_follow_the_driver_and_the_variable(chosen: str | None, count: int) -> None:
     assert hardware.visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == count
+
+
+def test_gpus_are_found_by_their_devices_where_the_driver_has_no_folder(
+    cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert hardware.visible_gpus({}) == 2
+    assert hardware.visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert hardware.cpu_note(Config()) is None
+    (tmp_path / "driver").mkdir()
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "driver")  # there, and empty
+    assert hardware.visible_gpus({}) == 2
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -66,8 +82,9 @@ def test_a_cuda_build_that_sees_no_driver_says_why_it_trains_on_the_cpu(
     cuda_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
     note = hardware.cpu_note(Config())
-    assert note is not None and f"no NVIDIA driver is seen at {tmp_path}/none" in note
+    assert note is not None and f"neither in {tmp_path}/none nor as {tmp_path}/nvidia0" in note
     assert hardware.cpu_note(Config(launch=LaunchConfig(device="cpu"))) is None, "asked for"
     monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
     assert hardware.cpu_note(Config()) is None, "a CPU build could not use one"
