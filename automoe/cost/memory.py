@@ -15,6 +15,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config, ModelConfig
 from automoe.config.stages import split_layers, stage_of_rank
+from automoe.config.unsharded import stays_unsharded
 from automoe.cost.activations import (
     TokenLoad,
     head_workspace_bytes,
@@ -125,6 +126,7 @@ def _plan_rank(
     model, parallel = config.model, config.parallel
     wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
     narrow = config.optim.master_weights == "stochastic"
+    unsharded = stays_unsharded(config, mesh)
     held = [stage_params(model, layers, stage) for stage in stages]
     params = [param for stage in held for param in stage]
     moment = compute if config.optim.moments == "bfloat16" else wide
@@ -164,8 +166,8 @@ def _plan_rank(
         weights=stored,
         moments=moments,
         gradients=stored,
-        gathered_weights=gathered,
-        unsharded_gradients=reduced * (whole if deferred else min(whole, few)),
+        gathered_weights=0 if unsharded else gathered,
+        unsharded_gradients=0 if unsharded else reduced * (whole if deferred else min(whole, few)),
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute) if has_head else 0.0,
         recompute=max(

@@ -93,9 +93,11 @@ def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
     """Before a micro-batch without pipelining: reduce and free now, or leave it to the step's last one.
 
     Deferred, weights and gradients stay whole on the rank for the length of the step; that is the
-    price of one gather and one reduction a step, and the plan counts it.
+    price of one gather and one reduction a step, and the plan counts it. A model without FSDP has nothing to reduce.
     """
-    assert isinstance(model, FSDPModule)
+    if not isinstance(model, FSDPModule):
+        assert last, "FSDP sums micro-batches: config.unsharded"
+        return
     model.set_requires_gradient_sync(last or parallel.grad_sync == "micro_batch")
     model.set_reshard_after_backward(last or parallel.reshard == "micro_batch")
     model.set_is_last_backward(last)

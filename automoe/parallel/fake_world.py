@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.config.unsharded import stays_unsharded
 from automoe.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 
@@ -49,8 +50,9 @@ def local_shards(config: Config, shape: MeshShape, rank: int) -> dict[str, tuple
         meshes = build_meshes(shape, torch.device("cpu"))
         for stage, part in build_parts(config, meshes).items():
             for name, parameter in part.named_parameters():
-                assert isinstance(parameter, DTensor), f"{name} is not sharded"
-                local = tuple(parameter.to_local().shape)
+                sharded = isinstance(parameter, DTensor)
+                assert sharded or stays_unsharded(config, shape), f"{name} is not sharded"
+                local = tuple((parameter.to_local() if sharded else parameter).shape)
                 key = name if name not in shards else f"{stage}.{name}"
                 shards[key] = (local, prod(local) * parameter.dtype.itemsize)
     return shards

@@ -7,6 +7,7 @@ import torch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.config.stages import split_layers, stage_of_rank
+from automoe.config.unsharded import stays_unsharded
 from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
@@ -34,7 +35,8 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
     if config.train.compile:
         apply_compile(part)
     apply_recompute(part, config.parallel)
-    apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
+    if not stays_unsharded(config, meshes.shape):
+        apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
 
 
 def build_decoder(

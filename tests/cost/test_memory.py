@@ -151,6 +151,10 @@ def test_without_wider_copies_weights_and_their_gradients_are_narrow() -> None:
     assert rank.unsharded_gradients == 4 * total
     config.optim.moments = "bfloat16"
     assert planned(config)[1][0].moments == 2 * rank.weights
+    config.train.micro_batch_size = config.train.global_batch_size  # and nothing is left for FSDP to copy
+    whole = planned(config)[1][0]
+    assert whole.gathered_weights == whole.unsharded_gradients == 0
+    assert whole.backward_peak == 4 * whole.weights + whole.activations + whole.head
 
 
 def test_policies_trade_memory_for_traffic() -> None:

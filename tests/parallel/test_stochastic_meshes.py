@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from recompute_cases import DEEPSEEK, STEPS, batches, make_config, world_size
+from recompute_cases import DEEPSEEK, ROWS, STEPS, batches, make_config, world_size
 
+import automoe.parallel.parallelize
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, OptimConfig
+from automoe.mesh import build_meshes
+from automoe.parallel.data import fsdp_modules
+from automoe.parallel.fake_world import fake_world
+from automoe.parallel.parallelize import build_parts
 from automoe.testing.compare import compare_trajectories
 from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
@@ -47,6 +54,27 @@ def test_parameters_are_equal_to_the_bit(
         assert parameter.dtype == (torch.float32 if ".router." in name else torch.bfloat16), name
     compared = [c for c in compare_trajectories(second, first) if c.kind in ("gradient", "updated parameter")]
     assert len(compared) == (STEPS + 1) * len(first.parameters)
+    different = [c for c in compared if c.error]
+    assert not different, str(different[0])
+
+
+def run_with_fsdp(config: Config) -> Trajectory:
+    with patch.object(automoe.parallel.parallelize, "stays_unsharded", return_value=False):
+        return run_trajectory(config, batches, STEPS)
+
+
+def test_one_rank_and_micro_batch_need_no_fsdp(ranks: RankPool) -> None:
+    config = stochastic({}, ROWS)
+    with fake_world(0, 1):
+        for rows, wrapped in ((ROWS, False), (ROWS // 2, True)):
+            few = stochastic({}, rows)
+            meshes = build_meshes(resolve_mesh(few.mesh, 1), torch.device("cpu"))
+            assert any(fsdp_modules(build_parts(few, meshes)[0])) == wrapped
+    (without,) = ranks.run(run_trajectory, 1, config, batches, STEPS)
+    (with_fsdp,) = ranks.run(run_with_fsdp, 1, config)
+    assert without.losses == with_fsdp.losses and len(without.parameters) > 40
+    compared = compare_trajectories(without, with_fsdp)
+    assert {c.kind for c in compared} >= {"gradient", "updated parameter"}
     different = [c for c in compared if c.error]
     assert not different, str(different[0])
 
