@@ -55,13 +55,14 @@ def config(
     mesh: dict[str, int] | None = None,
     rows: int = ROWS,
     attention: AttentionConfig = MODEL.attention,
+    gate: Any = "learned",
     **train: Any,
 ) -> Config:
     """``rows`` rows a micro-batch on ``mesh``."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
         model=replace(MODEL, attention=attention),
-        moe=MoEConfig(experts="grouped_mm"),
+        moe=MoEConfig(experts="grouped_mm", gate=gate),
         parallel=ParallelConfig(),
         train=TrainConfig(global_batch_size=ROWS, seq_len=SEQ_LEN, micro_batch_size=rows, fp8=fp8, **train),  # type: ignore[arg-type]
         optim=OptimConfig(lr=4e-3, warmup_steps=0, schedule="constant"),

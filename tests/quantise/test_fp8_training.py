@@ -88,6 +88,7 @@ DP_EP, TP_ETP = dict(dp_shard=2, ep=2), dict(tp=2, etp=2)
         ("tensorwise", dict(cp=2, ep=2), 4, dict(attention=GQA)),
         ("delayed", DP_EP, 2, {}),
         ("blockwise", DP_EP, 2, {}),
+        ("tensorwise", DP_EP, 2, dict(gate="one_hot")),  # a rank without a row to multiply
         pytest.param("delayed", TP_ETP, 4, {}, marks=pytest.mark.exhaustive),
         pytest.param(
             "tensorwise",
@@ -104,6 +105,7 @@ DP_EP, TP_ETP = dict(dp_shard=2, ep=2), dict(tp=2, etp=2)
         "tensorwise cp2 ep2",
         "delayed dp2 ep2",
         "blockwise dp2 ep2",
+        "no rows",
         "delayed tp2 etp2",
         "tensorwise pp2 dp2 cp2 ep2 etp2",
     ],
@@ -273,13 +275,25 @@ def test_a_small_model_learns_as_it_does_without(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", ["full", ["layernorm", "mla_up_proj"]], ids=["full", "promised"])
-def test_recomputed_layers_quantise_as_they_did(ranks: RankPool, names: str | list[str]) -> None:
-    """Run again in the backward pass, to the bit: delayed scales do not move within a step."""
-    plain = config("delayed")
+@pytest.mark.parametrize(
+    "mode, mesh, names",
+    [
+        ("delayed", {}, "full"),
+        ("delayed", {}, ["layernorm", "mla_up_proj"]),
+        ("tensorwise", TP_ETP, "full"),
+        ("tensorwise", TP_ETP, ["core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj"]),
+    ],
+    ids=["full", "promised", "full tp2 etp2", "parts tp2 etp2"],
+)
+def test_recomputed_layers_quantise_as_they_did(
+    ranks: RankPool, mode: str, mesh: dict[str, int], names: str | list[str]
+) -> None:
+    """Run again in the backward pass, to the bit: delayed scales do not move within a step, ranks agree once more."""
+    plain = config(mode, mesh)
     again = replace(plain, parallel=replace(plain.parallel, recompute=names))
-    [expected] = ranks.run(run_trajectory, 1, plain, batches, 2)
-    [got] = ranks.run(run_trajectory, 1, again, batches, 2)
+    world = resolve_mesh(plain.mesh, None).world_size
+    expected, *_ = ranks.run(run_trajectory, world, plain, batches, 2)
+    got, *_ = ranks.run(run_trajectory, world, again, batches, 2)
     assert got.losses == expected.losses
     for name, parameter in expected.parameters.items():
         assert torch.equal(got.parameters[name], parameter), name
