@@ -128,15 +128,15 @@ class Contender:
         return loss.item(), gradients
 
 
-def transformers_model(config: ModelConfig, experts: str) -> nn.Module:
-    """The ``transformers`` model of this shape, SDPA attention, with one of its expert implementations; float32."""
+def transformers_model(config: ModelConfig, experts: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The ``transformers`` model of this shape, SDPA attention, with one of its expert implementations."""
     import transformers
 
     values = family_of(config).write_config(config)
     hf_config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     hf_config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(
-        hf_config, attn_implementation="sdpa", experts_implementation=experts, dtype=torch.float32
+        hf_config, attn_implementation="sdpa", experts_implementation=experts, dtype=dtype
     )
     return model.train()
 

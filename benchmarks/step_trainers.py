@@ -1,7 +1,8 @@
 """Who trains in ``train_step.py``: one model, one set of first weights, automoe's own step, another model code in it.
 
-Every contender is sharded by FSDP2 alike (float32 weights and moments, bfloat16 products), and has the same
-optimizer, gradient norm and micro-batches: what differs is the model. Letters: S positions, E experts, K top-k.
+Every contender has the same optimizer, gradient norm and micro-batches, and the same rules of memory: weights, moments
+and gradients in bfloat16 (``optim.master_weights=stochastic``, ``optim.moments=bfloat16``), 8 bytes a parameter, and FSDP2
+where micro-batches are summed. What differs is the model. Letters: S positions, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import nn
 from torch.profiler import record_function
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from automoe.config.unsharded import stays_unsharded
 from automoe.cost.plan import make_plan
 from automoe.data.batch import StepBatch
 from automoe.mesh import Meshes
@@ -29,8 +31,15 @@ from automoe.moe.gates import gate_choices
 from automoe.moe.router import expert_weights, score_experts
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
-from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
-from automoe.parallel.parallelize import allocate, build_decoder, build_parts, materialize, parallelize
+from automoe.parallel.data import apply_data_parallel
+from automoe.parallel.parallelize import (
+    allocate,
+    build_decoder,
+    build_parts,
+    materialize,
+    parallelize,
+    parameter_dtype,
+)
 from automoe.parallel.shared_gradients import counted_parameters
 from automoe.parallel.stats import gather_stats, update_balance_state
 from automoe.parallel.step import build_runner, prepare_inputs
@@ -42,16 +51,20 @@ TIGHT = 0.9  # of a GPU's memory, the rest for fragmentation and kernels' worksp
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train a slice of: at most ``layers`` layers, at least ``least``."""
+    """A model to train a slice of: at most ``layers`` layers, at least ``least``, with ``rows`` to ``least_rows`` a step.
+
+    All rows of a step are one micro-batch, unless ``micro_batches`` says otherwise.
+    """
 
     model: ModelConfig
     layers: int
     least: int
-    rows: int = 8  # of a step
-    micro_rows: int = 2  # of a micro-batch
+    rows: int = 8
+    least_rows: int = 8
+    micro_batches: int = 1
     seq_len: int = 4096
 
-    def config(self, layers: int, num_experts: int) -> Config:
+    def config(self, layers: int, num_experts: int, rows: int) -> Config:
         """The configuration of a slice on one rank."""
         model = replace(self.model, num_layers=layers, num_experts=num_experts)
         config = Config(
@@ -60,10 +73,11 @@ class Case:
             moe=MoEConfig(bias_update_rate=0.0),  # nobody else moves biases within the step
             train=TrainConfig(
                 seq_len=self.seq_len,
-                global_batch_size=self.rows,
-                micro_batch_size=self.micro_rows,
+                global_batch_size=rows,
+                micro_batch_size=rows // self.micro_batches,
                 dtype="bfloat16",
             ),
+            optim=OptimConfig(master_weights="stochastic", moments="bfloat16"),
         )
         config.data.document_mask = False
         return config
@@ -71,24 +85,31 @@ class Case:
     def slice_for(self, memory: float) -> tuple[Config, float]:
         """The largest slice that every contender can train in ``memory`` bytes (0: no limit), and its planned bytes.
 
-        Layers go first, then experts by halves. On top of the plan, which is ours, comes what transformers
-        needs: all logits of a micro-batch in bfloat16, in float32, and their gradient.
+        Rows go first, then layers, then experts by halves.
 
         Raises:
             Absent: not even the smallest fits.
         """
         num_experts, needed = self.model.num_experts, 0.0
-        logits = 10.0 * self.micro_rows * self.seq_len * self.model.vocab_size
         while num_experts >= max(self.model.num_experts_per_token, 2 * self.model.router.num_groups):
             for layers in range(self.layers, self.least - 1, -1):
-                config = self.config(layers, num_experts)
-                needed = make_plan(config, resolve_mesh(config.mesh, 1)).heaviest.peak + logits
-                if not memory or needed <= TIGHT * memory:
-                    return config, needed
+                for rows in range(self.rows, self.least_rows - 1, -1):
+                    config = self.config(layers, num_experts, rows)
+                    needed = needed_bytes(config)
+                    if not memory or needed <= TIGHT * memory:
+                        return config, needed
             num_experts //= 2
         raise Absent(
             f"the smallest slice needs {needed / 2**30:.0f} GiB of {TIGHT} times {memory / 2**30:.0f}"
         )
+
+
+def needed_bytes(config: Config) -> float:
+    """The most that a contender needs: the plan, which is ours, and what transformers holds beside it, all logits of a
+    micro-batch in bfloat16, in float32, and their gradient."""
+    train = config.train
+    logits = 10.0 * train.micro_batch_size * train.seq_len * config.model.vocab_size
+    return make_plan(config, resolve_mesh(config.mesh, 1)).heaviest.peak + logits
 
 
 @dataclass(frozen=True)
@@ -164,7 +185,7 @@ def transformers_grouped_mm(config: Config, meshes: Meshes, device: torch.device
     """The ``transformers`` model with ``experts_implementation="grouped_mm"``."""
     try:
         with torch.device(device):
-            model = transformers_model(config.model, "grouped_mm")
+            model = transformers_model(config.model, "grouped_mm", parameter_dtype(config))
     except Exception as error:  # another release of it may raise anything
         raise Absent(f"transformers: {type(error).__name__}: {error}") from None
     ours = dict(_first_weights(config, device).named_parameters())
@@ -177,7 +198,8 @@ def transformers_grouped_mm(config: Config, meshes: Meshes, device: torch.device
         if name.endswith("mlp.gate"):
             module.register_forward_hook(_forced_choices(routing, config))
     part = TransformersPart(model)
-    apply_data_parallel(part, meshes, config.parallel, config.train.dtype)  # type: ignore[arg-type]
+    if not stays_unsharded(config, meshes.shape):
+        apply_data_parallel(part, meshes, config.parallel, config.train.dtype)  # type: ignore[arg-type]
 
     def choose(kind: str) -> None:
         routing[0] = kind
@@ -263,7 +285,7 @@ class TransformersPart(nn.Module):
 
 def _first_weights(config: Config, device: torch.device) -> Decoder:
     """Our model before it is sharded, with the values that every mesh starts from."""
-    part = build_decoder(config.model, config.moe, PARAM_DTYPES[config.train.dtype])
+    part = build_decoder(config.model, config.moe, parameter_dtype(config))
     allocate({0: part}, device)
     initialize(part, config.model.initializer_range, config.train.seed)
     return part

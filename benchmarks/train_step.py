@@ -47,7 +47,7 @@ def cases() -> dict[str, Case]:
     dsv3 = replace(conf_model("dsv3_671b"), first_k_dense=1, num_experts=64)
     qwen3, moonlight = conf_model("qwen3_30b_a3b"), conf_model("moonlight_16b_a3b")
     return {
-        "DeepSeek-V3 slice": Case(dsv3, layers=4, least=2, micro_rows=1),
+        "DeepSeek-V3 slice": Case(dsv3, layers=4, least=2, least_rows=2),
         "Qwen3-30B-A3B": Case(qwen3, layers=qwen3.num_layers, least=1),
         "Moonlight-16B-A3B": Case(moonlight, layers=moonlight.num_layers, least=2),
     }
@@ -55,10 +55,10 @@ def cases() -> dict[str, Case]:
 
 def quick_cases() -> dict[str, Case]:
     """The small models of both kinds of attention, in one micro-batch and in two."""
-    small = dict(layers=2, micro_rows=2, seq_len=32)
+    small = dict(layers=2, least_rows=2, seq_len=32)
     return {
         "small DeepSeek-V3": Case(conf_model("small_dsv3"), least=2, rows=2, **small),
-        "small Qwen3-MoE": Case(conf_model("small_qwen3_moe"), least=1, rows=4, **small),
+        "small Qwen3-MoE": Case(conf_model("small_qwen3_moe"), least=1, rows=4, micro_batches=2, **small),
     }
 
 

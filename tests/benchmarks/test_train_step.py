@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.unsharded import stays_unsharded
+from automoe.cost.params import count_params
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_step.py"
@@ -68,17 +72,38 @@ def test_a_contender_that_differs_is_not_timed(tmp_path: Path) -> None:
     assert "torchtitan layer: the first step's loss differs" in done.stderr
 
 
-@pytest.mark.parametrize("memory", [80 * 2**30, 141 * 2**30])
-def test_a_slice_is_the_largest_that_fits(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
+@pytest.fixture
+def train_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    train_step = import_module("train_step")
+    return import_module("train_step")
+
+
+@pytest.mark.parametrize("memory", [80 * 2**30, 139.8 * 2**30])
+def test_a_slice_is_the_largest_that_fits(train_step: ModuleType, memory: float) -> None:
     for title, case in train_step.cases().items():
         config, planned = case.slice_for(memory)
-        layers = config.model.num_layers
-        assert planned <= 0.9 * memory and case.least <= layers < case.model.num_layers, title
-        same_experts = replace(case.model, num_experts=config.model.num_experts)
-        one_more = replace(case, model=same_experts, layers=layers + 1, least=layers + 1)
-        assert one_more.slice_for(0)[1] > 0.9 * memory, title
+        model, rows = config.model, config.train.global_batch_size
+        assert planned <= 0.9 * memory, title
+        assert case.least <= model.num_layers <= case.layers and case.least_rows <= rows <= case.rows, title
+        if rows < case.rows:
+            larger = case.config(model.num_layers, model.num_experts, rows + 1)
+        else:
+            larger = case.config(model.num_layers + 1, model.num_experts, case.least_rows)
+        assert import_module("step_trainers").needed_bytes(larger) > 0.9 * memory, title
+
+
+def test_an_h200_holds_one_dense_and_three_moe_layers_of_deepseek_v3(train_step: ModuleType) -> None:
+    """With 64 experts; weights, gradients and moments in 8 bytes a parameter, without FSDP's copies."""
+    config, planned = train_step.cases()["DeepSeek-V3 slice"].slice_for(139.8 * 2**30)
+    model = config.model
+    assert (model.num_layers, model.first_k_dense, model.num_experts, config.train.seq_len) == (
+        4,
+        1,
+        64,
+        4096,
+    )
+    assert stays_unsharded(config, resolve_mesh(config.mesh, 1))
+    assert 8 * count_params(model).total < planned
 
 
 @pytest.mark.exhaustive
