@@ -119,17 +119,13 @@ class CheckpointStore:
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         on_cuda = any(p.device.type == "cuda" for p in state.parameters())
         if self._stager is None:
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+            # What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the next.
+            from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_cuda,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_cuda,
-                )
-            )
-        staged = self._stager.stage(state.tensors() | _generator_tensors())
+            self._stager = StateDictStager(pin_memory=on_cuda, share_memory=False)
+        staged = self._stager.stage(state.tensors() | _generator_tensors(), non_blocking=on_cuda)
+        if on_cuda:
+            torch.cuda.synchronize()  # the copies have arrived
         # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its thread: it would take
         # memory there for a context of every rank.
         here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
