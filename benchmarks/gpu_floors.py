@@ -26,6 +26,7 @@ from measuring import PEAK
 from moe_kernel import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_step import cases
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import automoe.moe.kernels.launches as kernels
 from automoe.config.schema import ModelConfig, MoEConfig
@@ -63,9 +64,11 @@ class Traffic(TorchDispatchMode):
         self.bytes += sum(map(_moved, (*read, *written)))
         return out
 
-    def launch(self, *tensors: Any, **_flags: Any) -> None:
+    def launch(self, *operands: Any, **_flags: Any) -> None:
         """What a Triton kernel is given; a pointer that stands in for an absent operand is another's."""
-        self.bytes += sum(map(_moved, {id(x): x for x in tensors if isinstance(x, torch.Tensor)}.values()))
+        given = [x.base if isinstance(x, TensorDescriptor) else x for x in operands]
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        self.bytes += sum({x.untyped_storage()._cdata: _moved(x) for x in tensors}.values())
 
 
 class _Kernels:

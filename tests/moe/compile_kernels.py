@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,45 +55,55 @@ SIZES = {
     "R",
     "num_cols",
     "stride_row",
-    "stride_w_k",
-    "stride_w_n",
 }  # multiples of 16 in every model
 SIZES |= {prefix + "stride_" + axis for prefix in ("", "rope_", "k_", "v_") for axis in "bsn"}
 
 
-def expert_kernels(product: str, blocks: Blocks, height: int):
-    """(variant, kernel, values of its constants) of one of the experts' products."""
-    constants = dict(PRECISION="tf32", BLOCK_M=height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed)
+def expert_kernels(product: str, blocks: Blocks, height: int, precision: str = "tf32"):
+    """(variant, kernel, values of its constants, types of its descriptors) of one of the experts' products."""
+    row = dict(PRECISION=precision, TMA=blocks.tma)
+    row |= dict(BLOCK_M=height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed)
+
+    def described(**boxes: tuple[int, ...]) -> dict[str, str]:
+        return {name: f"tensordesc<bf16{list(box)}>" for name, box in boxes.items() if blocks.tma}
+
+    rows, n, k = (height, blocks.summed), blocks.columns, blocks.summed
     if product == "up":
         for kind, flag in (("", False), (" biased", True)):
-            yield kind, products.gather_up_activate, constants | dict(BIASED=flag, CLAMPED=flag)
+            constants = row | dict(BIASED=flag, CLAMPED=flag)
+            yield kind, products.gather_up_activate, constants, described(w_gate_up=(2, n, k))
     elif product == "back":
         for kind, flag in (("", False), (" clamped", True)):
-            flags = dict(CLAMPED=flag, COLUMNS_AT_ONCE=blocks.columns_at_once)
-            yield kind, products.grad_down_activate, constants | flags
+            constants = row | dict(CLAMPED=flag, COLUMNS_AT_ONCE=blocks.columns_at_once)
+            yield kind, products.grad_down_activate, constants, described(grad_out=rows, w_down=(1, k, n))
     elif product == "down":
         for kind, flag in (("", False), (" biased", True)):
-            yield kind, products.rows_times_weights, constants | dict(stride_w_k=1, BIASED=flag)
+            constants = row | dict(BY_COLUMNS=True, BIASED=flag)
+            yield kind, products.rows_times_weights, constants, described(a=rows, w=(1, n, k))
     elif product == "grad_rows":
-        yield "", products.rows_times_weights, constants | dict(stride_w_n=1, BIASED=False)
+        constants = row | dict(BY_COLUMNS=False, BIASED=False)
+        yield "", products.rows_times_weights, constants, described(a=rows, w=(1, k, n))
     else:
-        constants = dict(PRECISION="tf32", BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed)
-        yield "", products.grad_weights, constants | dict(GATHERED=product.endswith("gathered"))
+        constants = dict(BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed)
+        constants |= dict(PRECISION=precision, GATHERED=product.endswith("gathered"))
+        yield "", products.grad_weights, constants, {}
 
 
 def kernels(with_candidates: bool):
-    """(name, kernel, values of its constants, blocks), and types of arguments where not those of ``POINTERS``."""
+    """(name, kernel, values of its constants, blocks, types by name where they are not the usual ones)."""
     for product, chosen in HOPPER.items():
         heights = (128,) if product.startswith("grad_weights") else (16, 128)
-        for height, blocks in [(height, chosen) for height in heights]:
-            for kind, kernel, constants in expert_kernels(product, blocks, height):
-                yield f"{product}{kind}, {height} rows", kernel, constants, blocks
-        for blocks in candidates(product)[1:] if with_candidates else ():
-            for kind, kernel, constants in expert_kernels(product, blocks, 128):
-                yield f"{product}{kind}, {blocks}", kernel, constants, blocks
+        cases = [(f"{height} rows", height, chosen) for height in heights]
+        # Where rows or tensors do not begin at 16 bytes.
+        cases += [("copied by threads", 128, replace(chosen, tma=False))] * chosen.tma
+        if with_candidates:
+            cases += [(str(blocks), 128, blocks) for blocks in candidates(product)[1:]]
+        for name, height, blocks in cases:
+            for kind, kernel, constants, types in expert_kernels(product, blocks, height):
+                yield f"{product}{kind}, {name}", kernel, constants, blocks, types
         full = blocks_of(product, torch.float32)
-        for kind, kernel, constants in expert_kernels(product, full, 128):
-            yield f"{product}{kind}, float32", kernel, constants | dict(PRECISION="ieee"), full, FLOAT32
+        for kind, kernel, constants, _ in expert_kernels(product, full, 128, "ieee"):
+            yield f"{product}{kind}, float32", kernel, constants, full, FLOAT32
     constants = dict(PRECISION="tf32", BLOCK_H=launches._SUM_COLUMNS)
     yield "sum", products.sum_rows_of_token, constants, Blocks(0, num_warps=4, num_stages=1)
     for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):

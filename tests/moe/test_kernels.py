@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automoe.moe.experts import expert_backend, loop_experts
+from automoe.moe.kernels import blocks, launches
 from automoe.moe.kernels.tiles import row_tiles, tile_height
 
 
@@ -52,8 +55,8 @@ def in_float64(args: list[torch.Tensor]) -> list[torch.Tensor]:
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), min_size=1, max_size=5),
     tokens=st.integers(1, 30),
-    hidden=st.integers(1, 5).map(lambda n: 8 * n + 4),
-    width=st.integers(1, 40),
+    hidden=st.sampled_from([7, 12, 20, 36, 41]),
+    width=st.sampled_from([1, 4, 16, 19, 40]),
 )
 def test_any_shape_and_any_load_equals_the_loop(counts, tokens, hidden, width) -> None:
     args = arguments(counts, tokens, hidden, width)
@@ -67,6 +70,18 @@ def test_any_shape_and_any_load_equals_the_loop(counts, tokens, hidden, width) -
 def test_a_run_repeats_bit_for_bit(dtype: torch.dtype) -> None:
     args = arguments([5, 0, 33, 2], 11, 24, 20, dtype)
     first, second = run(expert_backend("triton"), args), run(expert_backend("triton"), args)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_copies_by_the_accelerator_and_by_threads_give_the_same_numbers(monkeypatch) -> None:
+    args = arguments([5, 0, 33, 2], 11, 24, 20)
+    described = MagicMock(side_effect=launches._described)
+    monkeypatch.setattr(launches, "_described", described)
+    first = run(expert_backend("triton"), args)
+    assert described.call_count == 7  # the weights of four products, the rows of the three that do not gather
+    monkeypatch.setattr(blocks, "_INTERPRETED", replace(blocks._INTERPRETED, tma=False))
+    second = run(expert_backend("triton"), args)
+    assert described.call_count == 7
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -1,4 +1,8 @@
-"""Each product of the experts' kernels as a function of tensors. Shapes as in ``products``; all contiguous."""
+"""Each product of the experts' kernels as a function of tensors. Shapes as in ``products``; all contiguous.
+
+Where ``Blocks.tma`` is set, and rows and tensors begin at multiples of 16 bytes, which it wants, the tensor memory
+accelerator copies what is not gathered; else threads copy. Both give the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from automoe.moe.activation import Activation, ClampedSwiGLU
 from automoe.moe.kernels import products
@@ -26,13 +31,16 @@ def gather_up_activate(
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
+    blocks = blocks or blocks_of("up", x.dtype)
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, w_gate_up.shape
     pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
+    tma = _can_describe(blocks, w_gate_up)
+    weights = _described(w_gate_up.flatten(0, 1), (2, blocks.columns, blocks.summed)) if tma else w_gate_up
     _over_rows(
-        products.gather_up_activate, tiles, width, blocks or blocks_of("up", x.dtype),
-        x, gather_idx, w_gate_up, _or(b_gate_up, w_gate_up), probs, pre, act,
+        products.gather_up_activate, tiles, width, blocks, x.dtype,
+        x, gather_idx, weights, _or(b_gate_up, w_gate_up), probs, pre, act,
         sizes=(hidden, width, *_constants(activation)),
-        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU),
+        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU), TMA=tma,
     )  # fmt: skip
     return pre, act
 
@@ -46,14 +54,7 @@ def down(
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
     """[R, H]: act times each row's ``w_down``, and ``probs`` times its bias."""
-    _, hidden, width = w_down.shape
-    out = act.new_empty(act.shape[0], hidden)
-    _over_rows(
-        products.rows_times_weights, tiles, hidden, blocks or blocks_of("down", act.dtype),
-        act, w_down, _or(b_down, w_down), probs, out,
-        sizes=(width, hidden, 1, width), BIASED=b_down is not None,
-    )  # fmt: skip
-    return out
+    return _rows_times_weights("down", act, w_down, b_down, probs, tiles, blocks)
 
 
 def grad_down_activate(
@@ -70,11 +71,15 @@ def grad_down_activate(
     _, hidden, width = w_down.shape
     grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
+    tma = _can_describe(blocks, grad_out, w_down)
+    if tma:
+        grad_out = _described(grad_out, (tiles.height, blocks.summed))
+        w_down = _described(w_down, (1, blocks.summed, blocks.columns))
     _over_rows(
-        products.grad_down_activate, tiles, width, blocks,
+        products.grad_down_activate, tiles, width, blocks, pre.dtype,
         grad_out, w_down, probs, pre, grad_pre, act, shares,
         sizes=(hidden, width, *_constants(activation)),
-        CLAMPED=isinstance(activation, ClampedSwiGLU), COLUMNS_AT_ONCE=blocks.columns_at_once,
+        CLAMPED=isinstance(activation, ClampedSwiGLU), TMA=tma, COLUMNS_AT_ONCE=blocks.columns_at_once,
     )  # fmt: skip
     return grad_pre, act, shares
 
@@ -83,14 +88,7 @@ def grad_rows(
     grad_pre: torch.Tensor, w_gate_up: torch.Tensor, tiles: RowTiles, blocks: Blocks | None = None
 ) -> torch.Tensor:
     """[R, H]: the gradient of the gathered rows."""
-    _, _, width, hidden = w_gate_up.shape
-    out = grad_pre.new_empty(grad_pre.shape[0], hidden)
-    _over_rows(
-        products.rows_times_weights, tiles, hidden, blocks or blocks_of("grad_rows", grad_pre.dtype),
-        grad_pre, w_gate_up, w_gate_up, w_gate_up, out,
-        sizes=(2 * width, hidden, hidden, 1), BIASED=False,
-    )  # fmt: skip
-    return out
+    return _rows_times_weights("grad_rows", grad_pre, w_gate_up.flatten(1, 2), None, grad_pre, tiles, blocks)
 
 
 def grad_weights(
@@ -134,18 +132,54 @@ def sum_of_tokens(
     return out
 
 
+def _rows_times_weights(
+    product: str,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    probs: torch.Tensor,
+    tiles: RowTiles,
+    blocks: Blocks | None,
+) -> torch.Tensor:
+    """rows [R, K] times [E, N, K] (``down``) or [E, K, N] of each row's expert."""
+    blocks, by_columns = blocks or blocks_of(product, rows.dtype), product == "down"
+    num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
+    out = rows.new_empty(rows.shape[0], num_columns)
+    tma = _can_describe(blocks, rows, weights)
+    if tma:
+        box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
+        described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
+    _over_rows(
+        products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
+        *(described if tma else (rows, weights)), _or(bias, weights), probs, out,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, TMA=tma,
+    )  # fmt: skip
+    return out
+
+
 def _over_rows(
-    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, rows: torch.Tensor, *tensors: torch.Tensor,
+    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, dtype: torch.dtype, *operands: Any,
     sizes: tuple[float, ...], **constants: int,
 ) -> None:  # fmt: skip
     """One program for each tile of rows and block of columns."""
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
-        rows, *tensors,
+        *operands,
         tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
-        *sizes, **constants, PRECISION=_precision(rows.dtype),
+        *sizes, **constants, PRECISION=_precision(dtype),
         BLOCK_M=tiles.height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
+
+
+def _can_describe(blocks: Blocks, *tensors: torch.Tensor) -> bool:
+    def aligned(tensor: torch.Tensor) -> bool:
+        return all(n * tensor.element_size() % 16 == 0 for n in (tensor.shape[-1], tensor.storage_offset()))
+
+    return blocks.tma and all(map(aligned, tensors))
+
+
+def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, list(box))
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -80,7 +80,7 @@ def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 def gather_up_activate(
     x,  # [N, H]
     gather_idx,  # [R]
-    w_gate_up,  # [E, 2, I, H]
+    w_gate_up,  # [E, 2, I, H]; if TMA its descriptor as [2E, I, H]
     b_gate_up,  # [E, 2, I], read if BIASED
     probs,  # [R]
     pre,  # [R, 2I], written
@@ -97,6 +97,7 @@ def gather_up_activate(
     BIASED: tl.constexpr,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,15 +108,21 @@ def gather_up_activate(
     )
     if expert >= num_experts:
         return
-    # Gate's columns and up's in one product: as two, each would read the rows from shared memory again.
-    half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
-    both = column * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
     source = tl.load(gather_idx + first + row, mask=real, other=0).to(tl.int64)
-    product = _product(
-        x + source[:, None] * hidden,
-        w_gate_up + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden,
-        real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    from_x = x + source[:, None] * hidden
+    # Gate's columns and up's in one product: as two, each would read the rows from shared memory again.
+    if TMA:
+        product = _described_product(
+            from_x, first, real, w_gate_up, 2 * expert, column * BLOCK_N, hidden,
+            True, True, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
+        both = column * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
+        from_w = w_gate_up + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden
+        product = _product(
+            from_x, from_w, real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K
+        )
     gate, up = _halves(product, BLOCK_M, 2 * BLOCK_N)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
@@ -140,8 +147,8 @@ def gather_up_activate(
 
 @triton.jit
 def rows_times_weights(
-    a,  # [R, K]
-    w,  # of each expert [N, K] or [K, N], by the strides
+    a,  # [R, K]; if TMA its descriptor
+    w,  # [E, N, K], or [E, K, N] if not BY_COLUMNS; if TMA its descriptor
     bias,  # [E, N], read if BIASED, weighted by probs
     probs,  # [R], read if BIASED
     out,  # [R, N], written
@@ -152,10 +159,10 @@ def rows_times_weights(
     num_experts,
     K,
     N,
-    stride_w_k,
-    stride_w_n,
+    BY_COLUMNS: tl.constexpr,
     BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -168,11 +175,17 @@ def rows_times_weights(
         return
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
-    acc = _product(
-        a + first * K + row[:, None] * K,
-        w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * stride_w_n,
-        real, inside, K, stride_w_k, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    if TMA:
+        acc = _described_product(
+            a, first, real, w, expert, column * BLOCK_N, K,
+            False, BY_COLUMNS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        from_w = w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * (K if BY_COLUMNS else 1)
+        acc = _product(
+            a + first * K + row[:, None] * K, from_w, real, inside, K, 1 if BY_COLUMNS else N,
+            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if BIASED:
         weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)
         acc += (
@@ -210,9 +223,34 @@ def _product(
 
 
 @triton.jit
+def _described_product(
+    a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As ``_product``, blocks copied by the tensor memory accelerator: one instruction for each and no addresses.
+
+    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` [R, K], or is where rows start if GATHERED. What it
+    reads past the last real row is some other row, which adds nothing to the real ones.
+    """
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if GATHERED:
+            rows = tl.load(a + start + k[None, :], mask=real[:, None] & (k < K - start)[None, :], other=0.0)
+        else:
+            rows = a.load([first.to(tl.int32), start])
+        if BY_COLUMNS:
+            columns = w.load([expert, col, start]).reshape(COLUMNS, BLOCK_K).T
+        else:
+            columns = w.load([expert, start, col]).reshape(BLOCK_K, COLUMNS)
+        acc = _dot(rows, columns, acc, PRECISION)
+    return acc
+
+
+@triton.jit
 def grad_down_activate(
-    grad_out,  # [R, H]
-    w_down,  # [E, H, I]
+    grad_out,  # [R, H]; if TMA its descriptor
+    w_down,  # [E, H, I]; if TMA its descriptor
     probs,  # [R]
     pre,  # [R, 2I]
     grad_pre,  # [R, 2I], written
@@ -229,6 +267,7 @@ def grad_down_activate(
     limit,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -241,13 +280,18 @@ def grad_down_activate(
     )
     if expert >= num_experts:
         return
-    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < width
-    grad = _product(
-        grad_out + first * hidden + row[:, None] * hidden,
-        w_down + expert.to(tl.int64) * hidden * width + cols[None, :],
-        real, inside, hidden, width, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    if TMA:
+        grad = _described_product(
+            grad_out, first, real, w_down, expert, column * BLOCK_N, hidden,
+            False, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        from_w = w_down + expert.to(tl.int64) * hidden * width + cols[None, :]
+        grad = _product(
+            grad_out + first * hidden + row[:, None] * hidden, from_w, real, cols < width, hidden, width,
+            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     share = _grad_activation(
         grad, row, real, column * BLOCK_N, probs + first, pre + first * 2 * width, grad_pre + first * 2 * width,
         act + first * width, width, alpha, limit, CLAMPED, PRECISION, BLOCK_M, BLOCK_N, COLUMNS_AT_ONCE,
