@@ -16,7 +16,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-step docs-images clean
+.PHONY: help setup train test test-floor test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -75,6 +75,9 @@ bench-main-job: $(SETUP) ## Seconds to help, errors, plans, the first step and a
 
 bench-gpu-layer: $(SETUP) ## TFLOPS of one MoE layer on one GPU, beside every other implementation, 9 minutes
 	@$(PY) benchmarks/moe_kernel.py $(ARGS)
+
+bench-gpu-tune: $(SETUP) ## Which blocks are fastest for each product of the Triton experts, on one GPU
+	@$(PY) benchmarks/tune_kernels.py $(ARGS)
 
 bench-gpu-step: $(SETUP) ## Tokens/s, MFU and memory of whole steps on one GPU, beside transformers and torchtitan, 9 minutes
 	@$(PY) benchmarks/train_step.py $(ARGS)
