@@ -223,7 +223,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
     with _unquantised(catalog, config) as folder:
-        theirs, choices = _run_transformers(folder, tokens)
+        theirs, choices = _run_transformers(folder, tokens, config)
     model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
     model.to_empty(device="cpu")
     load_hf(model, catalog.folder, catalog)
@@ -267,9 +267,11 @@ def _unquantised(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         yield Path(copy)
 
 
-def _run_transformers(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_transformers(
+    folder: Path, tokens: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [B, S, V] and the experts chosen, [B, S, moe layers, K]."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, __version__
 
     with _quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -281,6 +283,14 @@ def _run_transformers(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor,
                 f"{folder}: transformers reports {len(info[kind])} {kind.replace('_', ' ')}: "
                 f"{listed(map(str, info[kind]))}"
             )
+    constants = config.swiglu_alpha, config.swiglu_limit
+    for module in model.modules():
+        if config.expert_activation == "clamped_swiglu" and hasattr(module, "limit"):
+            if (module.alpha, module.limit) != constants:
+                raise CheckpointError(
+                    f"{folder}: its swiglu_alpha and swiglu_limit are {constants}, and transformers {__version__} computes "
+                    f"with {(module.alpha, module.limit)} whatever config.json says. Install transformers>=5.19"
+                )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):

@@ -265,6 +265,10 @@ def small_hf_model(
     sizes = sizes | (other_sizes or {})
     config = AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes))  # it writes into nested dicts
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in model.modules():
+        if hasattr(module, "limit"):  # GPT-OSS: transformers before 5.19 does not read them
+            module.alpha = sizes.get("swiglu_alpha", module.alpha)
+            module.limit = sizes.get("swiglu_limit", module.limit)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import automoe
 from automoe.config.mesh_shape import resolve_mesh
@@ -58,6 +59,25 @@ def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_constants_that_transformers_does_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-OSS's activation before transformers 5.19."""
+    save_small_hf("gpt_oss_odd", tmp_path)
+    config = model_config_from_hf(tmp_path)
+    made = GptOssExperts.__init__
+
+    def with_constants(self: GptOssExperts, *args: object) -> None:
+        made(self, *args)
+        self.alpha, self.limit = 1.702, 7.0
+
+    monkeypatch.setattr(GptOssExperts, "__init__", with_constants)
+    with pytest.raises(
+        CheckpointError, match=r"are \(1\.3, 0\.8\), .* with \(1\.702, 7\.0\) .*transformers>=5\.19"
+    ):
+        verifier.verify_with_transformers(config, check_catalog(tmp_path, config))
 
 
 def test_one_weight_changed_after_the_export_is_found(source: Path, tmp_path: Path) -> None:
