@@ -31,6 +31,7 @@ Of these the outputs are not kept, since their inputs are:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from automoe.config.layer_kinds import is_linear, window_of
 from automoe.config.mesh_shape import MeshShape
@@ -250,10 +251,15 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, aga
     return kept + wide * tokens * inside
 
 
+def logits_chunk_tokens(tokens: int, hidden: int) -> int:
+    """``automoe.model.loss.chunk_tokens``."""
+    return ceil(tokens / ceil(tokens / max(LOGITS_CHUNK_TOKENS, hidden // 2)))
+
+
 def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int) -> float:
     """Peak of the chunked cross-entropy: one chunk of logits, wide, and the head's gradient, wide and stored."""
     wide = max(4, bytes_per_number)
-    chunk = min(tokens, LOGITS_CHUNK_TOKENS)
+    chunk = logits_chunk_tokens(tokens, model.hidden_size)
     logits = chunk * model.vocab_size * (wide + bytes_per_number)
     gradient = model.hidden_size * model.vocab_size * (wide + bytes_per_number)
     return float(logits + gradient + 3 * bytes_per_number * tokens * model.hidden_size)

@@ -11,7 +11,18 @@ import torch
 
 from automoe.rows import IGNORE, TokenSplit, WholeTokens
 
-CHUNK_TOKENS = 512  # logits alive at once: CHUNK_TOKENS x V numbers
+CHUNK_TOKENS = 512  # at least, of narrow models
+
+
+def chunk_tokens(tokens: int, hidden: int) -> int:
+    """Tokens whose logits are alive at once, of ``tokens``: at most half as many logits as the head has numbers.
+
+    For each chunk the gradient of the whole head is added up once; few tokens a chunk make that the larger part of
+    what the loss moves. Chunks are alike, since compiled code is made for one size.
+    """
+    most = max(CHUNK_TOKENS, hidden // 2)
+    num_chunks = max(1, -(-tokens // most))
+    return max(1, -(-tokens // num_chunks))
 
 
 # x [t, H] of one chunk, weight, labels [t], first_id and split of ``cross_entropy_sum``, whether a gradient is
@@ -67,14 +78,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_x else None
         # Many chunks are added up, so the sum is kept wide whatever the weight's dtype.
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        for start in range(0, x.shape[0], CHUNK_TOKENS):
-            chunk, chunk_labels = x[start : start + CHUNK_TOKENS], labels[start : start + CHUNK_TOKENS]
+        step = chunk_tokens(*x.shape)
+        for start in range(0, x.shape[0], step):
+            chunk, chunk_labels = x[start : start + step], labels[start : start + step]
             loss, grad = of_chunk(chunk, weight, chunk_labels, first_id, split, needs_x or needs_weight)
             total += loss
             if grad is None:
                 continue
             if grad_x is not None:
-                torch.mm(grad, weight, out=grad_x[start : start + CHUNK_TOKENS])
+                torch.mm(grad, weight, out=grad_x[start : start + step])
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, chunk)
             elif grad_weight is not None:

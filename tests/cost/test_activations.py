@@ -19,16 +19,16 @@ from automoe.config.schema import Config, MeshConfig
 from automoe.cost.activations import (
     CPU,
     DELTA_CHUNK,
-    LOGITS_CHUNK_TOKENS,
     TokenLoad,
     head_workspace_bytes,
     layer_activation_bytes,
+    logits_chunk_tokens,
     recompute_workspace_bytes,
 )
 from automoe.mesh import Meshes, build_meshes
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
-from automoe.model.loss import CHUNK_TOKENS
+from automoe.model.loss import CHUNK_TOKENS, chunk_tokens
 from automoe.moe.decisions import Decisions
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.recompute import apply_recompute
@@ -230,7 +230,9 @@ def test_the_rule_is_cut_into_the_chunks_that_the_plan_counts() -> None:
 
 
 def test_the_loss_makes_its_logits_in_the_chunks_that_the_plan_counts() -> None:
-    assert LOGITS_CHUNK_TOKENS == CHUNK_TOKENS
+    for tokens in (1, 300, 512, 513, 4096, 12288, 100_000):
+        for hidden in (64, 2048, 7168):
+            assert logits_chunk_tokens(tokens, hidden) == chunk_tokens(tokens, hidden)
     model = compose_config().model
     short, long = (head_workspace_bytes(model, tokens, 4) for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS))
     assert long - short == 3 * 4 * CHUNK_TOKENS * model.hidden_size

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import automoe.model.loss
-from automoe.model.loss import cross_entropy_sum
+from automoe.model.loss import chunk_tokens, cross_entropy_sum
 from automoe.rows import IGNORE
 
 T, H, V = 30, 8, 21
@@ -23,7 +23,7 @@ def inputs(dtype: torch.dtype, ignored: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("ignored", [0, 11, T - 1, T])
-@pytest.mark.parametrize("chunk", [1, 7, 30, 1024])
+@pytest.mark.parametrize("chunk", [1, 7, 30, 1024])  # half of H at least
 def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int) -> None:
     monkeypatch.setattr(automoe.model.loss, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
@@ -37,6 +37,14 @@ def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: 
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "expected"),
+    [(0, 8, 1), (300, 64, 300), (513, 64, 257), (4096, 512, 512), (4096, 7168, 2048), (12288, 7168, 3072)],
+)
+def test_chunks_are_alike_and_as_large_as_half_the_head(tokens: int, hidden: int, expected: int) -> None:
+    assert chunk_tokens(tokens, hidden) == expected
 
 
 def test_logits_beyond_exp_do_not_overflow() -> None:
