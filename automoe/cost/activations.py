@@ -40,7 +40,7 @@ from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.cost.batch import BatchPlan
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
-LOGITS_CHUNK_TOKENS = 512
+LOGITS_CHUNK_TOKENS, MOST_LOGITS_CHUNK_TOKENS = 512, 4096
 DELTA_CHUNK = 64
 
 
@@ -55,6 +55,7 @@ class Kernels:
         values_in_place: the values are kept as a view into the projection that also made the keys.
         padded_values: values and outputs are kept at the width of the keys.
         mask: attention keeps its mask as numbers, one [S, S] per row.
+        groups_copied: keys and values of grouped heads are copied to all heads where there is a mask, or float32.
         expert_outputs: the experts' outputs are kept. Their sum to tokens does not need them (the
             probabilities were applied before), though a plain index_add would hold on to what it adds.
     """
@@ -64,6 +65,7 @@ class Kernels:
     values_in_place: bool = False
     padded_values: bool = False
     mask: bool = False
+    groups_copied: bool = False
     expert_outputs: bool = False
 
 
@@ -76,7 +78,9 @@ NOTHING: frozenset[str] = frozenset()
 
 def kernels_of(config: Config) -> Kernels:
     """The operators that the planned cluster runs."""
-    return CPU if config.cluster.gpu == "cpu" else CUDA
+    if config.cluster.gpu == "cpu":
+        return CPU
+    return replace(CUDA, groups_copied=config.kernels.attention == "sdpa")
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,9 @@ def _attention_bytes(
         dim, groups = attention.head_dim, attention.num_kv_heads
         if attention.qk_norm:
             kept += tokens * (heads + groups) * _norm_input(dim, size)
+        masked = load.mask_numbers or window_of(attention, layer) or attention.sinks
+        if kernels.groups_copied and not again and (masked or size > 2):
+            groups = heads
         if attention.output_gate:
             # The gate and what it has let through; and the queries' norm keeps the whole projection.
             kept += 3 * size * tokens * heads * dim
@@ -253,7 +260,8 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, aga
 
 def logits_chunk_tokens(tokens: int, hidden: int) -> int:
     """``automoe.model.loss.chunk_tokens``."""
-    return ceil(tokens / ceil(tokens / max(LOGITS_CHUNK_TOKENS, hidden // 2)))
+    most = max(LOGITS_CHUNK_TOKENS, min(hidden, MOST_LOGITS_CHUNK_TOKENS))
+    return ceil(tokens / ceil(tokens / most))
 
 
 def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int) -> float:
