@@ -238,15 +238,14 @@ def passes(config: Config) -> list[Config]:
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape``; docs/fp8.md has the reasons."""
-    dtype, attention = config.train.dtype, config.model.attention
+    dtype = config.train.dtype
     exact = TOLERANCES[dtype]
     if config.train.fp8 == "off":
         return exact, exact
     if dtype != "float64":
         return FP8_TOLERANCE, FP8_GRADIENTS
-    # Ranks that make the same keys and values, each for queries of its own, round their terms of a gradient.
-    latent = attention.kind == "mla"
-    if (shape.cp > 1 and latent) or (shape.tp > attention.num_kv_heads and not latent):
+    # Ranks that make keys and values of the same latents, each for queries of its own, round their terms of a gradient.
+    if shape.cp > 1 and config.model.attention.kind == "mla":
         return exact, FP8_GRADIENTS
     return exact, FP8_LINES if config.train.fp8 == "blockwise" else exact
 

@@ -7,11 +7,12 @@ small projection to a delta net's decays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
@@ -55,10 +56,47 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
         # Cut by tp, or whole and used in part.
         cut = isinstance(linear.weight, DTensor) or linear.rows is not None
         linear.product = QuantisedProduct(_scaling(mode, E5M2, stage, tp if cut else None))
+        if linear.rows is not None:
+            assert tp is not None
+            linear.product.result = _summing_gradients(linear.rows, linear.weight.shape[0], tp)
     for _, layer in model.moe_layers():
         # Gradients in e4m3 too: torch's grouped product knows no other format.
         up, down = _scaling(mode, E4M3, stage, etp), _scaling(mode, E4M3, stage, etp)
         layer.experts.backend = QuantisedExperts(up, down)
+
+
+def _summing_gradients(
+    rows: slice, num_rows: int, group: dist.ProcessGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Identity of a product with ``rows`` of a weight of ``num_rows`` that other ranks of the group may use as well.
+
+    Each has a term of the gradient, from queries of its own. One rank would round their sum to 8 bits, so the first of
+    them gets it, and the others, for whose rows it then counts once, zeros.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    shared_by = size * (rows.stop - rows.start) // num_rows  # neighbours, as tp deals out heads
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        terms = grad.new_zeros(*grad.shape[:-1], num_rows)
+        terms[..., rows] = grad
+        dist.all_reduce(terms, group=group)
+        return terms[..., rows] if rank % shared_by == 0 else torch.zeros_like(grad)
+
+    return lambda out: _WithGradient.apply(out, summed)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Identity, whose gradient is what a function makes of it."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        return ctx.change(grad), None
 
 
 def _stage_group(meshes: Meshes) -> dist.ProcessGroup | None:

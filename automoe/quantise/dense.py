@@ -5,6 +5,8 @@ Shapes: T tokens in any leading dims, K input and N output features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -48,7 +50,12 @@ class _Product(torch.autograd.Function):
 
 
 class QuantisedProduct(nn.Module):
-    """What ``Linear.product`` becomes: x [..., K], weight [N, K], bias [N] or None -> [..., N]."""
+    """What ``Linear.product`` becomes: x [..., K], weight [N, K], bias [N] or None -> [..., N].
+
+    ``result`` is where somebody else may take hold of the product before its bias, and of its gradient.
+    """
+
+    result: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, scaling: Scaling) -> None:
         super().__init__()
@@ -58,4 +65,6 @@ class QuantisedProduct(nn.Module):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = _Product.apply(x, weight, self.scaling)
+        if self.result is not None:
+            out = self.result(out)
         return out if bias is None else out + bias

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fp8_cases import GQA, LINEARS, ROWS, batches, config
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import AttentionConfig, Config
+from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.mesh import build_meshes
 from automoe.model.linear import Linear
@@ -31,7 +31,6 @@ from automoe.testing.pool import RankPool
 from automoe.testing.trajectory import Trajectory, meeting_order, merge_trajectories, run_trajectory
 
 MODES = ("tensorwise", "delayed", "blockwise")
-ONE_KV_HEAD = replace(GQA, num_kv_heads=1)
 COMPARED = ("loss", "gradient", "gradient norm")
 
 
@@ -89,6 +88,14 @@ DP_EP, TP_ETP = dict(dp_shard=2, ep=2), dict(tp=2, etp=2)
         ("delayed", DP_EP, 2, {}),
         ("blockwise", DP_EP, 2, {}),
         ("tensorwise", DP_EP, 2, dict(gate="one_hot")),  # a rank without a row to multiply
+        ("tensorwise", dict(tp=2, ep=2), 4, dict(attention=replace(GQA, num_kv_heads=1))),
+        pytest.param(
+            "delayed",
+            dict(tp=4, ep=4),
+            4,
+            dict(attention=replace(GQA, qkv_bias=True)),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("delayed", TP_ETP, 4, {}, marks=pytest.mark.exhaustive),
         pytest.param(
             "tensorwise",
@@ -106,6 +113,8 @@ DP_EP, TP_ETP = dict(dp_shard=2, ep=2), dict(tp=2, etp=2)
         "delayed dp2 ep2",
         "blockwise dp2 ep2",
         "no rows",
+        "two ranks a head",
+        "two ranks a head of two",
         "delayed tp2 etp2",
         "tensorwise pp2 dp2 cp2 ep2 etp2",
     ],
@@ -159,15 +168,9 @@ def test_lines_of_other_tokens_change_gradients_of_weights_alone(
     assert all("norm" not in c.name and "embed" not in c.name for c in different)
 
 
-@pytest.mark.parametrize(
-    "attention, mesh", [(None, dict(cp=2, ep=1)), (ONE_KV_HEAD, dict(tp=2, ep=1))], ids=["mla", "shared head"]
-)
-def test_a_gradient_that_ranks_have_in_terms_is_rounded_in_terms(
-    ranks: RankPool, attention: AttentionConfig | None, mesh: dict[str, int]
-) -> None:
-    """Keys and values that several ranks make of the same tokens, each for its own queries."""
-    options = {} if attention is None else {"attention": attention}
-    found = compared(ranks, "tensorwise", mesh | dict(ep_shard=2), 4, dtype="float64", **options)
+def test_a_gradient_that_ranks_have_in_terms_is_rounded_in_terms(ranks: RankPool) -> None:
+    """Keys and values that all cp ranks make of the same latents, each for its own queries."""
+    found = compared(ranks, "tensorwise", dict(cp=2, ep=1, ep_shard=2), 4, dtype="float64")
     off = {c.name or c.kind: c.error for c in found}
     assert off["loss"] < 1e-10 and 1e-3 < max(off.values()) < 0.25
 
