@@ -293,9 +293,11 @@ def _run_transformers(
                 )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith((".mlp.gate", ".mlp.router")):
-            module.register_forward_hook(
-                lambda _module, _inputs, output: chosen.append(output[2].view(*tokens.shape, -1))
+        if name.endswith(
+            ".mlp.experts"
+        ):  # rows, choices, weights in every release; what routers return differs
+            module.register_forward_pre_hook(
+                lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
             )
     with torch.no_grad():
         logits = model.eval()(tokens).logits

@@ -213,7 +213,7 @@ def _balance_colours() -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
     steps = ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"]
-    return LinearSegmentedColormap.from_list("balance", steps, bad="#d7dbe0")
+    return LinearSegmentedColormap.from_list("balance", steps).with_extremes(bad="#d7dbe0")
 
 
 def _load_over_time(records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:

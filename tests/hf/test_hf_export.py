@@ -128,8 +128,8 @@ def test_other_experts_in_transformers_are_found(
     """With the choices of one forced on the other, logits alone would agree."""
     real = verifier._run_transformers
 
-    def other_experts(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, choices = real(folder, tokens)
+    def other_experts(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, choices = real(*given)
         return logits, (choices + 1) % 8
 
     monkeypatch.setattr(verifier, "_run_transformers", other_experts)
