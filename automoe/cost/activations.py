@@ -199,7 +199,7 @@ def _attention_bytes(
         dim, groups = attention.head_dim, attention.num_kv_heads
         if attention.qk_norm:
             kept += tokens * (heads + groups) * _norm_input(dim, size)
-        masked = load.mask_numbers or window_of(attention, layer) or attention.sinks
+        masked = load.mask_numbers or window_of(attention, layer)
         if kernels.groups_copied and not again and (masked or size > 2):
             groups = heads
         if attention.output_gate:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import automoe.model.decoder
 import automoe.parallel.recompute
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
@@ -21,11 +22,13 @@ from automoe.cost.activations import (
     DELTA_CHUNK,
     TokenLoad,
     head_workspace_bytes,
+    kernels_of,
     layer_activation_bytes,
     logits_chunk_tokens,
     recompute_workspace_bytes,
 )
 from automoe.mesh import Meshes, build_meshes
+from automoe.model.attention import attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.loss import CHUNK_TOKENS, chunk_tokens
@@ -125,6 +128,33 @@ def test_a_layer_keeps_what_the_plan_says(
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+
+
+@pytest.mark.parametrize(("model", "layer"), [("small_qwen3_moe", 1), ("small_gpt_oss", 0)])
+def test_grouped_heads_that_cuda_copies_under_a_mask_are_kept_as_planned(model: str, layer: int) -> None:
+    """The copy is for CUDA alone; here it is made in front of the CPU's attention."""
+    config = compose_config(overrides=[f"model={model}"])
+    kernels = replace(CPU, groups_copied=True)
+    planned = layer_activation_bytes(config.model, layer, token_load(config, True), 2, kernels)
+
+    def copied(q, k, v, *rest):
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        return attend(q, k, v, *rest)
+
+    with patch.object(automoe.model.decoder, "attend", copied):
+        measured = layer_bytes(config, layer, torch.bfloat16, True, [])
+    assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+    plain = layer_activation_bytes(config.model, layer, token_load(config, True), 2, CPU)
+    assert sum(planned.values()) > 1.02 * sum(plain.values())
+
+
+def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> None:
+    for overrides, expected in (
+        (["cluster=h100_sxm"], True),
+        (["cluster=h100_sxm", "kernels.attention=flash"], False),
+        (["cluster=laptop"], False),
+    ):
+        assert kernels_of(compose_config(overrides=overrides)).groups_copied == expected
 
 
 @pytest.mark.parametrize("recompute", [*REGIONS, "full", "layernorm", "all regions"])
