@@ -1,9 +1,9 @@
-"""What a MoE layer and a step on one GPU cannot go below, from shapes alone: operations, bytes, and bytes kept.
+"""What a MoE layer on one GPU cannot go below, from shapes alone: operations, bytes, and bytes kept.
 
 Nothing runs: tensors are on the meta device. The bytes of a design are what its operators and kernels read and
 write, every operand once: what a GPU moves if caches serve every other reading.
 
-    python benchmarks/gpu_floors.py    # anywhere, half a minute: the tables of NOTES.md
+    python benchmarks/gpu_floors.py    # anywhere, half a minute: the tables of layers in NOTES.md; steps: step_floors.py
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ from kernel_peers import Layer, Shape, transformers_grouped_mm
 from measuring import PEAK
 from moe_kernel import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_step import cases
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import automoe.moe.kernels.launches as kernels
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.cost.flops import train_flops_per_token
-from automoe.cost.params import count_params
 from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE
@@ -59,6 +56,8 @@ class Traffic(TorchDispatchMode):
         read, written = list(_tensors((args, kwargs))), list(_tensors(out))
         if name in GATHERS:
             read = read[1:] + written
+        elif name == "scatter_add_":  # reads and writes where its indices say, and nowhere else
+            read, written = [*read[1:], read[2]], [read[2]]
         elif name.startswith(("new_", "zeros", "ones", "full")):  # what they are made like is not read
             read = []
         self.bytes += sum(map(_moved, (*read, *written)))
@@ -85,9 +84,9 @@ class _Kernels:
 
 
 @contextmanager
-def traffic() -> Iterator[Traffic]:
+def traffic(kind: type[Traffic] = Traffic) -> Iterator[Traffic]:
     """Counts while entered, kernels of ``moe.experts=triton`` included, which are not launched."""
-    with Traffic() as counter, patch.object(kernels, "products", _Kernels(counter.launch)):
+    with kind() as counter, patch.object(kernels, "products", _Kernels(counter.launch)):
         yield counter
 
 
@@ -170,12 +169,6 @@ def saved_bytes(model: ModelConfig, experts: str, rows: int = 2, seq_len: int = 
     return sum(storage.nbytes() for at, storage in kept.items() if at not in weights) / (rows * seq_len)
 
 
-def step_bytes(parameters: int, micro_batches: int) -> float:
-    """Of weights alone: AdamW in float32 (four numbers read, three written), a bfloat16 copy, and for each micro-batch
-    that copy read twice, a gradient written and added to its float32 sum."""
-    return parameters * (28 + 6 + micro_batches * (4 + 2 + 2 + 8))
-
-
 def print_layers() -> None:
     """Operations at the peak, bytes at the bandwidth; milliseconds of both passes."""
     head = "".join(f"{name:>18}" for name in ("ideal", *DESIGNS))
@@ -198,24 +191,6 @@ def print_saved() -> None:
         print(f"{name:42}{ideal:10}" + "".join(f"{f'{n:.0f} ({n / ideal:.3f})':>18}" for n in kept))
 
 
-def print_steps() -> None:
-    """The slices that fit, their operations, and the bytes of their weights."""
-    print(f"\n{'a step':42}{'B param.':>10}{'TFLOP':>9}{'ms':>8}{'GB weights':>12}{'ms':>8}")
-    for gpu, memory in MEMORY.items():
-        for name, case in cases().items():
-            config, _ = case.slice_for(memory)
-            model, train = config.model, config.train
-            parameters, tokens = count_params(model).total, train.global_batch_size * train.seq_len
-            flops = train_flops_per_token(model, train.seq_len).causal * tokens
-            moved = step_bytes(parameters, train.global_batch_size // train.micro_batch_size)
-            title = f"{gpu}: {name}, {model.num_layers} layers, {model.num_experts} experts"
-            print(
-                f"{title:52}{parameters / 1e9:6.2f}{flops / 1e12:9.0f}{1e3 * flops / PEAK:8.0f}{moved / 1e9:12.0f}"
-                f"{1e3 * moved / BANDWIDTH[gpu]:8.0f}"
-            )
-
-
 if __name__ == "__main__":
     print_layers()
     print_saved()
-    print_steps()

@@ -105,11 +105,12 @@ class Case:
 
 
 def needed_bytes(config: Config) -> float:
-    """The most that a contender needs: the plan, which is ours, and what transformers holds beside it, all logits of a
-    micro-batch in bfloat16, in float32, and their gradient."""
+    """The most that a contender needs: the plan, which is ours; or in place of its chunk of logits what transformers
+    holds, all logits of a micro-batch in bfloat16, in float32, and their gradient."""
     train = config.train
     logits = 10.0 * train.micro_batch_size * train.seq_len * config.model.vocab_size
-    return make_plan(config, resolve_mesh(config.mesh, 1)).heaviest.peak + logits
+    plan = make_plan(config, resolve_mesh(config.mesh, 1)).heaviest
+    return plan.peak + max(0.0, logits - plan.head)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ def compare(
 
 def measure(
     case: Case,
+    compiles: bool,
     meshes: Meshes,
     device: torch.device,
     budget_s: float,
@@ -160,6 +161,7 @@ def measure(
         config, planned = case.slice_for(memory_bytes(device))
     except Absent as error:
         return {"absent": str(error)}
+    config = replace(config, train=replace(config.train, compile=compiles))
     facts, found = gate(config, meshes, device, spoil)
     times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
     rounds = 0
@@ -265,6 +267,9 @@ def main() -> None:
     parser.add_argument(
         "--model", action="append", help="only this one (--quick has others); may be repeated"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="our model and our parts of torchtitan's under train.compile"
+    )
     parser.add_argument("--seconds", type=float, default=480.0, help="for all models together")
     parser.add_argument(
         "--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick"
@@ -284,6 +289,7 @@ def main() -> None:
             "environment": describe_environment(),
             "quick": args.quick,
             "device": device.type,
+            "compile": args.compile,
             "peak_flops": PEAK,
             "loss_tolerance": LOSS_TOLERANCE,
             "gradient_tolerance": GRADIENT_TOLERANCE,
@@ -292,7 +298,9 @@ def main() -> None:
         meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=1), 1), device)
         for title, case in chosen.items():
             budget, rounds, steps = (0.0, 1, 1) if args.quick else (args.seconds / len(chosen), 2, 4)
-            report["models"][title] = measure(case, meshes, device, budget, rounds, steps, args.spoil)
+            report["models"][title] = measure(
+                case, args.compile, meshes, device, budget, rounds, steps, args.spoil
+            )
             out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
     draw(report, out.with_suffix(".png"))
     print_table(report)
