@@ -141,6 +141,12 @@ def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
     ):
         if uses_triton:
             yield key, "triton", f"Install triton, or set {instead}"
+    if device == "cuda" and not config.cluster.peak_flops:
+        yield (
+            "cluster.peak_flops=0",
+            "torchtitan",
+            "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU",
+        )
     if experts == "quack":
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in chosen:

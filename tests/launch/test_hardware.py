@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
+    ClusterConfig,
     Config,
     KernelsConfig,
     LaunchConfig,
@@ -138,6 +140,15 @@ def test_a_missing_triton_is_told_before_ranks_start(
     hardware.check_backends(Config(), one_rank, "cuda")
     if chosen.train.fp8 != "off" or chosen.optim.master_weights == "stochastic":
         hardware.check_backends(chosen, one_rank, "cpu")  # which has torch's operations for both
+
+
+def test_a_missing_table_of_peaks_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank = resolve_mesh(MeshConfig(), 1)
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(BackendError, match="the package torchtitan is not .*set cluster.peak_flops"):
+        hardware.check_backends(Config(), one_rank, "cuda")
+    hardware.check_backends(Config(cluster=ClusterConfig(peak_flops=989.5e12)), one_rank, "cuda")
+    hardware.check_backends(Config(), one_rank, "cpu")
 
 
 COMPILED = Config(train=TrainConfig(compile=True))
