@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automoe.errors import AutomoeError, ConfigError
-from automoe.export import positive
+from automoe.errors import ConfigError
+from automoe.hf.command import add_options, max_shard_bytes, report
 
 if TYPE_CHECKING:
     from automoe.hf.writer import Written
@@ -21,21 +21,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Convert the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
     args = _parser().parse_args(argv)
-    try:
-        written = convert_hf(
-            args.source,
-            args.out,
-            args.dtype,
-            fp8=args.fp8,
-            layout=args.layout,
-            max_shard_bytes=int(args.max_shard_gb * 1e9),
-            overwrite=args.overwrite,
-        )
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"saved {written}")
-    return 0
+    options = dict(layout=args.layout, max_shard_bytes=max_shard_bytes(args), overwrite=args.overwrite)
+    return report(lambda: convert_hf(args.source, args.out, args.dtype, fp8=args.fp8, **options))
 
 
 def convert_hf(
@@ -124,26 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         "time; block-FP8 and MXFP4 are dequantised.",
     )
     parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory")
-    parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
-    parser.add_argument(
-        "--dtype",
-        choices=("keep", "bfloat16", "float32"),
-        default="keep",
-        help="of the parameters (default: as stored, bfloat16 where that is quantised)",
-    )
-    parser.add_argument(
-        "--fp8", action="store_true", help="quantise to block-FP8, as DeepSeek-V3 is published"
-    )
+    add_options(parser, "as stored, bfloat16 where that is quantised")
     parser.add_argument(
         "--layout",
         choices=("published", "fused"),
         default="published",
         help="experts one by one as published, or fused as transformers 5 holds them (default: published)",
     )
-    parser.add_argument(
-        "--max-shard-gb", type=positive, default=5.0, metavar="GB", help="largest file (default: 5)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
     return parser
 
 

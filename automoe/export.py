@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automoe.errors import AutomoeError, CheckpointError
+from automoe.errors import CheckpointError
+from automoe.hf.command import add_options, max_shard_bytes, report
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
@@ -25,20 +26,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
     args = _parser().parse_args(argv)
-    try:
-        written = export_run(
-            args.run,
-            args.out,
-            args.dtype,
-            int(args.max_shard_gb * 1e9),
-            overwrite=args.overwrite,
-            fp8=args.fp8,
-        )
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"saved {written}")
-    return 0
+    options = dict(max_shard_bytes=max_shard_bytes(args), overwrite=args.overwrite)
+    return report(lambda: export_run(args.run, args.out, args.dtype, fp8=args.fp8, **options))
 
 
 def export_run(
@@ -129,14 +118,6 @@ def _load_step(model: Decoder, step_dir: Path) -> None:
         dcp.load(tensors, checkpoint_id=step_dir, no_dist=True)
 
 
-def positive(text: str) -> float:
-    """A number above 0 from a command line."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m automoe.export",
@@ -144,20 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         "and only then call it saved.",
     )
     parser.add_argument("run", help="run directory of automoe.train")
-    parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
-    parser.add_argument(
-        "--dtype",
-        choices=("keep", "bfloat16", "float32"),
-        default="keep",
-        help="of the parameters (default: as trained)",
-    )
-    parser.add_argument(
-        "--fp8", action="store_true", help="quantise to block-FP8, as DeepSeek-V3 is published"
-    )
-    parser.add_argument(
-        "--max-shard-gb", type=positive, default=5.0, metavar="GB", help="largest file (default: 5)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
+    add_options(parser, "as trained")
     return parser
 
 
