@@ -167,7 +167,7 @@ def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> fl
         scaling.end_step(stepped)
     # The one time that the host waits tells it too for what there is a history by now.
     known = torch.stack([scaling.history for scaling in delayed]).amax(-1) > 0
-    clipped, *flags = torch.cat((clipped.view(1), known.flatten())).tolist()
+    clipped, *flags = torch.cat((clipped.view(1), known.flatten())).cpu().tolist()
     for i, scaling in enumerate(delayed):
         scaling.known = [flag > 0 for flag in flags[3 * i : 3 * i + 3]]
     return clipped

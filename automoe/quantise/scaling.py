@@ -124,7 +124,7 @@ class Delayed(Tensorwise):
         if self.training:
             self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
         if self.known is None:
-            self.known = (self.history.amax(-1) > 0).tolist()
+            self.known = (self.history.amax(-1) > 0).cpu().tolist()
         if self.known[operand]:
             one = self.history[operand].amax().view(1, 1)
         else:
