@@ -38,6 +38,7 @@ from automoe.testing.conf_models import conf_model
 META = torch.device("meta")
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, as NVIDIA states them
 MEMORY = {"H100": 79.1 * 2**30, "H200": 139.8 * 2**30}  # bytes, as torch reports them
+SCATTERS = {"scatter_", "scatter_add_"}
 GATHERS = {"index_select", "index", "gather", "embedding"}  # read as much as they write
 
 
@@ -53,11 +54,12 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.is_view or "empty" in name or name in ("detach", "_unsafe_view"):
             return out
-        read, written = list(_tensors((args, kwargs))), list(_tensors(out))
+        given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        read, written = list(_tensors((args, given))), list(_tensors(out))
         if name in GATHERS:
             read = read[1:] + written
-        elif name == "scatter_add_":  # reads and writes where its indices say, and nowhere else
-            read, written = [*read[1:], read[2]], [read[2]]
+        elif name in SCATTERS:  # read and written where indices say, and nowhere else
+            read, written = [*read[1:], read[-1]], [read[-1]]
         elif name.startswith(("new_", "zeros", "ones", "full")):  # what they are made like is not read
             read = []
         self.bytes += sum(map(_moved, (*read, *written)))

@@ -48,16 +48,20 @@ def chunk_loss(
     target = (labels - first_id).unsqueeze(1)
     here = trained & (target >= 0) & (target < weight.shape[0])
     target = target.clamp(0, weight.shape[0] - 1)
-    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
-    largest = split.max(logits.amax(-1, keepdim=True))
-    of_target = split.sum(logits.gather(1, target) * here)
-    grad = logits.sub_(largest).exp_()  # softmax but for its divisor, in the logits' storage
+    logits = x @ weight.T
+    wide = torch.promote_types(x.dtype, torch.float32)
+    largest = split.max(logits.amax(-1, keepdim=True).to(wide))
+    of_target = split.sum(logits.gather(1, target).to(wide) * here)
+    # Softmax but for its divisor. Passes over memory are what counts: widened by the subtraction, narrowed by the product.
+    grad = (logits.sub_(largest) if logits.dtype == wide else logits - largest).exp_()
     divisor = split.sum(grad.sum(-1, keepdim=True))
     loss = ((divisor.log() + largest - of_target) * trained).sum()
     if not wanted:
         return loss, None
-    grad.mul_(trained / divisor).scatter_add_(1, target, -here.to(grad.dtype))
-    return loss, grad.to(x.dtype)
+    factor = trained / divisor
+    of_target = grad.gather(1, target) * factor - here.to(wide)
+    grad = torch.mul(grad, factor, out=logits)
+    return loss, grad.scatter_(1, target, of_target.to(grad.dtype))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

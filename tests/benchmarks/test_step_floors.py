@@ -37,16 +37,17 @@ def test_element_wise_passes_are_counted_and_products_are_not(floors: ModuleType
     with floors.traffic(floors.Elementwise) as counter:
         (a @ b).mul_(2)
         a.scatter_add_(1, torch.empty(8, 1, dtype=torch.int64, device="meta"), b[:, :1])
-    assert counter.bytes == 2 * 128 + 64 + 2 * 16 + 16
+        torch.mul(a, b, out=a)
+    assert counter.bytes == 2 * 128 + 64 + 2 * 16 + 16 + 3 * 128
 
 
-def test_the_loss_fused_makes_8_bytes_a_logit_of_44(floors: ModuleType) -> None:
+def test_the_loss_fused_makes_8_bytes_a_logit_of_26(floors: ModuleType) -> None:
     model = replace(conf_model("small_dsv3"), vocab_size=8192)
     case = import_module("step_trainers").Case(model, 2, 1, rows=2, least_rows=2, seq_len=256)
     config = case.config(2, model.num_experts, 2)
     compiled = replace(config, train=replace(config.train, compile=True))
     saved = floors.elementwise_bytes(config) - floors.elementwise_bytes(compiled)
-    assert saved == pytest.approx(36 * 512 * model.vocab_size, rel=0.02)
+    assert saved == pytest.approx(18 * 512 * model.vocab_size, rel=0.02)
 
 
 def test_the_milestone_is_within_reach_of_the_slice_that_an_h200_holds(floors: ModuleType) -> None:
