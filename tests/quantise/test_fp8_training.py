@@ -129,7 +129,9 @@ def test_codes_are_those_of_one_rank(
     assert not different, different[0]
 
 
-@pytest.mark.parametrize("mesh", [dict(dp_shard=2, ep=1, ep_shard=2), TP_ETP], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [dict(dp_shard=2, ep=1, ep_shard=2), pytest.param(TP_ETP, marks=pytest.mark.exhaustive)], ids=str
+)
 def test_one_rank_asking_nobody_would_have_other_codes(ranks: RankPool, mesh: dict[str, int]) -> None:
     """What lies below the range of a scale differs, and tips codes after it."""
     off = {
@@ -157,7 +159,9 @@ def test_what_agreement_costs(ranks: RankPool) -> None:
         assert (tensorwise, delayed, blockwise) == (without + more, without + 1, without)
 
 
-@pytest.mark.parametrize("mesh", [TP_ETP, dict(dp_shard=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [TP_ETP, pytest.param(dict(dp_shard=2), marks=pytest.mark.exhaustive)], ids=str
+)
 def test_lines_of_other_tokens_change_gradients_of_weights_alone(
     ranks: RankPool, mesh: dict[str, int]
 ) -> None:
@@ -176,7 +180,12 @@ def test_a_gradient_that_ranks_have_in_terms_is_rounded_in_terms(ranks: RankPool
 
 
 @pytest.mark.parametrize(
-    "mode, run", [("tensorwise", run_trajectory), ("delayed", with_history), ("blockwise", run_trajectory)]
+    "mode, run",
+    [
+        ("tensorwise", run_trajectory),
+        pytest.param("delayed", with_history, marks=pytest.mark.exhaustive),
+        pytest.param("blockwise", run_trajectory, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_float32_changes_nothing_where_each_row_is_computed_alone(
     ranks: RankPool, mode: str, run: Callable[..., Trajectory]
