@@ -149,6 +149,13 @@ class Trainer:
             self.optimizer.zero_grad()
         return stats.loss
 
+    def state_bytes(self) -> int:
+        """Of parameters and moments, after a step; what gradients, activations and workspaces take is not in it."""
+        tensors = [*self.part.parameters()]
+        for state in self.optimizer.state.values():
+            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def fingerprint(self) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and a sample of every gradient, float32 on the CPU; the model stays as it is."""
         inputs, _ = prepare_inputs(self.batch, self.meshes, self.config, self.device)

@@ -74,8 +74,8 @@ def release(device: torch.device) -> None:
 
 
 def examine(trainer: Trainer, device: torch.device) -> dict[str, Any]:
-    """Beside time: peak memory, waits of the host and seconds by part, of a step that is not the first."""
-    facts: dict[str, Any] = {"loss": trainer.step()}
+    """Beside time: memory, waits of the host and seconds by part, of a step that is not the first."""
+    facts: dict[str, Any] = {"loss": trainer.step(), "state_bytes": trainer.state_bytes()}
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -197,6 +197,7 @@ def measure(
         "experts": config.model.num_experts,
         "parameters": count_params(config.model).total,
         "planned_bytes": planned,
+        "memory_bytes": memory_bytes(device),
         "rows": config.train.global_batch_size,
         "micro_rows": config.train.micro_batch_size,
         "seq_len": config.train.seq_len,
@@ -241,7 +242,8 @@ def print_table(report: dict[str, Any]) -> None:
             continue
         print(
             f"{title}: {model['layers']} of {model['of_layers']} layers, {model['experts']} experts, "
-            f"{model['parameters'] / 1e9:.2f} B parameters, {model['rows']} x {model['seq_len']} tokens"
+            f"{model['parameters'] / 1e9:.2f} B parameters, {model['rows']} x {model['seq_len']} tokens, "
+            f"{model['planned_bytes'] / 2**30:.1f} GiB planned of {model['memory_bytes'] / 2**30:.1f}"
         )
         print(f"{'':36}{columns}")
         for name, facts in model["contenders"].items():
