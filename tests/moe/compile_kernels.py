@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import triton
@@ -25,6 +22,7 @@ from automoe.moe.kernels import launches, products, scaled
 from automoe.moe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
 from automoe.optim import kernels as adamw
 from automoe.quantise import kernels as encoding
+from automoe.testing.cubins import resource_usage
 
 HEIGHT = 128
 POINTERS = {
@@ -154,15 +152,11 @@ def compiled(kernel, constants, blocks, types=None) -> dict[str, object]:
     if kernel is adamw.update_part:
         options["enable_fp_fusion"] = False
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    [tool] = Path(triton.__file__).parent.glob("backends/nvidia/bin/cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+    registers, spilled = resource_usage(made)
     return dict(
         shared=made.metadata.shared,
-        registers=int(registers),
-        spilled=int(stack),
+        registers=registers,
+        spilled=spilled,
         matrix_units="wgmma" in made.asm["ptx"],
         exact=not re.search(r"fma\.|\.ftz|\.approx", made.asm["ptx"]),
     )

@@ -1,0 +1,66 @@
+"""Steps on a GPU that computes nothing: whatever mixes devices or asks an operator for what it cannot do is found here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
+
+
+def traced(*names: str) -> dict[str, Any]:
+    """What ``fake_cuda_steps.py`` says, whose kernels are compiled and not interpreted."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("fake_cuda_steps.py")
+    ended = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def check(rank: dict[str, Any], dtypes: tuple[str, ...] = ("float32",), sizes: int = 0) -> None:
+    """``sizes``: numbers of rows that the host reads, beside the step's statistics and its norm."""
+    assert rank["without_gradient"] == [] and rank["elsewhere"] == []
+    assert rank["num_reads"] == 2 + sizes
+    assert rank["dtypes"] == [f"torch.{dtype}" for dtype in dtypes]
+    assert set(rank["kernels"].values()) <= {0}, f"registers spill: {rank['kernels']}"
+    assert rank["shared"] <= SHARED_MEMORY
+
+
+def test_a_step_on_a_gpu_and_what_would_fail_there() -> None:
+    found = traced("dsv3", "faults")
+    check(found["dsv3"])
+    assert found["dsv3"]["kernels"] == {}
+    faults = found["faults"]
+    assert "found at least two devices, cuda:0 and cpu" in faults["a tensor made on the CPU"]
+    assert faults["a pointer to the CPU"].startswith(
+        "ValueError: a kernel was given a pointer to memory of the cpu"
+    )
+    assert "ValueError: copy_one was launched over a grid of (0,)" in faults["an empty grid"]
+    assert "must be long, int, byte or bool tensors" in faults["no index of floats"]
+
+
+@pytest.mark.exhaustive
+def test_every_backend_takes_a_step_and_its_kernels_fit() -> None:
+    found = traced("triton", "triton_float32", "gpt_oss", "blockwise", "etp_hsdp")
+    kernels = {name: set(rank["kernels"]) for name, rank in found.items()}
+    experts = {"gather_up_activate", "rows_times_weights", "grad_down_activate", "grad_weights"}
+    experts |= {"sum_rows_of_token", "turn_heads"}
+    mla = {"join_heads", "part_heads"}
+    check(found["triton"], dtypes=("bfloat16", "float32"))  # float32: the router's
+    assert kernels["triton"] == experts | mla | {"update_part"}
+    check(found["triton_float32"])
+    assert kernels["triton_float32"] == experts | mla
+    check(found["gpt_oss"])
+    assert kernels["gpt_oss"] == experts
+    check(found["blockwise"])
+    assert kernels["blockwise"] == {"encode_tiles", "rows_by_blocks", "weights_by_lines"}
+    # Of two MoE layers: rows sent to and received from two ranks of ep, and received from two of etp.
+    check(found["etp_hsdp"], sizes=2 * (4 + 2))
