@@ -2,7 +2,7 @@
 
 Ceilings come first: a dense product of the layer's size and of 8192 cubed, and a copy. Then, for each model's
 layer and each routing, every peer must equal a float32 computation within bfloat16's bounds, with its memory
-poisoned beforehand; only then peers are timed, in turns. FLOPs are the model's own, 18 T K H I for both passes.
+poisoned beforehand; only then peers are timed, in turns. One that fails or differs is told and costs the others nothing. FLOPs are the model's own, 18 T K H I for both passes.
 
     python benchmarks/moe_kernel.py            # on a GPU, 9 minutes: writes benchmarks/results/moe_kernel.json and .png
     python benchmarks/moe_kernel.py --quick    # anywhere, seconds: small layers, to check the script itself
@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,7 +108,9 @@ def differences(inputs: Inputs, ids: torch.Tensor, out: torch.Tensor) -> dict[st
         )
         note("w_gate_up", expert, (both.T @ rows).view_as(inputs.w_gate_up[expert]))
         expected["x"].index_add_(0, token, both @ gate_up)
-    result = {name: (square / norm) ** 0.5 for name, (square, norm) in errors.items()}
+    result = {
+        name: (square / norm) ** 0.5 if norm else float("nan") for name, (square, norm) in errors.items()
+    }
     for name, value in expected.items():
         got = out if name == "out" else getattr(inputs, name).grad
         result[name] = float((got.float() - value).norm() / value.norm())
@@ -146,17 +149,40 @@ def rate(work: Callable[[], object], amount: float, device: torch.device) -> flo
 def ceilings(shapes: dict[str, Shape], device: torch.device, edge: int) -> dict[str, Any]:
     """Dense products in FLOP/s and a copy in bytes/s, on random numbers."""
 
-    def product(m: int, k: int, n: int) -> float:
+    def rate_of(m: int, k: int, n: int) -> float:
         a, b = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((m, k), (k, n)))
         return rate(lambda: a @ b, 2.0 * m * k * n, device)
 
     source = torch.randn(edge * edge, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return {
-        "cube": product(edge, edge, edge),
+        "cube": rate_of(edge, edge, edge),
         "copy_bytes": rate(lambda: target.copy_(source), 2.0 * source.nbytes, device),
-        "layer": {name: product(s.tokens * s.top_k, s.hidden, 2 * s.width) for name, s in shapes.items()},
+        "layer": {name: rate_of(s.tokens * s.top_k, s.hidden, 2 * s.width) for name, s in shapes.items()},
     }
+
+
+class Differs(Exception):
+    """A peer that computes something else."""
+
+
+def not_timed(name: str, error: Exception) -> dict[str, Any]:
+    """What is said of a peer that ``error`` stopped; ``failed`` where the whole benchmark then has to."""
+    expected = isinstance(error, Absent | torch.OutOfMemoryError)
+    failed = isinstance(error, Differs) or (name in MUST_RUN and not expected)
+    what = "" if isinstance(error, Absent | Differs) else f"{type(error).__name__}: "
+    return {"absent": what + (str(error).splitlines() or [""])[0], "failed": failed}
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """Every peer that is wrong, and every one of ours that does not run, and why."""
+    return [
+        f"{name}, {routing}: {peer}: {facts['absent']}"
+        for name, routings in report["layers"].items()
+        for routing, peers in routings.items()
+        for peer, facts in peers.items()
+        if facts.get("failed")
+    ]
 
 
 def measure(
@@ -180,24 +206,26 @@ def measure(
                 facts["differences"] = differences(inputs, ids, out.detach())
                 wrong = {part: d for part, d in facts["differences"].items() if not d <= TOLERANCE}
                 if wrong:
-                    raise SystemExit(f"{name}, {routing}: differs from float32 by {wrong}, over {TOLERANCE}")
+                    raise Differs(f"differs from float32 by {wrong}, over {TOLERANCE}")
                 facts["saved_bytes_a_token"] = saved_bytes(layer, inputs) / shape.tokens
                 waits = host_syncs(lambda run=layer: run(*inputs.leaves), device)
                 facts["host_syncs"] = None if waits is None else sum(waits.values())
                 facts["peak_bytes"] = peak_bytes(layer, inputs, device)
             results[name], layers[name] = facts, layer
-        except Exception as error:
-            # Foreign packages fail in many ways where a machine is not to their liking.
-            if name in MUST_RUN and not isinstance(error, Absent | torch.OutOfMemoryError):
-                raise
-            what = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
-            results[name] = {"absent": what + (str(error).splitlines() or [""])[0]}
+        except (
+            Exception
+        ) as error:  # foreign packages fail in many ways where a machine is not to their liking
+            results[name] = not_timed(name, error)
         inputs.clear()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     end, rounds = time.monotonic() + budget_s, 0
     while rounds < 2 or time.monotonic() < end:
-        for name, layer in layers.items():
-            times[name].append(passes(layer, inputs, device))
+        for name, layer in list(layers.items()):
+            try:
+                times[name].append(passes(layer, inputs, device))
+            except Exception as error:  # the others are still timed
+                results[name] = not_timed(name, error)
+                del layers[name], times[name]
         rounds += 1
     for name, rows in times.items():
         forward, both = (median(column) for column in zip(*rows, strict=True))
@@ -298,6 +326,7 @@ def main() -> None:
     budget = (
         0.0 if args.quick else args.seconds / len(shapes) / len(ROUTINGS) / 2
     )  # gates take the other half
+    end = time.monotonic() + (args.seconds if not args.quick else float("inf"))
     report: dict[str, Any] = {
         "commit": commit("../automoe/moe", "kernel_peers.py", "measuring.py", "moe_kernel.py"),
         "environment": describe_environment(),
@@ -311,15 +340,22 @@ def main() -> None:
         "ceilings": ceilings(shapes, device, 256 if args.quick else 8192),
         "layers": {},
     }
-    for name, shape in shapes.items():
-        report["layers"][name] = {
-            routing: measure(shape, routing, device, budget, args.spoil) for routing in ROUTINGS
-        }
+    for (name, shape), routing in product(shapes.items(), ROUTINGS):
+        peers = report["layers"].setdefault(name, {})
+        if time.monotonic() > end:
+            peers[routing] = {peer: {"absent": "not reached within --seconds"} for peer in PEERS}
+        else:
+            peers[routing] = measure(shape, routing, device, budget, args.spoil)
         out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept, whatever comes next
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    draw(report, out.with_suffix(".png"))
+    try:
+        draw(report, out.with_suffix(".png"))
+    except Exception as error:  # no plot costs no table
+        print(f"no plot: {type(error).__name__}: {error}")
     print_table(report)
+    if failed := failures(report):
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
