@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import automoe.optim.kernels
 import automoe.optim.stochastic
 from automoe.config.schema import OptimConfig
 from automoe.optim.adamw import build_optimizer
@@ -103,6 +104,13 @@ def test_what_is_not_finite_stays_so() -> None:
     fused, plain = results
     assert fused.isnan().tolist() == plain.isnan().tolist() == [True, False, False, True, False, False]
     assert torch.equal(fused[~fused.isnan()], plain[~plain.isnan()])
+
+
+def test_a_launch_asks_for_products_and_sums_that_are_not_fused() -> None:
+    """As in the test that compiles the kernel and reads that there are none; the interpreter fuses nothing anyway."""
+    with patch.object(automoe.optim.kernels, "update_part", MagicMock()) as kernel, in_one_pass():
+        trained(module((5,), torch.bfloat16), torch.bfloat16, steps=1)
+    assert kernel.__getitem__.return_value.call_args.kwargs["enable_fp_fusion"] is False
 
 
 PLACEMENTS = {
