@@ -219,7 +219,7 @@ def measure(
         inputs.clear()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     end, rounds = time.monotonic() + budget_s, 0
-    while rounds < 2 or time.monotonic() < end:
+    while layers and (rounds < 2 or time.monotonic() < end):
         for name, layer in list(layers.items()):
             try:
                 times[name].append(passes(layer, inputs, device))
@@ -345,10 +345,13 @@ def main() -> None:
         if time.monotonic() > end:
             peers[routing] = {peer: {"absent": "not reached within --seconds"} for peer in PEERS}
         else:
-            peers[routing] = measure(shape, routing, device, budget, args.spoil)
+            try:
+                peers[routing] = measure(shape, routing, device, budget, args.spoil)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            except Exception as error:  # a kernel that reads what is not there costs the process its GPU
+                peers[routing] = {peer: not_timed(peer, error) for peer in PEERS}
         out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept, whatever comes next
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     try:
         draw(report, out.with_suffix(".png"))
     except Exception as error:  # no plot costs no table

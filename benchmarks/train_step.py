@@ -85,14 +85,32 @@ def examine(trainer: Trainer, device: torch.device) -> dict[str, Any]:
     return facts
 
 
+class Differs(Exception):
+    """A contender that computes something else."""
+
+
+def not_timed(name: str, error: Exception) -> dict[str, Any]:
+    """What is said of a contender that ``error`` stopped; ``failed`` where the whole benchmark then has to."""
+    expected = isinstance(error, Absent | torch.OutOfMemoryError)
+    failed = isinstance(error, Differs) or (name.startswith("automoe") and not expected)
+    what = "" if isinstance(error, Absent | Differs) else f"{type(error).__name__}: "
+    return {"absent": what + (str(error).splitlines() or [""])[0], "failed": failed}
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """Every contender that differs, and every one of ours that does not run, and why."""
+    return [
+        f"{title}: {name}: {facts['absent']}"
+        for title, model in report["models"].items()
+        for name, facts in (model.get("contenders") or {"every contender": model}).items()
+        if facts.get("failed")
+    ]
+
+
 def gate(
     config: Config, meshes: Meshes, device: torch.device, spoil: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, dict[str, Any]]]]:
-    """Every contender's first step against ours, and what ``examine`` finds; contenders that cannot run say why.
-
-    Raises:
-        SystemExit: a contender's loss or gradients differ.
-    """
+    """Every contender's first step against ours, and what ``examine`` finds; those that cannot run or differ say why."""
     facts: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, dict[str, Any]]] = {routing: {} for routing in GATES}
     expected: tuple[float, dict[str, torch.Tensor]] | None = None
@@ -104,32 +122,32 @@ def gate(
             if name == spoil:
                 loss *= 1 + 2 * LOSS_TOLERANCE
             expected = expected or (loss, gradients)
-            facts[name] = compare(name, (loss, gradients), expected)
+            facts[name] = compare((loss, gradients), expected)
             for routing in GATES:
                 trainer.choose(routing)
                 found[routing][name] = examine(trainer, device)
         except (
             Exception
         ) as error:  # foreign packages fail in many ways where a machine is not to their liking
-            if name.startswith("automoe") and not isinstance(error, Absent | torch.OutOfMemoryError):
-                raise
-            what = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
-            facts[name] = {"absent": what + (str(error).splitlines() or [""])[0]}
-            if expected is None:
-                raise SystemExit(
-                    f"{REFERENCE}, which all others are compared with, is absent: {facts[name]['absent']}"
-                ) from error
+            facts[name] = not_timed(name, error)
             for contenders in found.values():
                 contenders.pop(name, None)
         trainer = None
         release(device)
+        if expected is None:
+            why = f"{REFERENCE}, which all others are compared with, is absent"
+            return {other: {"absent": why} for other in CONTENDERS} | facts, found
     return facts, found
 
 
 def compare(
-    name: str, got: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
+    got: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]
 ) -> dict[str, Any]:
-    """Relative differences of a first step's loss and gradients, or the end of the run."""
+    """Relative differences of a first step's loss and gradients.
+
+    Raises:
+        Differs: they are too large.
+    """
     (loss, gradients), (reference, references) = got, expected
     assert gradients.keys() == references.keys(), sorted(gradients.keys() ^ references.keys())
     differences = {
@@ -138,9 +156,9 @@ def compare(
     worst = max(differences, key=lambda key: differences[key])
     off = abs(loss - reference) / reference
     if not (off <= LOSS_TOLERANCE and differences[worst] <= GRADIENT_TOLERANCE):
-        raise SystemExit(
-            f"{name}: the first step's loss differs from that of {REFERENCE} by {off:.1e} ({LOSS_TOLERANCE:.0e} is "
-            f"allowed), the gradient of {worst} by {differences[worst]:.1e} ({GRADIENT_TOLERANCE:.0e}). Nothing was timed."
+        raise Differs(
+            f"the first step's loss differs from that of {REFERENCE} by {off:.1e} ({LOSS_TOLERANCE:.0e} is "
+            f"allowed), the gradient of {worst} by {differences[worst]:.1e} ({GRADIENT_TOLERANCE:.0e})"
         )
     return {"loss_difference": off, "worst_gradient": worst, "worst_gradient_difference": differences[worst]}
 
@@ -165,17 +183,24 @@ def measure(
     facts, found = gate(config, meshes, device, spoil)
     times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
     rounds = 0
-    while rounds < least_rounds or time.monotonic() < end:
+    while any("absent" not in f for f in facts.values()) and (
+        rounds < least_rounds or time.monotonic() < end
+    ):
         for name in CONTENDERS:
             if "absent" in facts[name]:
                 continue
-            trainer = build_trainer(name, config, meshes, device)
-            for routing in GATES:
-                trainer.choose(routing)
-                trainer.step()
-                seen = times[routing].setdefault(name, [])
-                seen += [seconds(trainer.step, device) for _ in range(steps)]
-            del trainer
+            try:
+                trainer = build_trainer(name, config, meshes, device)
+                for routing in GATES:
+                    trainer.choose(routing)
+                    trainer.step()
+                    seen = times[routing].setdefault(name, [])
+                    seen += [seconds(trainer.step, device) for _ in range(steps)]
+            except Exception as error:  # the others are still timed
+                facts[name] = not_timed(name, error)
+                for each in (*times.values(), *found.values()):
+                    each.pop(name, None)
+            trainer = None
             release(device)
         rounds += 1
     tokens = config.train.global_batch_size * config.train.seq_len
@@ -300,12 +325,20 @@ def main() -> None:
         meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=1), 1), device)
         for title, case in chosen.items():
             budget, rounds, steps = (0.0, 1, 1) if args.quick else (args.seconds / len(chosen), 2, 4)
-            report["models"][title] = measure(
-                case, args.compile, meshes, device, budget, rounds, steps, args.spoil
-            )
+            try:
+                report["models"][title] = measure(
+                    case, args.compile, meshes, device, budget, rounds, steps, args.spoil
+                )
+            except Exception as error:  # a kernel that reads what is not there costs the process its GPU
+                report["models"][title] = not_timed(REFERENCE, error)
             out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
-    draw(report, out.with_suffix(".png"))
+    try:
+        draw(report, out.with_suffix(".png"))
+    except Exception as error:  # no plot costs no table
+        print(f"no plot: {type(error).__name__}: {error}")
     print_table(report)
+    if failed := failures(report):
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

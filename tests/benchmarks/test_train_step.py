@@ -69,9 +69,13 @@ def test_quick_run_compares_every_contender_and_says_where_its_time_goes(tmp_pat
 @pytest.mark.exhaustive
 def test_a_contender_that_differs_is_not_timed(tmp_path: Path) -> None:
     quick = ("--quick", "--model", "small DeepSeek-V3")
-    done = run_script(tmp_path / "result.json", *quick, "--spoil", "torchtitan layer")
-    assert done.returncode == 1 and not (tmp_path / "result.json").exists()
-    assert "torchtitan layer: the first step's loss differs" in done.stderr
+    out = tmp_path / "result.json"
+    done = run_script(out, *quick, "--spoil", "torchtitan layer")
+    assert done.returncode == 1
+    assert "small DeepSeek-V3: torchtitan layer: the first step's loss differs" in done.stderr
+    for contenders in json.loads(out.read_text())["models"]["small DeepSeek-V3"]["routings"].values():
+        assert contenders.keys() == HERE_TOO - {"torchtitan layer"}
+    assert "tokens/s" in done.stdout
 
 
 @pytest.fixture
