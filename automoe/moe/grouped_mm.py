@@ -196,8 +196,10 @@ def sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     A product with ones: accumulated wide, in a fixed order, without atomics.
     """
-    ones = rows.new_ones(rows.shape[0], 16 // rows.element_size())  # the narrowest that grouped_mm takes
-    return grouped_mm(rows.transpose(0, 1), ones, offsets)[..., 0]
+    step = 16 // rows.element_size()  # grouped_mm takes multiples of 16 bytes
+    num_cols = rows.shape[1]
+    rows = F.pad(rows, (0, -num_cols % step))
+    return grouped_mm(rows.transpose(0, 1), rows.new_ones(rows.shape[0], step), offsets)[:, :num_cols, 0]
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Compile every kernel for Hopper, without a GPU, with the blocks it is launched with there; print JSON.
 
-``--candidates``: also with those that ``benchmarks/tune_kernels.py`` would time; minutes.
+``--everything``: also with those that ``benchmarks/tune_kernels.py`` would time, at all heights of tiles, in float16;
+minutes.
 
 Run in a process of its own without TRITON_INTERPRET: what triton decorates is either compiled or interpreted.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 
 import torch
 import triton
@@ -57,9 +57,9 @@ SIZES = {
 SIZES |= {prefix + "stride_" + axis for prefix in ("", "rope_", "k_", "v_") for axis in "bsn"}
 
 
-def expert_kernels(product: str, blocks: Blocks, height: int, precision: str = "tf32"):
+def expert_kernels(product: str, blocks: Blocks, height: int, step: int, precision: str = "tf32"):
     """(variant, kernel, values of its constants, types of its descriptors) of one of the experts' products."""
-    row = dict(PRECISION=precision, TMA=blocks.tma)
+    row = dict(PRECISION=precision, STEP=step, TMA=blocks.tma)
     row |= dict(BLOCK_M=height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed)
 
     def described(**boxes: tuple[int, ...]) -> dict[str, str]:
@@ -83,25 +83,29 @@ def expert_kernels(product: str, blocks: Blocks, height: int, precision: str = "
         yield "", products.rows_times_weights, constants, described(a=rows, w=(1, k, n))
     else:
         constants = dict(BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed)
-        constants |= dict(PRECISION=precision, GATHERED=product.endswith("gathered"))
+        constants |= dict(PRECISION=precision, STEP=step, GATHERED=product.endswith("gathered"))
         yield "", products.grad_weights, constants, {}
 
 
-def kernels(with_candidates: bool):
+def kernels(everything: bool):
     """(name, kernel, values of its constants, blocks, types by name where they are not the usual ones)."""
+    small = blocks_of("", torch.float32, aligned=True)
     for product, chosen in HOPPER.items():
-        heights = (128,) if product.startswith("grad_weights") else (16, 128)
-        cases = [(f"{height} rows", height, chosen) for height in heights]
-        # Where rows or tensors do not begin at 16 bytes.
-        cases += [("copied by threads", 128, replace(chosen, tma=False))] * chosen.tma
-        if with_candidates:
-            cases += [(str(blocks), 128, blocks) for blocks in candidates(product)[1:]]
-        for name, height, blocks in cases:
-            for kind, kernel, constants, types in expert_kernels(product, blocks, height):
+        heights = (16, 32, 64, 128) if everything else (16, 128)
+        cases = [(f"{height} rows", height, chosen, 8) for height in heights]
+        cases += [("rows that begin anywhere", 128, small, 1)]
+        if everything:
+            cases += [(str(blocks), 128, blocks, 8) for blocks in candidates(product)[1:]]
+        for name, height, blocks, step in cases:
+            if product.startswith("grad_weights") and height != 128:
+                continue
+            for kind, kernel, constants, types in expert_kernels(product, blocks, height, step):
                 yield f"{product}{kind}, {name}", kernel, constants, blocks, types
-        full = blocks_of(product, torch.float32)
-        for kind, kernel, constants, _ in expert_kernels(product, full, 128, "ieee"):
-            yield f"{product}{kind}, float32", kernel, constants, full, FLOAT32
+                if everything and blocks == chosen:
+                    half = {of: kind.replace("bf16", "fp16") for of, kind in (POINTERS | types).items()}
+                    yield f"{product}{kind}, {name}, float16", kernel, constants, blocks, half
+        for kind, kernel, constants, _ in expert_kernels(product, small, 128, 4, "ieee"):
+            yield f"{product}{kind}, float32", kernel, constants, small, FLOAT32
     constants = dict(PRECISION="tf32", BLOCK_H=launches._SUM_COLUMNS)
     yield "sum", products.sum_rows_of_token, constants, Blocks(0, num_warps=4, num_stages=1)
     for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):
@@ -137,10 +141,11 @@ def compiled(kernel, constants, blocks, types=None) -> dict[str, object]:
     names = kernel.arg_names
     types = POINTERS | (SCALED if "a_scales" in names else {}) | (types or {})
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    sizes = set() if "STEP" in constants else SIZES  # kernels with steps are told what sizes are multiples of
     aligned = [
         (place,)
         for place, name in enumerate(names)
-        if name not in constants and (name in SIZES or signature[name].startswith("*"))
+        if name not in constants and (name in sizes or signature[name].startswith("*"))
     ]
     source = ASTSource(
         fn=kernel,
@@ -163,4 +168,4 @@ def compiled(kernel, constants, blocks, types=None) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compiled(*rest) for name, *rest in kernels("--candidates" in sys.argv)}))
+    print(json.dumps({name: compiled(*rest) for name, *rest in kernels("--everything" in sys.argv)}))

@@ -57,9 +57,13 @@ def in_float64(args: list[torch.Tensor]) -> list[torch.Tensor]:
     tokens=st.integers(1, 30),
     hidden=st.sampled_from([7, 12, 20, 36, 41]),
     width=st.sampled_from([1, 4, 16, 19, 40]),
+    biased=st.booleans(),
 )
-def test_any_shape_and_any_load_equals_the_loop(counts, tokens, hidden, width) -> None:
+def test_any_shape_and_any_load_equals_the_loop(counts, tokens, hidden, width, biased) -> None:
     args = arguments(counts, tokens, hidden, width)
+    if biased:
+        args += [torch.randn(len(counts), 2, width).requires_grad_()]
+        args += [torch.randn(len(counts), hidden).requires_grad_()]
     for got, expected in zip(
         run(expert_backend("triton"), args), run(loop_experts, in_float64(args)), strict=True
     ):
@@ -83,6 +87,26 @@ def test_copies_by_the_accelerator_and_by_threads_give_the_same_numbers(monkeypa
     second = run(expert_backend("triton"), args)
     assert described.call_count == 7
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_arguments_may_lie_in_memory_in_any_way() -> None:
+    args = arguments([5, 0, 33, 2], 11, 24, 20)
+    expected = run(expert_backend("triton"), args)
+    args = [arg.detach() for arg in args]
+    for at, arg in enumerate(args):
+        apart = torch.stack((arg, arg), dim=-1)[..., 0]
+        args[at] = apart.requires_grad_(arg.is_floating_point())
+        assert not apart.is_contiguous()
+    got = run(expert_backend("triton"), args)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_one_expert_cut_from_many_is_described_by_its_shape() -> None:
+    x, gather_idx, offsets, probs, w_gate_up, w_down = (arg.detach() for arg in arguments([9], 4, 8, 1))
+    wide = torch.zeros(129).as_strided((1, 8, 1), (129, 1, 1)).copy_(w_down)
+    expected = expert_backend("loop")(x, gather_idx, offsets, probs, w_gate_up, w_down)
+    got = expert_backend("triton")(x, gather_idx, offsets, probs, w_gate_up, wide)
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_rows_past_the_last_offset_reach_no_weight_and_no_token() -> None:

@@ -42,16 +42,19 @@ HOPPER = {
     "grad_weights_gathered": Blocks(256, num_stages=7),
 }
 # Float32 is multiplied in full by the ordinary cores: operands take twice the shared memory, of which HOPPER's blocks would
-# want more than there is, and products more registers.
-FULL_PRECISION = Blocks(64, num_stages=2, summed=32, rows=64, columns_at_once=16)
+# want more than there is, and products more registers. So do rows that begin anywhere: threads copy them number by number.
+SMALL = Blocks(64, num_stages=2, summed=32, rows=64, columns_at_once=16)
 _INTERPRETED = Blocks(16, num_stages=1, summed=16, num_warps=4, rows=16, columns_at_once=8, tma=True)
 
 
-def blocks_of(product: str, dtype: torch.dtype) -> Blocks:
-    """Blocks of one of ``HOPPER``'s products; in the interpreter, where size is time, the smallest there are."""
+def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
+    """Blocks of one of ``HOPPER``'s products; in the interpreter, where size is time, the smallest there are.
+
+    ``aligned``: all rows begin at multiples of 16 bytes.
+    """
     if INTERPRETED:
         return _INTERPRETED
-    return FULL_PRECISION if dtype == torch.float32 else HOPPER[product]
+    return HOPPER[product] if aligned and dtype != torch.float32 else SMALL
 
 
 def candidates(product: str) -> list[Blocks]:
@@ -64,6 +67,7 @@ def candidates(product: str) -> list[Blocks]:
     if product == "grad_weights_gathered":
         found += [replace(chosen, num_stages=5), replace(narrow, num_stages=10)]
     else:
-        # Three stages of half the columns leave room for a second program, which computes while the first one stores.
+        # Three stages of half the columns leave room for a second program, which computes while the first one stores
+        # (not in "back", whose registers leave none).
         found += [replace(chosen, num_stages=3), replace(narrow, num_stages=3), replace(narrow, num_warps=4)]
     return found + [replace(chosen, summed=128, num_stages=2)]

@@ -57,9 +57,10 @@ def triton_experts(
 class _TritonExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, activation):
-        x, w_gate_up, w_down = x.contiguous(), w_gate_up.contiguous(), w_down.contiguous()
-        b_gate_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_gate_up, b_down))
-        offsets, ctx.activation = offsets.int(), activation
+        args = (x, gather_idx, offsets.int(), probs, w_gate_up, w_down, b_gate_up, b_down)
+        args = [None if arg is None else arg.contiguous() for arg in args]  # kernels go by the shape
+        x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down = args
+        ctx.activation = activation
         if gather_idx.numel() == 0:  # a grid without programs is an error; autograd still comes by
             pre, out = x.new_empty(0, 2 * w_gate_up.shape[2]), x.new_empty(0, x.shape[1])
         else:
@@ -68,7 +69,7 @@ class _TritonExperts(torch.autograd.Function):
                 x, gather_idx, w_gate_up, b_gate_up, probs, tiles, activation
             )
             out = launches.down(act, w_down, b_down, probs, tiles)
-        ctx.save_for_backward(x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, pre)
+        ctx.save_for_backward(*args, pre)
         return out
 
     @staticmethod

@@ -1,11 +1,12 @@
 """Each product of the experts' kernels as a function of tensors. Shapes as in ``products``; all contiguous.
 
-Where ``Blocks.tma`` is set, and rows and tensors begin at multiples of 16 bytes, which it wants, the tensor memory
-accelerator copies what is not gathered; else threads copy. Both give the same numbers.
+Where rows and tensors begin at multiples of 16 bytes, the tensor memory accelerator copies what is not
+gathered, if ``Blocks.tma`` says so; else threads copy. Both give the same numbers.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -31,16 +32,18 @@ def gather_up_activate(
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
-    blocks = blocks or blocks_of("up", x.dtype)
     (num_rows,), (_, _, width, hidden) = gather_idx.shape, w_gate_up.shape
     pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
-    tma = _can_describe(blocks, w_gate_up)
-    weights = _described(w_gate_up.flatten(0, 1), (2, blocks.columns, blocks.summed)) if tma else w_gate_up
+    step = _step(x, w_gate_up, act)
+    blocks = blocks or blocks_of("up", x.dtype, step > 1)
+    weights = w_gate_up
+    if tma := blocks.tma and step > 1:
+        weights = _described(w_gate_up.flatten(0, 1), (2, blocks.columns, blocks.summed))
     _over_rows(
         products.gather_up_activate, tiles, width, blocks, x.dtype,
         x, gather_idx, weights, _or(b_gate_up, w_gate_up), probs, pre, act,
         sizes=(hidden, width, *_constants(activation)),
-        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU), TMA=tma,
+        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU), STEP=step, TMA=tma,
     )  # fmt: skip
     return pre, act
 
@@ -67,19 +70,20 @@ def grad_down_activate(
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
-    blocks = blocks or blocks_of("back", pre.dtype)
+    step = _step(grad_out, w_down)
+    blocks = blocks or blocks_of("back", pre.dtype, step > 1)
     _, hidden, width = w_down.shape
     grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
-    tma = _can_describe(blocks, grad_out, w_down)
-    if tma:
+    if tma := blocks.tma and step > 1:
         grad_out = _described(grad_out, (tiles.height, blocks.summed))
         w_down = _described(w_down, (1, blocks.summed, blocks.columns))
     _over_rows(
         products.grad_down_activate, tiles, width, blocks, pre.dtype,
         grad_out, w_down, probs, pre, grad_pre, act, shares,
         sizes=(hidden, width, *_constants(activation)),
-        CLAMPED=isinstance(activation, ClampedSwiGLU), TMA=tma, COLUMNS_AT_ONCE=blocks.columns_at_once,
+        CLAMPED=isinstance(activation, ClampedSwiGLU), STEP=step, TMA=tma,
+        COLUMNS_AT_ONCE=blocks.columns_at_once,
     )  # fmt: skip
     return grad_pre, act, shares
 
@@ -100,13 +104,15 @@ def grad_weights(
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
     """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through ``gather_idx`` if given."""
-    gathered = gather_idx is not None
-    blocks = blocks or blocks_of("grad_weights_gathered" if gathered else "grad_weights", left.dtype)
+    gathered, step = gather_idx is not None, _step(left, right)
+    blocks = blocks or blocks_of(
+        "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
+    )
     m, n = left.shape[1], right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
         left, right, _or(gather_idx, offsets), out, offsets, m, n,
-        GATHERED=gathered, PRECISION=_precision(left.dtype),
+        GATHERED=gathered, STEP=step, PRECISION=_precision(left.dtype),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -142,17 +148,18 @@ def _rows_times_weights(
     blocks: Blocks | None,
 ) -> torch.Tensor:
     """rows [R, K] times [E, N, K] (``down``) or [E, K, N] of each row's expert."""
-    blocks, by_columns = blocks or blocks_of(product, rows.dtype), product == "down"
+    by_columns = product == "down"
     num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
     out = rows.new_empty(rows.shape[0], num_columns)
-    tma = _can_describe(blocks, rows, weights)
-    if tma:
+    step = _step(rows, weights, out)
+    blocks = blocks or blocks_of(product, rows.dtype, step > 1)
+    if tma := blocks.tma and step > 1:
         box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
         described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
     _over_rows(
         products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
         *(described if tma else (rows, weights)), _or(bias, weights), probs, out,
-        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, TMA=tma,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, STEP=step, TMA=tma,
     )  # fmt: skip
     return out
 
@@ -171,15 +178,18 @@ def _over_rows(
     )  # fmt: skip
 
 
-def _can_describe(blocks: Blocks, *tensors: torch.Tensor) -> bool:
-    def aligned(tensor: torch.Tensor) -> bool:
-        return all(n * tensor.element_size() % 16 == 0 for n in (tensor.shape[-1], tensor.storage_offset()))
-
-    return blocks.tma and all(map(aligned, tensors))
+def _step(*tensors: torch.Tensor) -> int:
+    """Numbers in 16 bytes if all rows of all of them begin at multiples of that, else 1. Memory itself comes aligned."""
+    step = 16 // tensors[0].element_size()
+    starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
+    return step if all(start % step == 0 for start in starts) else 1
 
 
 def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, list(box))
+    strides = [
+        prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())
+    ]  # its own may lie where a dim is 1
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
 
 
 def _precision(dtype: torch.dtype) -> str:

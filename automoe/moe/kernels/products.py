@@ -26,6 +26,14 @@ def _tile_and_column(num_tiles, num_columns):
 
 
 @triton.jit
+def _known(size, STEP: tl.constexpr):
+    """``size``, which the compiler then knows to be a multiple of STEP. By itself it sees multiples of 16 alone, and moves
+    rows of another length number by number.
+    """
+    return size // STEP * STEP
+
+
+@triton.jit
 def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr):
     """Of this program: expert (``num_experts`` if it has no tile), block of columns, first row, rows after it, which of
     them are real. Addresses are a start of 64 bits and 32 bits within the tile: twice those would spill.
@@ -97,12 +105,14 @@ def gather_up_activate(
     BIASED: tl.constexpr,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Rows are read through ``gather_idx`` into the product: there is no permuted copy of x."""
+    hidden, width = _known(hidden, STEP), _known(width, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(width, BLOCK_N), BLOCK_M
     )
@@ -162,12 +172,14 @@ def rows_times_weights(
     BY_COLUMNS: tl.constexpr,
     BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """out = a @ w of each row's expert: the down projection, and the gradient of the gathered rows."""
+    K, N = _known(K, STEP), _known(N, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, BLOCK_N), BLOCK_M
     )
@@ -230,7 +242,7 @@ def _described_product(
     """As ``_product``, blocks copied by the tensor memory accelerator: one instruction for each and no addresses.
 
     ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` [R, K], or is where rows start if GATHERED. What it
-    reads past the last real row is some other row, which adds nothing to the real ones.
+    reads past the last real row is another row or zeros, which add nothing to the real ones.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -267,6 +279,7 @@ def grad_down_activate(
     limit,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -274,6 +287,7 @@ def grad_down_activate(
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
     """The gradient of the activation never leaves the chip; the router's is its product with the activation."""
+    hidden, width = _known(hidden, STEP), _known(width, STEP)
     num_columns = tl.cdiv(width, BLOCK_N)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M
@@ -348,12 +362,14 @@ def grad_weights(
     M,
     N,
     GATHERED: tl.constexpr,
+    STEP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """out[e] = left.T @ right over the rows of e."""
+    M, N = _known(M, STEP), _known(N, STEP)
     num_columns = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(M, BLOCK_M) * num_columns
     expert = tl.program_id(0) // blocks
