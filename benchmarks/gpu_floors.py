@@ -31,6 +31,7 @@ import automoe.moe.kernels.launches as kernels
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.experts import expert_backend
+from automoe.moe.kernels.blocks import HOPPER
 from automoe.moe.layer import MoE
 from automoe.rows import Rows, WholeRows
 from automoe.testing.conf_models import conf_model
@@ -88,7 +89,11 @@ class _Kernels:
 @contextmanager
 def traffic(kind: type[Traffic] = Traffic) -> Iterator[Traffic]:
     """Counts while entered, kernels of ``moe.experts=triton`` included, which are not launched."""
-    with kind() as counter, patch.object(kernels, "products", _Kernels(counter.launch)):
+    with (
+        kind() as counter,
+        patch.object(kernels, "products", _Kernels(counter.launch)),
+        patch.object(kernels, "blocks_of", lambda product, _dtype, _aligned: HOPPER[product]),
+    ):
         yield counter
 
 

@@ -92,13 +92,13 @@ def expert_backend(name: str) -> ExpertFn:
     """
     if name == "triton":  # imports triton, which is heavy and not on every platform
         try:
-            from automoe.moe.kernels.experts import triton_experts
+            from automoe.moe.kernels.experts import experts
         except ImportError as error:
             raise BackendError(
                 f"moe.experts=triton needs the package triton ({error}). Install it, or choose one of: "
                 + ", ".join(BACKENDS)
             ) from None
-        return triton_experts
+        return experts()
     if name in INTEROP:
         # Upwards, against the order of the house: what comes from a foreign framework is in one file, there.
         return import_module(INTEROP[name]).experts()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from device_models import relative
 
+from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.dispatch.base import group_ends
 from automoe.moe.experts import expert_backend, loop_experts
 
@@ -31,11 +32,14 @@ def rows_per_expert(kind: str, num_rows: int) -> list[int]:
     }[kind]
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased and clamped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "kind", ["random", "skewed", "one expert has all", "first and last are empty", "one row", "no row"]
 )
-def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+def test_a_backend_equals_the_float64_loop(
+    device: torch.device, dtype: torch.dtype, kind: str, biased: bool
+) -> None:
     for name, (num_tokens, hidden, width) in product(BACKENDS[device.type], SIZES[device.type]):
         generator = torch.Generator().manual_seed(0)
         counts = rows_per_expert(kind, 2 * num_tokens)
@@ -44,6 +48,11 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
         def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
+        # Rounded to bfloat16 numbers near a limit change sides, and their gradients with them.
+        limit = 0.5 if dtype == torch.float32 else 7.0
+        extra = []
+        if biased:
+            extra = [random(num_experts, 2, width), random(num_experts, hidden)]
         x = random(num_tokens, hidden)
         probs = torch.rand(num_rows, generator=generator)
         w_gate_up = random(num_experts, 2, width, hidden) / hidden**0.5
@@ -59,15 +68,15 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
         ):
             leaves = [
                 tensor.detach().to(**to, copy=True).requires_grad_()
-                for tensor in (x, probs, w_gate_up, w_down)
+                for tensor in (x, probs, w_gate_up, w_down, *extra)
             ]
             where = leaves[0].device
-            out = backend(leaves[0], gather_idx.to(where), offsets.to(where), *leaves[1:])
+            more = dict(activation=ClampedSwiGLU(1.702, limit)) if biased else {}
+            out = backend(leaves[0], gather_idx.to(where), offsets.to(where), *leaves[1:], **more)
             out.backward(upstream.to(**to))
             results.append([out, *(leaf.grad for leaf in leaves)])
-        for part, got, expected in zip(
-            ("out", "dx", "dprobs", "dw_gate_up", "dw_down"), *results, strict=True
-        ):
+        parts = ["out", "dx", "dprobs", "dw_gate_up", "dw_down", "db_gate_up", "db_down"]
+        for part, got, expected in zip(parts[: len(results[0])], *results, strict=True):
             assert got.isfinite().all(), (name, part)
             if expected.norm() == 0:
                 assert got.norm() == 0, (name, part)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automoe.errors import BackendError
 from automoe.moe.experts import expert_backend, loop_experts
 from automoe.moe.kernels import blocks, launches
 from automoe.moe.kernels.tiles import row_tiles, tile_height
@@ -173,6 +174,17 @@ def test_every_kernel_compiles_for_hopper_without_spilling() -> None:
         )
         assert facts["matrix_units"] or without, (name, facts)
         assert facts["exact"] or not name.startswith("adamw"), (name, facts)
+
+
+def test_a_gpu_without_room_for_the_blocks_is_told_what_serves_it(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, fine in (((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=capability: of)
+        if fine:
+            expert_backend("triton")
+            continue
+        with pytest.raises(BackendError, match=rf"capabilities 9 and 10.*\({capability[0]}.*grouped_mm"):
+            expert_backend("triton")
 
 
 def test_a_model_on_the_cpu_is_told_where_the_kernels_run() -> None:

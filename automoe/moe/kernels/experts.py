@@ -7,6 +7,8 @@ interpreter; they have not run on a GPU yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -18,6 +20,21 @@ from automoe.moe.kernels.blocks import INTERPRETED
 from automoe.moe.kernels.tiles import RowTiles, row_tiles, tile_height
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CAPABILITIES = (9, 10)  # Hopper and datacenter Blackwell: blocks want their 227 KB of shared memory
+
+
+def experts() -> Callable[..., torch.Tensor]:
+    """``triton_experts``, where there is a GPU that they fit.
+
+    Raises:
+        BackendError: this machine's GPU is another.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
+        raise BackendError(
+            "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and this "
+            f"GPU has {torch.cuda.get_device_capability()}. Set moe.experts=grouped_mm"
+        )
+    return triton_experts
 
 
 def triton_experts(
