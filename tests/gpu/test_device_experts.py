@@ -81,7 +81,9 @@ def test_a_backend_equals_the_float64_loop(
             if expected.norm() == 0:
                 assert got.norm() == 0, (name, part)
             else:
-                assert relative(got, expected) < TOLERANCE[dtype], (name, part)
+                # One row's gradient of probs is one number, left over from a sum that cancels.
+                allowed = TOLERANCE[dtype] * (3 if kind == "one row" else 1)
+                assert relative(got, expected) < allowed, (name, part)
         for expert, count in enumerate(counts):
             if count == 0:  # not what lay in the memory before
                 assert results[0][3][expert].norm() == 0 and results[0][4][expert].norm() == 0
