@@ -108,6 +108,9 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     for key, package, remedy in _foreign(config, device):
         if importlib.util.find_spec(package) is None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
+    if device == "cuda":
+        for key, instead in _launching_triton(config, device):
+            _check_compiler(key, device, f"or set {instead}")
     if config.moe.dispatcher != "deepep" or shape.ep == 1:
         return
     if device != "cuda":
@@ -123,24 +126,14 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 
 def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
     """(key=value, package, remedy) of every package that ``config`` computes with and not every machine has."""
-    experts = config.moe.experts if config.model.first_k_dense < config.model.num_layers else "none"
+    experts = _experts(config)
     chosen = (
         ("kernels.attention", config.kernels.attention, "sdpa"),
         ("kernels.norm", config.kernels.norm, "torch"),
         ("moe.experts", experts, "grouped_mm"),
     )
-    for key, uses_triton, instead in (
-        ("kernels.rope=triton", config.kernels.rope == "triton", "kernels.rope=torch"),
-        ("moe.experts=triton", experts == "triton", "moe.experts=grouped_mm"),
-        (f"train.fp8={config.train.fp8}", config.train.fp8 != "off" and device == "cuda", "train.fp8=off"),
-        (
-            "optim.master_weights=stochastic",
-            config.optim.master_weights == "stochastic" and device == "cuda",
-            "optim.master_weights=float32",
-        ),
-    ):
-        if uses_triton:
-            yield key, "triton", f"Install triton, or set {instead}"
+    for key, instead in _launching_triton(config, device):
+        yield key, "triton", f"Install triton, or set {instead}"
     if device == "cuda" and not config.cluster.peak_flops:
         yield (
             "cluster.peak_flops=0",
@@ -160,6 +153,25 @@ def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
                 )
 
 
+def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
+    """(key=value, what to set instead) of everything in ``config`` that launches Triton's kernels."""
+    if config.kernels.rope == "triton":
+        yield "kernels.rope=triton", "kernels.rope=torch"
+    if _experts(config) == "triton":
+        yield "moe.experts=triton", "moe.experts=grouped_mm"
+    if device != "cuda":
+        return  # torch has operations for the rest
+    if config.train.fp8 != "off":
+        yield f"train.fp8={config.train.fp8}", "train.fp8=off"
+    if config.optim.master_weights == "stochastic":
+        yield "optim.master_weights=stochastic", "optim.master_weights=float32"
+
+
+def _experts(config: Config) -> str:
+    """``moe.experts`` where the model has any."""
+    return config.moe.experts if config.model.first_k_dense < config.model.num_layers else "none"
+
+
 def _check_compile(device: str) -> None:
     """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's headers."""
     key, remedy = "train.compile=true", "or set train.compile=false"
@@ -169,7 +181,11 @@ def _check_compile(device: str) -> None:
             f"{key}: torch.compile runs on Python 3.11 to 3.14 (without the interpreter lock from 3.13.3 on), and "
             f"this is {sys.version.split()[0]}. Install one of those, {remedy}"
         )
-    # Inductor writes C++ for the CPU; on CUDA Triton builds the launcher of each kernel in C.
+    _check_compiler(key, device, remedy)
+
+
+def _check_compiler(key: str, device: str, remedy: str) -> None:
+    """A compiler and Python's headers, for ``key``: Inductor's C++ on the CPU, Triton's driver and launchers on CUDA."""
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     names = shlex.split(os.environ.get(variable, ""))[:1] or names
     if not any(shutil.which(name) for name in names):

@@ -113,7 +113,7 @@ def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"at most {limit}" in str(hardware.missing_hardware(resolve_mesh(MeshConfig(), limit + 1), "cpu"))
 
 
-@pytest.mark.parametrize(
+LAUNCHING_TRITON = pytest.mark.parametrize(
     ("chosen", "key", "instead"),
     [
         (Config(kernels=KernelsConfig(rope="triton")), "kernels.rope=triton", "kernels.rope=torch"),
@@ -127,6 +127,9 @@ def test_a_machine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
     ids=["rope", "experts", "fp8", "optimizer"],
 )
+
+
+@LAUNCHING_TRITON
 def test_a_missing_triton_is_told_before_ranks_start(
     chosen: Config, key: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +143,28 @@ def test_a_missing_triton_is_told_before_ranks_start(
     hardware.check_backends(Config(), one_rank, "cuda")
     if chosen.train.fp8 != "off" or chosen.optim.master_weights == "stochastic":
         hardware.check_backends(chosen, one_rank, "cpu")  # which has torch's operations for both
+
+
+@LAUNCHING_TRITON
+def test_what_triton_compiles_with_is_asked_for_before_ranks_start(
+    chosen: Config, key: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_rank = resolve_mesh(MeshConfig(), 1)
+    monkeypatch.delenv("CC", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
+        with pytest.raises(
+            BackendError, match=rf"{key} .*there is no {tmp_path}/Python\.h.*or set {instead}"
+        ):
+            hardware.check_backends(chosen, one_rank, "cuda")
+        hardware.check_backends(Config(), one_rank, "cuda")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendError, match=f"{key} compiles with gcc or clang on cuda.*or set {instead}"):
+        hardware.check_backends(chosen, one_rank, "cuda")
+    hardware.check_backends(Config(), one_rank, "cuda")
+    hardware.check_backends(chosen, one_rank, "cpu")  # where Triton is interpreted
+    (tmp_path / "clang").touch(mode=0o755)
+    hardware.check_backends(chosen, one_rank, "cuda")
 
 
 def test_a_missing_table_of_peaks_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
