@@ -89,9 +89,12 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the folder cannot be written by every rank, or is not the same for all of
-                them; ``checkpoint.resume`` names no checkpoint.
+                them; ``checkpoint.resume`` names no checkpoint; torch lacks what ``checkpoint.async_save``
+                copies the state with.
         """
         if self.config.checkpoint.every:
+            if self.config.checkpoint.async_save:
+                _new_stager(pin_memory=False)
             check_writable(self.ranks, self.folder)
         self.ranks.lead(lambda: check_source(self.config.checkpoint.resume, self.run_dir))
 
@@ -119,10 +122,7 @@ class CheckpointStore:
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         on_cuda = any(p.device.type == "cuda" for p in state.parameters())
         if self._stager is None:
-            # What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the next.
-            from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-
-            self._stager = StateDictStager(pin_memory=on_cuda, share_memory=False)
+            self._stager = _new_stager(pin_memory=on_cuda)
         staged = self._stager.stage(state.tensors() | _generator_tensors(), non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()  # the copies have arrived
@@ -371,6 +371,19 @@ class CheckpointStore:
 def _generator_tensors() -> dict[str, torch.Tensor]:
     """This rank's random generators under names of its own."""
     return {f"generators.{dist.get_rank()}.{name}": tensor for name, tensor in rng_state().items()}
+
+
+def _new_stager(pin_memory: bool) -> Any:
+    """What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the next."""
+    try:
+        from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+        return StateDictStager(pin_memory=pin_memory, share_memory=False)
+    except (ImportError, TypeError) as error:  # it is private to torch
+        raise CheckpointError(
+            f"checkpoint.async_save=true copies the state with torch's StateDictStager, which torch {torch.__version__} "
+            f"does not have as it was from 2.11 to 2.13: {error}. Set checkpoint.async_save=false, or install one of those"
+        ) from None
 
 
 def _give_up(temporary: Path, folder: Path) -> str | None:

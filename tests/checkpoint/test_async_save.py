@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,6 +20,7 @@ from checkpoint_runs import build_state, config, run, run_ranks
 from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
+from automoe.errors import CheckpointError
 from automoe.fault_points import VARIABLE
 from automoe.testing.pool import RankError, RankPool
 
@@ -168,3 +170,26 @@ def test_what_a_save_costs_the_loop_is_recorded(ranks: RankPool, text: Path, tmp
 
 def record_nothing(settings: Config, run_dir: Path) -> dict[str, Any]:
     return Saver(CheckpointStore(settings, run_dir), settings, print, print).record(1.0)
+
+
+def refusals(settings: Config, run_dir: Path) -> list[str]:
+    """What ``check`` says where torch's stager is gone, and where it takes other arguments."""
+    module, said = "torch.distributed.checkpoint._state_dict_stager", []
+    other = mock.Mock(StateDictStager=lambda: None)
+    for stager in (None, other):
+        with mock.patch.dict(sys.modules, {module: stager}), pytest.raises(CheckpointError) as raised:
+            CheckpointStore(settings, run_dir).check()
+        said.append(str(raised.value))
+        with mock.patch.dict(sys.modules, {module: stager}):
+            waiting = replace(settings, checkpoint=replace(settings.checkpoint, async_save=False))
+            CheckpointStore(waiting, run_dir).check()
+    CheckpointStore(settings, run_dir).check()
+    return said
+
+
+def test_a_torch_without_its_stager_is_told_before_training(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    ((gone, changed),) = ranks.run(refusals, 1, config(text, async_save=True), tmp_path / "run")
+    assert "StateDictStager" in gone and "Set checkpoint.async_save=false" in gone
+    assert "unexpected keyword argument" in changed and "Set checkpoint.async_save=false" in changed
