@@ -1,18 +1,21 @@
 """Importing this, before anything imports torch, gives torch a CUDA device for fake tensors (``automoe.testing.fake_cuda``).
 
 Fake tensors may be of a device that the machine lacks, but autograd then still asks for that device's guard, its streams
-and its hooks, and ends the process where there are none. Those are a few C++ functions, compiled here (g++, seconds) and
-loaded before torch's own.
+and its hooks, and ends the process where there are none. Those are a few C++ functions, compiled here (g++ with C++20,
+seconds) and loaded before torch's own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from automoe.errors import BackendError
 
 _SOURCE = """
 #include <ATen/DeviceAccelerator.h>
@@ -69,6 +72,11 @@ extern "C" void set_guard() { c10::impl::registerDeviceGuard(c10::DeviceType::CU
 
 
 def _load() -> ctypes.CDLL:
+    if shutil.which("g++") is None:
+        raise BackendError(
+            "automoe.testing.cuda_device compiles a few C++ functions with g++, and there is none on the PATH. "
+            "Install g++ 10 or later, which knows C++20"
+        )
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None and "torch" not in sys.modules
     torch = Path(spec.origin).parent

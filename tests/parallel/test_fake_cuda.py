@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
+TIMEOUT_S = 900  # for a process that hangs: the longest list takes tens of seconds of CPU time
 
 
 def traced(*names: str) -> dict[str, Any]:
@@ -20,7 +21,8 @@ def traced(*names: str) -> dict[str, Any]:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("fake_cuda_steps.py")
-    ended = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True)
+    command = [sys.executable, script, *names]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -45,6 +47,14 @@ def test_a_step_on_a_gpu_and_what_would_fail_there() -> None:
     )
     assert "ValueError: copy_one was launched over a grid of (0,)" in faults["an empty grid"]
     assert "must be long, int, byte or bool tensors" in faults["no index of floats"]
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
+    command = [sys.executable, "-c", "import automoe.testing.cuda_device"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 1
+    assert "BackendError: automoe.testing.cuda_device compiles a few C++ functions with g++" in ended.stderr
 
 
 @pytest.mark.exhaustive
