@@ -61,7 +61,8 @@ class StochasticAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded by chance, and moments like them.
 
     Parameters and moments of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
-    (``automoe.optim.kernels``), on the CPU plain torch, with the same numbers.
+    (``automoe.optim.kernels``), on the CPU plain torch: on one device the same numbers to the bit, given the same bias
+    corrections, whose powers differ in the last bit between libraries.
 
     Args:
         groups: parameter groups, each with ``names``, the global names of its ``params`` in their order.

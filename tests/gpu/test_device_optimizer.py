@@ -18,7 +18,7 @@ from automoe.optim.stochastic import update_in_torch
 SHAPES = {"cpu": (3, 2, 5, 48), "cuda": (16, 2, 512, 2048)}
 
 
-def updated(update, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+def updated(update, device: torch.device, dtype: torch.dtype, moments: str) -> list[torch.Tensor]:
     """A parameter and its moments after three steps, all made by ``update``."""
     generator = torch.Generator().manual_seed(0)
 
@@ -27,7 +27,8 @@ def updated(update, device: torch.device, dtype: torch.dtype) -> list[torch.Tens
 
     model = nn.Module()
     model.weight = nn.Parameter(normal())
-    optimizer = build_optimizer([model], OptimConfig(lr=1e-3, master_weights="stochastic"))
+    config = OptimConfig(lr=1e-3, master_weights="stochastic", moments=moments)
+    optimizer = build_optimizer([model], config)
     with (
         patch.object(automoe.optim.stochastic, "update_in_torch", update),
         patch.object(automoe.optim.kernels, "update_in_one_pass", update),
@@ -39,7 +40,16 @@ def updated(update, device: torch.device, dtype: torch.dtype) -> list[torch.Tens
     return [model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_an_update_in_one_pass_is_that_of_plain_torch(device: torch.device, dtype: torch.dtype) -> None:
-    plain, fused = (updated(update, device, dtype) for update in (update_in_torch, update_in_one_pass))
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [(torch.bfloat16, "float32"), (torch.bfloat16, "bfloat16"), (torch.float32, "float32")],
+    ids=["bfloat16", "bfloat16, moments too", "float32"],
+)
+def test_an_update_in_one_pass_is_that_of_plain_torch(
+    device: torch.device, dtype: torch.dtype, moments: str
+) -> None:
+    plain, fused = (
+        updated(update, device, dtype, moments) for update in (update_in_torch, update_in_one_pass)
+    )
+    assert [tensor.dtype for tensor in plain] == [dtype, *[getattr(torch, moments)] * 2]
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
