@@ -14,7 +14,9 @@ from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, refusal,
 
 from automoe.checkpoint.manifest import changed_settings, check_model, describe
 from automoe.checkpoint.store import CheckpointStore
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
+from automoe.config.unsharded import stays_unsharded
 from automoe.data.loader import Loader
 from automoe.errors import CheckpointError
 from automoe.testing.pool import RankPool
@@ -102,6 +104,27 @@ def test_sharded_experts_and_replicas(ranks: RankPool, text: Path, tmp_path: Pat
     loaded = run(ranks, on_mesh(settings, dp_shard=2), tmp_path / "run", until=1)
     assert loaded.resumed_at == 1
     assert_equal_bits(loaded.states[1], saved.states[1])
+
+
+def test_with_and_without_fsdp(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    """One rank without FSDP saves; with it, to sum micro-batches or over two ranks, the state is the same, and back."""
+    summed = config(text, "bfloat16")
+    optim = replace(summed.optim, master_weights="stochastic", moments="bfloat16")
+    summed = replace(summed, optim=optim)
+    bare = replace(summed, train=replace(summed.train, micro_batch_size=8))
+    shape = resolve_mesh(bare.mesh, None)
+    assert stays_unsharded(bare, shape) and not stays_unsharded(summed, shape)
+
+    first = run(ranks, bare, tmp_path / "run", until=1, save_at=[1])
+    assert_everything_moved(first, 1)
+    one = run(ranks, summed, tmp_path / "run", until=2)
+    two = run(ranks, on_mesh(summed, dp_shard=2), tmp_path / "run", until=2, save_at=[2])
+    last = run(ranks, bare, tmp_path / "run", until=3)
+    assert (one.resumed_at, two.resumed_at, last.resumed_at) == (1, 1, 2)
+    for resumed in (one, two):
+        assert_equal_bits(resumed.states[1], first.states[1])
+        assert resumed.counters[1] == first.counters[1]
+    assert_equal_bits(last.states[2], two.states[2])
 
 
 def test_resume_never_starts_over_beside_what_is_there(ranks: RankPool, text: Path, tmp_path: Path) -> None:
