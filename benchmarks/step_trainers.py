@@ -46,6 +46,7 @@ from automoe.parallel.step import build_runner, prepare_inputs
 
 GATES = {"balanced": "balanced", "natural": "learned"}  # routing -> MoEConfig.gate
 SAMPLE = 4096  # elements of a gradient that are compared
+TRANSFORMERS_LOGIT = 12.0  # bytes that its loss holds at its peak, in the backward pass
 TIGHT = 0.9  # of a GPU's memory, the rest for fragmentation and kernels' workspaces
 
 
@@ -106,9 +107,10 @@ class Case:
 
 def needed_bytes(config: Config) -> float:
     """The most that a contender needs: the plan, which is ours; or in place of its chunk of logits what transformers
-    holds, all logits of a micro-batch in bfloat16, in float32, and their gradient."""
+    holds, three float32 numbers for every logit of a micro-batch: the log-softmax, the gradient of the loss by it and
+    the gradient by the logit. (In the forward pass 10 bytes: the logit in bfloat16 and float32, the log-softmax.)"""
     train = config.train
-    logits = 10.0 * train.micro_batch_size * train.seq_len * config.model.vocab_size
+    logits = TRANSFORMERS_LOGIT * train.micro_batch_size * train.seq_len * config.model.vocab_size
     plan = make_plan(config, resolve_mesh(config.mesh, 1)).heaviest
     return plan.peak + max(0.0, logits - plan.head)
 
@@ -179,6 +181,13 @@ def automoe(experts: str) -> Callable[[Config, Meshes, torch.device], Built]:
         parts = build_parts(config, meshes)
         materialize(parts, config, device)
         part = parts[0]
+        with torch.no_grad():
+            for (
+                _,
+                layer,
+            ) in part.moe_layers():  # its router is float32, and starts where theirs in bfloat16 do
+                for parameter in layer.router.parameters():
+                    parameter.copy_(parameter.to(parameter_dtype(config)))
 
         def choose(routing: str) -> None:
             for _, layer in part.moe_layers():
@@ -292,7 +301,7 @@ class TransformersPart(nn.Module):
 
 
 def _first_weights(config: Config, device: torch.device) -> Decoder:
-    """Our model before it is sharded, with the values that every mesh starts from."""
+    """Our model before it is sharded, all in ``parameter_dtype``, with the values that every contender starts from."""
     part = build_decoder(config.model, config.moe, parameter_dtype(config))
     allocate({0: part}, device)
     initialize(part, config.model.initializer_range, config.train.seed)

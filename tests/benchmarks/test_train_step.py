@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.unsharded import stays_unsharded
@@ -82,6 +84,80 @@ def test_a_contender_that_differs_is_not_timed(tmp_path: Path) -> None:
 def train_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     return import_module("train_step")
+
+
+def test_out_of_memory_fails_ours_alone_for_the_plan_said_that_they_fit(train_step: ModuleType) -> None:
+    contenders = {
+        name: train_step.not_timed(name, torch.OutOfMemoryError("of GPU memory"))
+        for name in import_module("step_trainers").CONTENDERS
+    }
+    assert contenders["automoe triton"] == {"absent": "OutOfMemoryError: of GPU memory", "failed": True}
+    assert {name for name, facts in contenders.items() if facts["failed"]} == {
+        "automoe triton",
+        "automoe grouped_mm",
+    }
+    timed = {"transformers grouped_mm": {"loss_difference": 0.0}}
+    ours = train_step.failures({"models": {"a": {"contenders": contenders | timed}}})
+    assert len(ours) == 2 and "a: automoe grouped_mm: OutOfMemoryError: of GPU memory" in ours
+
+
+def test_a_model_of_which_no_contender_is_left_fails(
+    train_step: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Though each was absent for a reason of its own."""
+    trainers = import_module("step_trainers")
+
+    def absent(*_given: object) -> None:
+        raise trainers.Absent("it is not here")
+
+    for name in trainers.CONTENDERS:
+        monkeypatch.setitem(trainers.CONTENDERS, name, absent)
+    arguments = ["--quick", "--model", "small Qwen3-MoE", "--out", str(tmp_path / "result.json")]
+    monkeypatch.setattr(sys, "argv", ["train_step.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:  # a text is printed, and the exit status 1
+        train_step.main()
+    assert stopped.value.code == "small Qwen3-MoE: nothing was timed, no contender is left"
+
+
+def test_every_router_starts_from_the_same_weights(train_step: ModuleType) -> None:
+    """Ours is float32 and theirs are bfloat16."""
+    trainers, case = import_module("step_trainers"), train_step.quick_cases()["small Qwen3-MoE"]
+    config, _ = case.slice_for(0)
+    found = {}
+    with train_step.one_rank("cpu") as device:
+        meshes = train_step.build_meshes(resolve_mesh(config.mesh, 1), device)
+        for name in HERE_TOO:
+            part = trainers.CONTENDERS[name](config, meshes, device).part
+            found[name] = {
+                layer: weight.full_tensor().detach()
+                for path, weight in part.named_parameters()
+                for layer, _, router in [path.partition("layers.")[2].partition(".mlp.")]
+                if router in ("router.weight", "layer.router.gate.weight", "gate.weight")
+            }
+    ours = found.pop("automoe grouped_mm")
+    assert len(ours) == config.model.num_layers and len(found) == 2
+    for name, theirs in found.items():
+        assert theirs.keys() == ours.keys()
+        for layer, weight in theirs.items():
+            assert weight.dtype == torch.bfloat16 and ours[layer].dtype == torch.float32, name
+            assert torch.equal(weight.float(), ours[layer]), name
+
+
+def test_needed_bytes_hold_the_peak_of_the_loss_of_transformers(train_step: ModuleType) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    num_tokens, vocab = 64, 8192
+    x, weight = torch.randn(num_tokens, 8).bfloat16().requires_grad_(), torch.randn(vocab, 8).bfloat16()
+    labels = torch.randint(vocab, (num_tokens,))
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiled:
+        beside = dict(shift_labels=labels, num_items_in_batch=torch.tensor(num_tokens))
+        ForCausalLMLoss(x @ weight.T, labels, vocab, **beside).backward()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    a_logit = import_module("step_trainers").TRANSFORMERS_LOGIT
+    assert max(live) / (num_tokens * vocab) == pytest.approx(a_logit, rel=0.01)
 
 
 @pytest.mark.parametrize("memory", [80 * 2**30, 139.8 * 2**30])
