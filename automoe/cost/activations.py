@@ -31,16 +31,15 @@ Of these the outputs are not kept, since their inputs are:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
 
 from automoe.config.layer_kinds import is_linear, window_of
+from automoe.config.loss_chunks import chunk_tokens
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL, PROMISED
 from automoe.config.schema import AttentionConfig, Config, ModelConfig
 from automoe.cost.batch import BatchPlan
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
-LOGITS_CHUNK_TOKENS, MOST_LOGITS_CHUNK_TOKENS = 512, 4096
 DELTA_CHUNK = 64
 
 
@@ -258,16 +257,14 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, aga
     return kept + wide * tokens * inside
 
 
-def logits_chunk_tokens(tokens: int, hidden: int) -> int:
-    """``automoe.model.loss.chunk_tokens``."""
-    most = max(LOGITS_CHUNK_TOKENS, min(hidden, MOST_LOGITS_CHUNK_TOKENS))
-    return ceil(tokens / ceil(tokens / most))
+def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int, tp: int = 1) -> float:
+    """Peak of the chunked cross-entropy: one chunk of logits, wide, and the head's gradient, wide and stored.
 
-
-def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int) -> float:
-    """Peak of the chunked cross-entropy: one chunk of logits, wide, and the head's gradient, wide and stored."""
+    Args:
+        tokens: of the micro-batch on this rank; each tp rank takes those of all, and its part of the vocabulary.
+    """
     wide = max(4, bytes_per_number)
-    chunk = logits_chunk_tokens(tokens, model.hidden_size)
-    logits = chunk * model.vocab_size * (wide + bytes_per_number)
-    gradient = model.hidden_size * model.vocab_size * (wide + bytes_per_number)
+    tokens, rows = tokens * tp, -(-model.vocab_size // tp)
+    logits = chunk_tokens(tokens, model.hidden_size) * rows * (wide + bytes_per_number)
+    gradient = model.hidden_size * rows * (wide + bytes_per_number)
     return float(logits + gradient + 3 * bytes_per_number * tokens * model.hidden_size)

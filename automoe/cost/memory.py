@@ -169,7 +169,7 @@ def _plan_rank(
         gathered_weights=0 if unsharded else gathered,
         unsharded_gradients=0 if unsharded else reduced * (whole if deferred else min(whole, few)),
         activations=activations,
-        head=head_workspace_bytes(model, load.tokens, compute) if has_head else 0.0,
+        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp) if has_head else 0.0,
         recompute=max(
             recompute_workspace_bytes(model, layer, load, compute, kernels, names)
             for layer, names in again.items()

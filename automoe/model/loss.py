@@ -9,22 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from automoe.config.loss_chunks import chunk_tokens
 from automoe.rows import IGNORE, TokenSplit, WholeTokens
-
-CHUNK_TOKENS = 512  # at least
-MOST_CHUNK_TOKENS = 4096
-
-
-def chunk_tokens(tokens: int, hidden: int) -> int:
-    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers, within bounds.
-
-    For each chunk the gradient of the whole head is added up once; few tokens a chunk make that the larger part of
-    what the loss moves. Chunks are alike, since compiled code is made for one size.
-    """
-    most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
-    num_chunks = max(1, -(-tokens // most))
-    return max(1, -(-tokens // num_chunks))
-
 
 # x [t, H] of one chunk, weight, labels [t], first_id and split of ``cross_entropy_sum``, whether a gradient is
 # wanted -> the sum of the chunk's losses, and its gradient by the logits [t, V] in the dtype of x

@@ -198,7 +198,8 @@ def sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """
     step = 16 // rows.element_size()  # grouped_mm takes multiples of 16 bytes
     num_cols = rows.shape[1]
-    rows = F.pad(rows, (0, -num_cols % step))
+    if missing := -num_cols % step:  # else it would be a copy for nothing
+        rows = F.pad(rows, (0, missing))
     return grouped_mm(rows.transpose(0, 1), rows.new_ones(rows.shape[0], step), offsets)[:, :num_cols, 0]
 
 

@@ -14,6 +14,7 @@ import torch
 import automoe.model.decoder
 import automoe.parallel.recompute
 from automoe.config.compose import compose_config
+from automoe.config.loss_chunks import CHUNK_TOKENS
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import REGIONS
 from automoe.config.schema import Config, MeshConfig
@@ -24,14 +25,12 @@ from automoe.cost.activations import (
     head_workspace_bytes,
     kernels_of,
     layer_activation_bytes,
-    logits_chunk_tokens,
     recompute_workspace_bytes,
 )
 from automoe.mesh import Meshes, build_meshes
 from automoe.model.attention import attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
-from automoe.model.loss import CHUNK_TOKENS, chunk_tokens
 from automoe.moe.decisions import Decisions
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.recompute import apply_recompute
@@ -259,10 +258,11 @@ def test_the_rule_is_cut_into_the_chunks_that_the_plan_counts() -> None:
     assert DELTA_CHUNK == CHUNK
 
 
-def test_the_loss_makes_its_logits_in_the_chunks_that_the_plan_counts() -> None:
-    for tokens in (1, 300, 512, 513, 4096, 12288, 100_000):
-        for hidden in (64, 2048, 7168):
-            assert logits_chunk_tokens(tokens, hidden) == chunk_tokens(tokens, hidden)
+def test_the_head_is_planned_by_the_chunk_and_by_the_vocabulary_that_a_tp_rank_has() -> None:
     model = compose_config().model
     short, long = (head_workspace_bytes(model, tokens, 4) for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS))
     assert long - short == 3 * 4 * CHUNK_TOKENS * model.hidden_size
+    rows_of_x = 3 * 4 * CHUNK_TOKENS * model.hidden_size
+    assert model.vocab_size % 2 == 0
+    cut = head_workspace_bytes(model, CHUNK_TOKENS // 2, 4, tp=2)
+    assert cut - rows_of_x == (short - rows_of_x) / 2

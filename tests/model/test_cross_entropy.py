@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import automoe.model.loss
-from automoe.model.loss import chunk_tokens, cross_entropy_sum
+import automoe.config.loss_chunks
+from automoe.config.loss_chunks import chunk_tokens
+from automoe.model.loss import cross_entropy_sum
 from automoe.rows import IGNORE
 
 T, H, V = 30, 8, 21
@@ -25,7 +26,7 @@ def inputs(dtype: torch.dtype, ignored: int) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("ignored", [0, 11, T - 1, T])
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1024])  # H at least
 def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int) -> None:
-    monkeypatch.setattr(automoe.model.loss, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(automoe.config.loss_chunks, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
     got = cross_entropy_sum(x, weight, labels)
     expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")
@@ -41,10 +42,17 @@ def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: 
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "expected"),
-    [(0, 8, 1), (300, 64, 300), (513, 64, 257), (4096, 2048, 2048), (4096, 7168, 4096), (12289, 7168, 3073)],
+    [(0, 8, 1), (300, 64, 300), (513, 64, 171), (4096, 2048, 2048), (4096, 7168, 4096), (12289, 7168, 3073)],
 )
 def test_chunks_are_alike_and_as_large_as_the_head(tokens: int, hidden: int, expected: int) -> None:
     assert chunk_tokens(tokens, hidden) == expected
+
+
+@pytest.mark.parametrize("hidden", [2048, 2880, 3072, 4096, 5120, 7168])
+@pytest.mark.parametrize("tokens", [4096, 5120, 12288, 32768, 65536])
+def test_no_usual_size_leaves_a_shorter_chunk(tokens: int, hidden: int) -> None:
+    chunk = chunk_tokens(tokens, hidden)
+    assert tokens % chunk == 0 and chunk <= max(512, min(hidden, 4096)) < 2 * chunk
 
 
 def test_logits_beyond_exp_do_not_overflow() -> None:
