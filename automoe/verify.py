@@ -31,13 +31,13 @@ MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # of one step; a row
 # has 8 bits, and what it rounds depends on how a sum is cut.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
 # In 8 bits, below float64: a rounding tips a code to its neighbour, an eighth away, and the next product tips more
-# (docs/fp8.md). Of a mean over all tokens it moves little.
-FP8_TOLERANCE, FP8_GRADIENTS = 0.02, 0.25
-FP8_LINES = (
-    1e-5  # of gradients: where scales of 128 tokens hold other tokens, what is far below the largest differs
-)
+# (docs/fp8.md). Of a mean over all tokens it moves little. The rounding of bfloat16 tips more codes than that of float32.
+FP8_TOLERANCE = 0.02
+FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
+# Of gradients: where scales of 128 tokens hold other tokens, what is far below the largest differs.
+FP8_LINES = 1e-5
 GRADIENTS = ("gradient", "gradient norm")
-# Left out where gradients are not equal to the bit: Adam divides by the gradient's own size, so the rounding of a gradient that is
+# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the rounding of a gradient that is
 # almost zero becomes a whole learning rate.
 AMPLIFIED = ("updated parameter",)
 
@@ -243,10 +243,10 @@ def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     if config.train.fp8 == "off":
         return exact, exact
     if dtype != "float64":
-        return FP8_TOLERANCE, FP8_GRADIENTS
+        return max(FP8_TOLERANCE, exact), FP8_GRADIENTS[dtype]
     # Ranks that make keys and values of the same latents, each for queries of its own, round their terms of a gradient.
     if shape.cp > 1 and config.model.attention.kind == "mla":
-        return exact, FP8_GRADIENTS
+        return exact, FP8_GRADIENTS[dtype]
     return exact, FP8_LINES if config.train.fp8 == "blockwise" else exact
 
 

@@ -19,9 +19,8 @@ MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
 MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
 MAX_WINDOW = 16
-MAX_BLOCKED = (
-    2 * BLOCK
-)  # of a width in which blocks of 8-bit scales must meet, so that there is more than one
+# Of a width in which blocks of 8-bit scales must meet, so that there is more than one.
+MAX_BLOCKED = 2 * BLOCK
 
 
 def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:

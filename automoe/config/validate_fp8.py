@@ -41,6 +41,14 @@ def _check_experts(config: Config, shape: MeshShape) -> None:
             f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
             "Set moe.experts=grouped_mm, or train.fp8=off",
         )
+    if mode != "blockwise" and config.moe.pad_to_capacity:
+        raise ConfigError(
+            "moe.pad_to_capacity",
+            True,
+            f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales over "
+            "other tokens on every mesh",
+            "Set moe.pad_to_capacity=false, or train.fp8=blockwise",
+        )
     if mode == "blockwise" and width % (BLOCK * shape.etp):
         raise ConfigError(
             "model.moe_intermediate_size",

@@ -49,7 +49,7 @@ class VerifyView:
         self.console.print(
             f"[bold]mesh[/]       default {shape.describe('default')}; moe {shape.describe('moe')}; "
             f"{shape.world_size} CPU rank{'s' * (shape.world_size > 1)}\n"
-            f"[bold]reference[/]  one rank, all rows in one micro-batch{_EIGHT * (train.fp8 != 'off')}\n"
+            f"[bold]reference[/]  one rank, all rows in one micro-batch{_EIGHT if train.fp8 != 'off' else ''}\n"
             f"[bold]step[/]       {train.global_batch_size} rows x {train.seq_len} tokens, the mesh in "
             f"{train.global_batch_size // (shape.dp * train.micro_batch_size)} micro-batches of "
             f"{train.micro_batch_size} a data-parallel rank; dispatcher {config.moe.dispatcher}"

@@ -7,6 +7,7 @@ are x w.T (forward), grad w (gradient of x) and grad.T x (gradient of w), none o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,10 @@ X, W, GRAD = range(3)
 
 
 Agreement = Callable[[torch.Tensor], torch.Tensor]
-"""Makes the largest numbers of this rank's part of a tensor those of the whole tensor: a collective of its ranks."""
+"""Makes the largest numbers of this rank's part of a tensor those of the whole tensor: a collective of its ranks.
+
+It may write into what it is given.
+"""
 
 
 def _alone(largest: torch.Tensor) -> torch.Tensor:
@@ -116,6 +120,10 @@ class Delayed(Tensorwise):
     def reset_buffers(self) -> None:
         self.history.zero_()
         self.seen.zero_()
+        self.known = None
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
         self.known = None
 
     @torch.no_grad()

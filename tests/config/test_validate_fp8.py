@@ -39,7 +39,8 @@ MODES = ("tensorwise", "delayed", "blockwise")
 
 def check(mode: str, mesh: dict[str, int] | None = None, device: str = "cuda", **changes: object) -> None:
     train = TrainConfig(fp8=mode, dtype=changes.pop("dtype", "bfloat16"))  # type: ignore[arg-type]
-    moe = MoEConfig(experts=changes.pop("experts", "grouped_mm"))  # type: ignore[arg-type]
+    filled = bool(changes.pop("pad_to_capacity", False))
+    moe = MoEConfig(experts=changes.pop("experts", "grouped_mm"), pad_to_capacity=filled)  # type: ignore[arg-type]
     config = Config(
         train=train,
         moe=moe,
@@ -47,6 +48,15 @@ def check(mode: str, mesh: dict[str, int] | None = None, device: str = "cuda", *
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
     )
     check_fp8(config, resolve_mesh(config.mesh, None), device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_fills_experts_up_is_in_no_scale_of_all_tokens(mode: str) -> None:
+    if mode == "blockwise":
+        check(mode, pad_to_capacity=True)
+        return
+    with pytest.raises(ConfigError, match=f"first token of each rank.*{mode}"):
+        check(mode, pad_to_capacity=True)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -161,6 +161,15 @@ def test_a_delayed_scale_is_the_largest_of_the_steps_before() -> None:
     assert scaling.seen.tolist() == [1.0, 0.0, 0.0]  # validation leaves no trace
 
 
+def test_a_history_that_is_loaded_between_steps_counts_at_once() -> None:
+    scaling, other = Delayed(E5M2), Delayed(E5M2)
+    assert float(scaling.scales(torch.tensor([[1.0]]), X)) == 2.0**-8  # and the host knows of no history
+    other.scales(torch.tensor([[448.0]]), X)
+    other.end_step(remember=True)
+    scaling.load_state_dict(other.state_dict())
+    assert float(scaling.scales(torch.tensor([[1.0]]), X)) == 1.0
+
+
 @pytest.mark.parametrize("make", [Tensorwise, Delayed])
 def test_ranks_are_asked_for_what_no_history_tells(make: Callable[..., Tensorwise]) -> None:
     """A history is the same on all ranks; the numbers of the moment, and those that are not numbers, are not."""
