@@ -67,6 +67,11 @@ CASES = {
     "triton_float32": step_of("small_dsv3", train={"dtype": "float32"}, **TRITON),
     "gpt_oss": step_of("small_gpt_oss", **TRITON),
     "qwen3_next": step_of("small_qwen3_next", layers=4, data={"document_mask": False}),
+    "without_fsdp": step_of(
+        "small_dsv3",
+        optim={"master_weights": "stochastic", "moments": "bfloat16"},
+        train={"micro_batch_size": ROWS},
+    ),
     "flash": step_of("small_qwen3_moe", kernels={"attention": "flash"}, data={"document_mask": False}),
     "blockwise": step_of("small_dsv3", train={"fp8": "blockwise"}, model=WIDE),
     "delayed_tp2": step_of("small_dsv3", dict(tp=2, ep=2), train={"fp8": "delayed"}, model=WIDE),
