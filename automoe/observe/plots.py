@@ -343,8 +343,11 @@ def _whole_steps(axis: Axes, steps: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    if len(np.unique(steps)) == 1:
-        axis.set_xlim(steps[0] - 1, steps[0] + 1)
+    low, high = axis.dataLim.intervalx  # of all that the axis shows, not of the last series alone
+    if len(steps) and low == high:
+        axis.set_xlim(low - 1, high + 1)
+    elif len(steps):
+        axis.autoscale(axis="x")
 
 
 def _focus(axis: Axes, values: list[np.ndarray]) -> None:

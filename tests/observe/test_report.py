@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from synthetic_run import small_config, write_run
 
+import automoe.observe.plots
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.observe.mesh_plot import draw_mesh
@@ -253,3 +254,11 @@ def test_the_environment_is_recorded_when_the_run_starts(tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert environment["torch"][0].isdigit()
+
+
+def test_one_validation_does_not_push_the_training_out_of_the_picture() -> None:
+    records = [{"step": step, "loss": 5.0 - step / 40} for step in range(1, 41)]
+    records[-1] |= {"val_loss": 4.1, "val_bits_per_byte": 3.7}
+    loss, bits = automoe.observe.plots._loss(records).axes
+    assert loss.get_xlim()[0] < 1.5 and loss.get_xlim()[1] > 40
+    assert bits.get_xlim() == (39, 41)
