@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automoe.api import from_hf as from_hf
-    from automoe.api import to_hf as to_hf
+    from automoe.hf.api import from_hf as from_hf
+    from automoe.hf.api import to_hf as to_hf
 
 __version__ = "0.1.0"
 __all__ = ["from_hf", "to_hf"]
@@ -14,7 +14,7 @@ __all__ = ["from_hf", "to_hf"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # imported when asked for: entry points must start before torch does
-        import automoe.api
+        import automoe.hf.api
 
-        return getattr(automoe.api, name)
+        return getattr(automoe.hf.api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

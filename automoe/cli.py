@@ -11,7 +11,7 @@ COMMANDS = {
     "plan": "memory, traffic and batch arithmetic of a configuration, without hardware",
     "verify": "one step on the reference mesh and on the configured one, compared",
     "export": "write a run's weights as a HuggingFace checkpoint",
-    "convert": "a HuggingFace checkpoint in another dtype, layout or quantisation",
+    "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
 }
 
 
@@ -19,8 +19,6 @@ def main(argv: list[str] | None = None) -> int:
     """Hand the rest of the command line to a command's ``main(argv)``; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["completion"]:
-        from automoe.completion import bash_completion
-
         print(bash_completion())
         return 0
     if not argv or argv[0] in ("-h", "--help"):
@@ -35,12 +33,75 @@ def main(argv: list[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [
-        f"  {name:<11} {what}"
-        for name, what in (COMMANDS | {"completion": "print a bash completion script"}).items()
+        f"  {name:<11} {what}" for name, what in (COMMANDS | {"completion": "print a bash completion script"}).items()
     ]
-    return "\n".join(
-        ["automoe COMMAND [options] [key=value ...]", "", *lines, "", "automoe COMMAND --help says more"]
-    )
+    return "\n".join(["automoe COMMAND [options] [key=value ...]", "", *lines, "", "automoe COMMAND --help says more"])
+
+
+_TRAIN_USAGE = """\
+automoe train: train a mixture-of-experts model on any mesh
+
+  python -m automoe.train [--config-name NAME] [--config-dir DIR] [-m] [key=value ...]
+
+  --config-name NAME   primary configuration (default: config)
+  --config-dir DIR     directory with your own YAML files, besides the built-in ones
+  -m, --multirun       sweep: one run per combination of comma-separated values
+  --print-config       show the composed configuration and leave
+"""
+
+_EXAMPLES = """\
+examples
+  python -m automoe.train
+  python -m automoe.train model=small_mixtral train.steps=50 run_dir=runs/mixtral
+  python -m automoe.train mesh.pp=1 mesh.cp=2 mesh.ep=4
+  python -m automoe.train -m mesh.ep=1,2,4 mesh.pp=1,2 train.steps=20
+  python -m automoe.train --config-name dsv3_671b          prints the plan where there are no 1024 GPUs
+  torchrun --nproc-per-node 8 -m automoe.train --config-name moonlight_16b_a3b
+
+Any key of the configuration is an override: --print-config shows them all.
+"""
+
+
+def train_help(config_dir: str | None = None) -> str:
+    """Usage, primaries, groups and examples of ``automoe train``."""
+    from automoe.config.compose import list_groups, list_options
+
+    primaries = "primary configurations\n  " + ", ".join(list_options("", config_dir)) + "\n"
+    groups = list_groups(config_dir)
+    width = max(map(len, groups))
+    lines = [f"  {group:<{width}}  {', '.join(list_options(group, config_dir))}" for group in groups]
+    return "\n".join([_TRAIN_USAGE, primaries, "config groups (group=option)", *lines, "", _EXAMPLES.rstrip()])
+
+
+_COMPLETION = """\
+# eval "$(automoe completion)"
+_automoe() {{
+  local line="${{COMP_LINE:0:COMP_POINT}}" choices="{words}"
+  local word="${{line##* }}"
+  case "$line" in
+    *--config-name" $word" | *--config-name="${{word#*=}}") choices="{primaries}"; word="${{word#*=}}" ;;
+    *" "*" "*) ;;
+    *) choices="{commands}" ;;
+  esac
+  COMPREPLY=($(compgen -W "$choices" -- "$word"))
+  case "${{COMPREPLY[0]}}" in *=) compopt -o nospace ;; esac
+  # Bash splits words at "=" and replaces the last piece only.
+  local head="${{word%"${{word##*=}}"}}"
+  COMPREPLY=("${{COMPREPLY[@]#"$head"}}")
+}}
+complete -F _automoe automoe"""
+
+
+def bash_completion() -> str:
+    """A bash script for tab completion, to be evaluated in the user's shell."""
+    from automoe.config.compose import list_groups, list_options
+    from automoe.config.convert import leaf_keys
+
+    options = [f"{group}={option}" for group in list_groups() for option in list_options(group)]
+    words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help", *options]
+    words += [f"{key}=" for key in leaf_keys()]
+    commands, primaries = " ".join(COMMANDS), " ".join(list_options())
+    return _COMPLETION.format(commands=commands, primaries=primaries, words=" ".join(words))
 
 
 if __name__ == "__main__":

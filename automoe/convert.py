@@ -1,4 +1,4 @@
-"""``python -m automoe.convert SRC --out DIR``: a HuggingFace checkpoint in another dtype, layout or quantisation.
+"""``python -m automoe.convert SRC --out DIR``: a HuggingFace checkpoint in another dtype, layout or quantization.
 
 python -m automoe.convert DeepSeek-V3 --out DeepSeek-V3-bf16 --dtype bfloat16
 python -m automoe.convert my-model --out my-model-fp8 --fp8
@@ -37,21 +37,21 @@ def convert_hf(
 ) -> Written:
     """Write ``source`` anew at ``out``, one tensor at a time, in one process on the CPU.
 
-    Block-FP8 and MXFP4 are dequantised. Config, generation config and tokenizer go along. The result has its
+    Block-FP8 and MXFP4 are dequantized. Config, generation config and tokenizer go along. The result has its
     name when every number was read back and compared with the source's, and ``transformers`` builds the same
     model from it, with the same logits where it is small enough to be run twice.
 
     Args:
-        dtype: of parameters: ``keep`` (quantised ones become bfloat16), ``bfloat16`` or ``float32``.
-        fp8: quantise the matrices of layers in blocks of 128 x 128.
+        dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or ``float32``.
+        fp8: quantize the matrices of layers in blocks of 128 x 128.
         layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
 
     Raises:
         ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
         CheckpointError: files missing, damaged or not the model's; the target exists or cannot be written.
     """
+    from automoe.hf.families.registry import family_of, model_config_from_hf
     from automoe.hf.files import check_target
-    from automoe.hf.registry import family_of, model_config_from_hf
 
     path = Path(out).expanduser().absolute()
     check_target(path, overwrite)
@@ -76,7 +76,7 @@ def convert_hf(
     from automoe.hf.verifier import verify_with_transformers
     from automoe.hf.writer import Written
 
-    quantisation = fp8_config(config) if fp8 else None
+    quantization = fp8_config(config) if fp8 else None
     out_dtype = export_dtype(dtype)
     catalog = check_catalog(source, config)
     sizes = [stored.num_bytes for one in catalog.sources for stored in (one.data, one.scales) if stored]
@@ -95,7 +95,7 @@ def convert_hf(
                 max_shard_bytes=max_shard_bytes,
                 advance=advance,
             )
-        write_beside(folder, config, str(done.dtype).removeprefix("torch."), None, quantisation)
+        write_beside(folder, config, str(done.dtype).removeprefix("torch."), None, quantization)
         written = check_catalog(folder, config)
         compare_rewritten(catalog, written, config, out_dtype, keys, fp8)
         error = verify_with_transformers(config, written)
@@ -107,11 +107,11 @@ def convert_hf(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m automoe.convert",
-        description="Write a HuggingFace checkpoint anew in another dtype, layout or quantisation, one tensor at a "
-        "time; block-FP8 and MXFP4 are dequantised.",
+        description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
+        "time; block-FP8 and MXFP4 are dequantized.",
     )
     parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory")
-    add_options(parser, "as stored, bfloat16 where that is quantised")
+    add_options(parser, "as stored, bfloat16 where that is quantized")
     parser.add_argument(
         "--layout",
         choices=("published", "fused"),

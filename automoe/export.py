@@ -65,7 +65,7 @@ def export_run(
 def _load_run(run_dir: Path, config: Config) -> Decoder:
     """The whole model of a run, with its newest weights."""
     from automoe.hf.reader import load_hf
-    from automoe.parallel.data import PARAM_DTYPES
+    from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import build_decoder
 
     step_dir = _newest_step(run_dir)

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: Arguments) -> int:
     if args.help:
-        from automoe.help import train_help
+        from automoe.cli import train_help
 
         print(train_help(args.config_dir))
         return 0
@@ -52,7 +52,7 @@ def _main(args: Arguments) -> int:
 
         status = run_external(lambda: _compose_external(args, external.launcher), external)
         if "torch" in sys.modules:  # this process was a rank
-            from automoe.worker import end_process
+            from automoe.launch.worker import end_process
 
             end_process(status)
         return status

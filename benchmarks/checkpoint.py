@@ -118,19 +118,13 @@ def print_table(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="a small state, one round: checks the script, not speed"
-    )
+    parser.add_argument("--quick", action="store_true", help="a small state, one round: checks the script, not speed")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default 2)")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size (default 512)")
     parser.add_argument("--layers", type=int, default=3, help="layers (default 3)")
-    parser.add_argument(
-        "--dir", type=Path, default=None, help="disk to write to (default: the temporary folder's)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "results" / "checkpoint.json", help="where the JSON goes"
-    )
+    parser.add_argument("--dir", type=Path, default=None, help="disk to write to (default: the temporary folder's)")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "checkpoint.json", help="where the JSON goes")
     args = parser.parse_args()
     hidden, layers, rounds = (64, 2, 1) if args.quick else (args.hidden, args.layers, args.rounds)
     load_before = os.getloadavg()

@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
-from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -34,9 +33,10 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import Loader
-from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
+from automoe.training.state import TrainState
 
 WORK = 384  # side of the matrices that stand for a training step
 
@@ -103,9 +103,7 @@ class Bench:
             self.clock("memory_copy", lambda: [tensor.clone() for tensor in self.tensors.values()])
             self.clock("hash", self.hash_all)
             self.clock("plain_save", lambda: self.plain_save(self.fresh("plain")))
-            self.check(
-                "plain_load", lambda: dcp.load(self.state.tensors(), checkpoint_id=self.folder / "plain")
-            )
+            self.check("plain_load", lambda: dcp.load(self.state.tensors(), checkpoint_id=self.folder / "plain"))
             self.ours(async_save=False)
             self.ours(async_save=True)
             self.steps_beside(background)

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, OptimConfig, RouterConfig
+from automoe.hf.families.registry import family_of
 from automoe.hf.reader import load_hf
-from automoe.hf.registry import family_of
 from automoe.model.decoder import Decoder
+from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
-from automoe.rows import IGNORE
 
 OPTIM = OptimConfig(lr=1e-4)
 
@@ -66,9 +66,7 @@ def fine(vocab: int = 8192, layers: int = 4, hidden: int = 512) -> ModelConfig:
             qk_rope_head_dim=hidden // 16,
             v_head_dim=hidden // 8,
         ),
-        router=RouterConfig(
-            score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5
-        ),
+        router=RouterConfig(score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5),
     )
     model.rope.interleaved = True
     return model
@@ -117,9 +115,7 @@ class Contender:
         clock.append(time.process_time())
         return StepTimes(*(end - start for start, end in zip(clock, clock[1:], strict=False)))
 
-    def loss_and_gradients(
-        self, tokens: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[float, dict[str, torch.Tensor]]:
+    def loss_and_gradients(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss, and gradients under this model's own names; the model is as before afterwards."""
         loss = self.loss(tokens, labels)
         loss.backward()

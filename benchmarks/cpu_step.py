@@ -129,9 +129,7 @@ def measure(shape: str, rows: int, seq_len: int, rounds: int, size: dict[str, in
     times = take_turns([ours, *peers], tokens, labels, rounds)
     results = {name: summarize(seen, times[ours.name], tokens.numel()) for name, seen in times.items()}
     breakdown = {contender.name: profile_step(contender, tokens, labels) for contender in (ours, peers[0])}
-    best = max(
-        (name for name in results if name != ours.name), key=lambda n: results[n]["tokens_per_cpu_second"]
-    )
+    best = max((name for name in results if name != ours.name), key=lambda n: results[n]["tokens_per_cpu_second"])
     num_parameters = sum(p.numel() for p in ours.model.parameters())
     del ours, peers
     gc.collect()
@@ -159,12 +157,8 @@ def main() -> None:
         "--quick", action="store_true", help="a small model and two rounds: checks the script, not speed"
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contender (default 7)")
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), action="append", help="only this model; may be repeated"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "results" / "cpu_step.json", help="where the JSON goes"
-    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), action="append", help="only this model; may be repeated")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "cpu_step.json", help="where the JSON goes")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # a piped run shows each model as it ends
     torch.set_num_threads(1)

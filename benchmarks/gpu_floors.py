@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = (
-    "1"  # our kernels' own code runs up to the launch, on a machine without a GPU too
-)
+os.environ["TRITON_INTERPRET"] = "1"  # our kernels' own code runs up to the launch, on a machine without a GPU too
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,14 +25,14 @@ from moe_kernel import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import automoe.moe.kernels.launches as kernels
+import automoe.kernels.launches as kernels
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.kernels.blocks import HOPPER
 from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.experts import expert_backend
-from automoe.moe.kernels.blocks import HOPPER
 from automoe.moe.layer import MoE
-from automoe.rows import Rows, WholeRows
-from automoe.testing.conf_models import conf_model
+from automoe.moe.tokens import Rows, WholeRows
+from tests.support.conf_models import conf_model
 
 META = torch.device("meta")
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, as NVIDIA states them

@@ -35,18 +35,18 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.hf.catalog import check_catalog, open_catalog, without_collection
+from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import INDEX_FILE
 from automoe.hf.folder import write_beside, write_json
 from automoe.hf.keys import hf_pieces, hf_tensors
 from automoe.hf.reader import load_hf
-from automoe.hf.registry import family_of, model_config_from_hf
 from automoe.hf.rewrite import rewrite_tensors
-from automoe.hf.shard_files import FilesWriter, file_names, fp8_config, is_quantised_in_fp8, item_of, split
+from automoe.hf.shard_files import FilesWriter, file_names, fp8_config, is_quantized_in_fp8, item_of, split
 from automoe.hf.shards import local_shards
 from automoe.hf.strips import plan_strips, plan_units, rectangles
-from automoe.mesh import build_meshes
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
@@ -103,7 +103,7 @@ def write_index(folder: Path) -> int:
     config = compose_config("config", ["model=dsv3_671b"]).model
     keys = family_of(config).keys
     items = [
-        item_of(key, size, torch.bfloat16, is_quantised_in_fp8(key, size, keys))
+        item_of(key, size, torch.bfloat16, is_quantized_in_fp8(key, size, keys))
         for key, size in hf_tensors(config, keys).items()
     ]
     bins = split(items, 4 << 30)
@@ -387,11 +387,7 @@ def measure(root: Path, quick: bool, rounds: int) -> dict[str, Any]:
             f"{name:34}{r['seconds']:7.2f} s {r['cpu_seconds_all_ranks']:7.2f} CPU s "
             f"{r['kernel_bytes'] / 1e9:6.2f} GB {r['scratch_mib_worst_rank']:7.1f} MiB scratch"
             + (f"  read/owned {r['kernel_over_owned']:.4f}" if "kernel_over_owned" in r else "")
-            + (
-                f"  {len(r['shards_with_other_numbers'])} shards differ"
-                if "shards_with_other_numbers" in r
-                else ""
-            )
+            + (f"  {len(r['shards_with_other_numbers'])} shards differ" if "shards_with_other_numbers" in r else "")
         )
     cpu = [rank["cpu_seconds"] for rank in indexed]
     print(f"index of {entries:,} entries: {max(cpu):.2f} CPU s on the slowest of {RANKS} ranks")

@@ -202,7 +202,5 @@ NOT_A_LAYER = "bmm bound"  # computes something else: timed, not compared
 def _package(name: str) -> Any:
     try:
         return import_module(name)
-    except (
-        Exception
-    ) as error:  # such packages raise all kinds where a GPU or a library is not to their liking
+    except Exception as error:  # such packages raise all kinds where a GPU or a library is not to their liking
         raise Absent(f"import {name}: {type(error).__name__}: {error}") from None

@@ -186,9 +186,7 @@ def main() -> None:
         "--quick", action="store_true", help="a small run, each command once: checks the script, not speed"
     )
     parser.add_argument("--rounds", type=int, default=5, help="times that each command runs (default 5)")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "results" / "main_job.json", help="where the JSON goes"
-    )
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "main_job.json", help="where the JSON goes")
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
     report: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from automoe.testing.host_syncs import host_syncs as host_syncs
+from tests.support.host_syncs import host_syncs as host_syncs
 
 PEAK = 989.5e12  # dense bfloat16 FLOP/s of H100 and H200 SXM
 

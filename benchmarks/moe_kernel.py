@@ -103,14 +103,10 @@ def differences(inputs: Inputs, ids: torch.Tensor, out: torch.Tensor) -> dict[st
         expected["weights"][token, choice] = (grad_act * act).sum(1)
         note("w_down", expert, grad[token].T @ (act * weight))
         grad_act *= weight
-        both = torch.cat(
-            (grad_act * up * sigmoid * (1 + gate * (1 - sigmoid)), grad_act * gate * sigmoid), dim=1
-        )
+        both = torch.cat((grad_act * up * sigmoid * (1 + gate * (1 - sigmoid)), grad_act * gate * sigmoid), dim=1)
         note("w_gate_up", expert, (both.T @ rows).view_as(inputs.w_gate_up[expert]))
         expected["x"].index_add_(0, token, both @ gate_up)
-    result = {
-        name: (square / norm) ** 0.5 if norm else float("nan") for name, (square, norm) in errors.items()
-    }
+    result = {name: (square / norm) ** 0.5 if norm else float("nan") for name, (square, norm) in errors.items()}
     for name, value in expected.items():
         got = out if name == "out" else getattr(inputs, name).grad
         result[name] = float((got.float() - value).norm() / value.norm())
@@ -185,9 +181,7 @@ def failures(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(
-    shape: Shape, routing: str, device: torch.device, budget_s: float, spoil: str
-) -> dict[str, dict[str, Any]]:
+def measure(shape: Shape, routing: str, device: torch.device, budget_s: float, spoil: str) -> dict[str, dict[str, Any]]:
     """Every peer on one layer and routing: checked, then timed in turns until the budget is spent."""
     inputs, ids = Inputs(shape, device), choices(routing, shape, device)
     results: dict[str, dict[str, Any]] = {}
@@ -212,9 +206,7 @@ def measure(
                 facts["host_syncs"] = None if waits is None else sum(waits.values())
                 facts["peak_bytes"] = peak_bytes(layer, inputs, device)
             results[name], layers[name] = facts, layer
-        except (
-            Exception
-        ) as error:  # foreign packages fail in many ways where a machine is not to their liking
+        except Exception as error:  # foreign packages fail in many ways where a machine is not to their liking
             results[name] = not_timed(name, error)
         inputs.clear()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
@@ -308,14 +300,10 @@ def print_table(report: dict[str, Any]) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small layers, on the CPU where there is no GPU")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all timings together")
-    parser.add_argument(
-        "--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick"
-    )
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick")
     parser.add_argument("--spoil", default="", help="make this peer wrong, to see the gate close")
     args = parser.parse_args()
     out = result_file(args.out, "moe_kernel", args.quick)
@@ -323,9 +311,7 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA device; --quick checks the script itself without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = QUICK if args.quick else SHAPES
-    budget = (
-        0.0 if args.quick else args.seconds / len(shapes) / len(ROUTINGS) / 2
-    )  # gates take the other half
+    budget = 0.0 if args.quick else args.seconds / len(shapes) / len(ROUTINGS) / 2  # gates take the other half
     end = time.monotonic() + (args.seconds if not args.quick else float("inf"))
     report: dict[str, Any] = {
         "commit": commit("../automoe/moe", "kernel_peers.py", "measuring.py", "moe_kernel.py"),

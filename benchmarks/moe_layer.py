@@ -96,12 +96,9 @@ def compare(ranks: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
 
     clocks = {"wall": 0, "cpu": 1} if any(row["cpu"] for row in tables["alltoall"]) else {"wall": 0}
     times = {
-        key: [a[key] / b[key] for a, b in zip(tables["allgather"], tables["alltoall"], strict=True)]
-        for key in clocks
+        key: [a[key] / b[key] for a, b in zip(tables["allgather"], tables["alltoall"], strict=True)] for key in clocks
     } | {
-        f"dispatch_{key}": [
-            dispatch("allgather", i, clock) / dispatch("alltoall", i, clock) for i in range(rounds)
-        ]
+        f"dispatch_{key}": [dispatch("allgather", i, clock) / dispatch("alltoall", i, clock) for i in range(rounds)]
         for key, clock in clocks.items()
     }
     sent = {d: ranks[0]["sent_bytes"][f"ep8 | {d}"] for d in DISPATCHERS}
@@ -128,9 +125,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             left = 0.0
             for stage, colour in STAGE_COLOURS.items():
                 seconds = result["stages"].get(stage, {clock: 0.0})[clock] * 1e3
-                axis.barh(
-                    row, seconds, left=left, color=colour, height=0.72, edgecolor="white", linewidth=0.5
-                )
+                axis.barh(row, seconds, left=left, color=colour, height=0.72, edgecolor="white", linewidth=0.5)
                 left += seconds
         handles = [matplotlib.patches.Patch(color=colour) for colour in STAGE_COLOURS.values()]
         axis.set_yticks(range(len(results)), [f"{r['mapping']}, {r['dispatcher']}" for r in results])
@@ -166,9 +161,7 @@ def print_table(report: dict[str, Any]) -> None:
         f"ep8, all-gather over all-to-all: bytes {ratio['bytes']:.3f} (EP/K = {report['ep_over_k']:g}), both passes "
         + ", ".join(f"{key} {ratio[key]:.2f}" for key in ("wall", "cpu") if key in ratio)
         + ", dispatch alone "
-        + ", ".join(
-            f"{key} {ratio['dispatch_' + key]:.2f}" for key in ("wall", "cpu") if f"dispatch_{key}" in ratio
-        )
+        + ", ".join(f"{key} {ratio['dispatch_' + key]:.2f}" for key in ("wall", "cpu") if f"dispatch_{key}" in ratio)
         + f" (aim: {AIM})"
     )
 
@@ -179,7 +172,7 @@ def run_ranks(size: Size, rounds: int, spoil: str) -> tuple[list[dict[str, Any]]
     Only rank 0 of a torchrun returns; the others end here.
     """
     if "LOCAL_RANK" not in os.environ:
-        from automoe.testing.pool import RankPool
+        from automoe.verify.pool import RankPool
 
         pool = RankPool(RANKS, timeout_s=900)
         try:
@@ -238,7 +231,7 @@ def main() -> None:
         "what": "one MoE layer, forward and backward, balanced routing: stages and totals by mapping",
         "quick": args.quick,
         "commit": commit(
-            "../automoe/moe", "../automoe/parallel/expert.py", "../automoe/collectives.py", "moe_*.py"
+            "../automoe/moe", "../automoe/parallel/expert.py", "../automoe/parallel/collectives.py", "moe_*.py"
         ),
         "device": device,
         "backend": "gloo on CPU" if device == "cpu" else f"NCCL on {torch.cuda.get_device_name()}",
@@ -258,10 +251,7 @@ def main() -> None:
         "results": {name: summarize(ranks, name, rounds) for name in names},
         "allgather_over_alltoall": compare(ranks, rounds),
     }
-    if (
-        not abs(report["allgather_over_alltoall"]["bytes"] / report["ep_over_k"] - 1)
-        < BYTES_GATE + 1 / size.hidden
-    ):
+    if not abs(report["allgather_over_alltoall"]["bytes"] / report["ep_over_k"] - 1) < BYTES_GATE + 1 / size.hidden:
         raise SystemExit(
             f"all-gather sent {report['allgather_over_alltoall']['bytes']:.3f} times the bytes of all-to-all, and "
             f"EP/K = {report['ep_over_k']:g}. Nothing was written."

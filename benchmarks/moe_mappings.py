@@ -16,14 +16,14 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig, ModelConfig, MoEConfig
-from automoe.mesh import build_meshes
 from automoe.model.init import initialize
 from automoe.moe.dispatch.measure import HostSyncs, StageTimer
 from automoe.moe.layer import MoE
+from automoe.moe.tokens import Rows, WholeRows
 from automoe.parallel.expert import apply_expert_parallel
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder
-from automoe.rows import Rows, WholeRows
-from automoe.testing.communication import CommunicationLog
+from tests.support.communication import CommunicationLog
 
 RANKS = 8
 # The layer sees T tokens of its own on every rank whatever attention's axes are; after sequence-parallel
@@ -64,9 +64,7 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[float, float]:
 class Contender:
     """One MoE layer under one mapping and dispatcher. Expert weights are whole over ep_shard, as within a step."""
 
-    def __init__(
-        self, size: Size, mesh: dict[str, int] | None, dispatcher: str, device: torch.device
-    ) -> None:
+    def __init__(self, size: Size, mesh: dict[str, int] | None, dispatcher: str, device: torch.device) -> None:
         model = ModelConfig(
             family="mixtral",
             hidden_size=size.hidden,

@@ -35,7 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from provenance import commit  # noqa: E402
 
-from automoe.testing.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402
+from tests.support.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402
 
 STEPS, EVERY = 24, 3
 KILLS_A_JOB = 12  # then a start is let alone, so that every mesh has its turn on a slow machine too
@@ -61,13 +61,9 @@ class Kill:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "600")))
-    parser.add_argument(
-        "--seed", type=int, default=int(os.environ.get("SOAK_SEED", str(time.time_ns() % 10**6)))
-    )
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("SOAK_SEED", str(time.time_ns() % 10**6))))
     parser.add_argument("--kills", type=int, default=10**9, help="leave off after this many")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "soak.json")

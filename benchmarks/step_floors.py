@@ -25,9 +25,9 @@ from train_step import cases
 from automoe.config.schema import Config
 from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params, layer_params
+from automoe.moe.tokens import TokenSplit
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.parallelize import build_decoder
-from automoe.rows import TokenSplit
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 DENSE = 650e12  # FLOP/s: 0.66 of the peak

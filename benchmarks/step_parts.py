@@ -82,9 +82,7 @@ def ranges(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def seconds_by_part(
-    step: Callable[[], object], model: nn.Module, device: torch.device
-) -> dict[str, dict[str, float]]:
+def seconds_by_part(step: Callable[[], object], model: nn.Module, device: torch.device) -> dict[str, dict[str, float]]:
     """``forward`` and ``backward`` seconds of each part: of kernels on a GPU, of operators on the CPU.
 
     What comes neither before nor after the loss counts as forward. Kernels on two streams at once count twice.
@@ -101,11 +99,7 @@ def seconds_by_part(
             numbered[event.sequence_nr] = part
     totals = {direction: Counter(dict.fromkeys(PARTS, 0.0)) for direction in ("forward", "backward")}
     for event in events:
-        spent = (
-            sum(kernel.duration for kernel in event.kernels)
-            if device.type == "cuda"
-            else event.self_cpu_time_total
-        )
+        spent = sum(kernel.duration for kernel in event.kernels) if device.type == "cuda" else event.self_cpu_time_total
         part, backward, number = _place(event)
         part = part or numbered.get(number, "other")
         totals["backward" if backward else "forward"][part] += spent / 1e6
@@ -121,9 +115,7 @@ def _place(event: Any) -> tuple[str | None, bool, int]:
         if part is None and ("FSDP::" in event.name or event.name.endswith("AccumulateGrad")):
             part = "weights and gradients"
         if event.sequence_nr >= 0:
-            number = (
-                event.sequence_nr
-            )  # the outermost's: inside a node what it runs again has numbers of its own
+            number = event.sequence_nr  # the outermost's: inside a node what it runs again has numbers of its own
         if event.name.startswith("autograd::engine::evaluate_function"):
             return part, True, number
         event = event.cpu_parent

@@ -24,14 +24,14 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, Op
 from automoe.config.unsharded import stays_unsharded
 from automoe.cost.plan import make_plan
 from automoe.data.batch import StepBatch
-from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.gates import gate_choices
 from automoe.moe.router import expert_weights, score_experts
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
-from automoe.parallel.data import apply_data_parallel
+from automoe.parallel.fsdp import apply_data_parallel
+from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import (
     allocate,
     build_decoder,
@@ -40,9 +40,9 @@ from automoe.parallel.parallelize import (
     parallelize,
     parameter_dtype,
 )
+from automoe.parallel.pipeline import build_runner, prepare_inputs
 from automoe.parallel.shared_gradients import counted_parameters
-from automoe.parallel.stats import gather_stats, update_balance_state
-from automoe.parallel.step import build_runner, prepare_inputs
+from automoe.training.stats import gather_stats, update_balance_state
 
 GATES = {"balanced": "balanced", "natural": "learned"}  # routing -> MoEConfig.gate
 SAMPLE = 4096  # elements of a gradient that are compared
@@ -100,9 +100,7 @@ class Case:
                     if not memory or needed <= TIGHT * memory:
                         return config, needed
             num_experts //= 2
-        raise Absent(
-            f"the smallest slice needs {needed / 2**30:.0f} GiB of {TIGHT} times {memory / 2**30:.0f}"
-        )
+        raise Absent(f"the smallest slice needs {needed / 2**30:.0f} GiB of {TIGHT} times {memory / 2**30:.0f}")
 
 
 def needed_bytes(config: Config) -> float:
@@ -137,7 +135,7 @@ class Trainer:
         self.batch = StepBatch(tokens, labels, positions, torch.zeros_like(tokens), 0, 0)
 
     def step(self) -> float:
-        """What ``automoe.recipes.pretrain`` does in a step, its records apart; returns the loss."""
+        """What ``recipes.pretrain`` does in a step, its records apart; returns the loss."""
         inputs, _ = prepare_inputs(self.batch, self.meshes, self.config, self.device)
         loss_share = self.runner.train(inputs)
         stats = gather_stats(loss_share, [self.part], self.config)
@@ -294,9 +292,7 @@ class TransformersPart(nn.Module):
     def forward(
         self, tokens: torch.Tensor, *, labels: torch.Tensor, token_counts: torch.Tensor, **_beside: Any
     ) -> torch.Tensor:
-        out = self.model(
-            input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=token_counts[0, 0]
-        )
+        out = self.model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=token_counts[0, 0])
         return torch.stack([out.loss])
 
 

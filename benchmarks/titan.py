@@ -46,9 +46,9 @@ def measure_torchtitan_experts(config: ModelConfig, num_tokens: int, rounds: int
         return grouped_mm_experts(x, token_idx, offsets, probs, w_gate_up, w_down)
 
     def in_bfloat16() -> torch.Tensor:
-        return grouped_mm_experts(
-            x.bfloat16(), token_idx, offsets, probs, w_gate_up.bfloat16(), w_down.bfloat16()
-        ).to(x.dtype)
+        return grouped_mm_experts(x.bfloat16(), token_idx, offsets, probs, w_gate_up.bfloat16(), w_down.bfloat16()).to(
+            x.dtype
+        )
 
     contenders = {
         "automoe float32": in_float32,
@@ -56,9 +56,7 @@ def measure_torchtitan_experts(config: ModelConfig, num_tokens: int, rounds: int
         "torchtitan bfloat16": lambda: theirs(x[token_idx], counts),
     }
     exact = in_float32().detach()
-    difference = {
-        name: float((run().detach() - exact).norm() / exact.norm()) for name, run in contenders.items()
-    }
+    difference = {name: float((run().detach() - exact).norm() / exact.norm()) for name, run in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():

@@ -32,10 +32,10 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params
-from automoe.mesh import Meshes, build_meshes
 from automoe.observe.environment import describe_environment
-from automoe.testing.conf_models import conf_model
-from automoe.testing.one_rank import one_rank
+from automoe.parallel.mesh import Meshes, build_meshes
+from tests.support.conf_models import conf_model
+from tests.support.one_rank import one_rank
 
 LOSS_TOLERANCE = 1e-3  # relative to our grouped_mm contender's
 GRADIENT_TOLERANCE = 5e-2  # likewise, of a sample of each gradient; bfloat16 leaves about half of it
@@ -129,9 +129,7 @@ def gate(
             for routing in GATES:
                 trainer.choose(routing)
                 found[routing][name] = examine(trainer, device)
-        except (
-            Exception
-        ) as error:  # foreign packages fail in many ways where a machine is not to their liking
+        except Exception as error:  # foreign packages fail in many ways where a machine is not to their liking
             facts[name] = not_timed(name, error)
             for contenders in found.values():
                 contenders.pop(name, None)
@@ -153,9 +151,7 @@ def compare(
     """
     (loss, gradients), (reference, references) = got, expected
     assert gradients.keys() == references.keys(), sorted(gradients.keys() ^ references.keys())
-    differences = {
-        key: float((gradients[key] - value).norm() / value.norm()) for key, value in references.items()
-    }
+    differences = {key: float((gradients[key] - value).norm() / value.norm()) for key, value in references.items()}
     worst = max(differences, key=lambda key: differences[key])
     off = abs(loss - reference) / reference
     if not (off <= LOSS_TOLERANCE and differences[worst] <= GRADIENT_TOLERANCE):
@@ -186,9 +182,7 @@ def measure(
     facts, found = gate(config, meshes, device, spoil)
     times: dict[str, dict[str, list[float]]] = {routing: {} for routing in GATES}
     rounds = 0
-    while any("absent" not in f for f in facts.values()) and (
-        rounds < least_rounds or time.monotonic() < end
-    ):
+    while any("absent" not in f for f in facts.values()) and (rounds < least_rounds or time.monotonic() < end):
         for name in CONTENDERS:
             if "absent" in facts[name]:
                 continue
@@ -290,20 +284,14 @@ def print_table(report: dict[str, Any]) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, on the CPU where there is no GPU")
-    parser.add_argument(
-        "--model", action="append", help="only this one (--quick has others); may be repeated"
-    )
+    parser.add_argument("--model", action="append", help="only this one (--quick has others); may be repeated")
     parser.add_argument(
         "--compile", action="store_true", help="our model and our parts of torchtitan's under train.compile"
     )
     parser.add_argument("--seconds", type=float, default=480.0, help="for all models together")
-    parser.add_argument(
-        "--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick"
-    )
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick")
     parser.add_argument("--spoil", default="", help="make this contender wrong, to see the gate close")
     args = parser.parse_args()
     out = result_file(args.out, "train_step", args.quick)
@@ -329,9 +317,7 @@ def main() -> None:
         for title, case in chosen.items():
             budget, rounds, steps = (0.0, 1, 1) if args.quick else (args.seconds / len(chosen), 2, 4)
             try:
-                report["models"][title] = measure(
-                    case, args.compile, meshes, device, budget, rounds, steps, args.spoil
-                )
+                report["models"][title] = measure(case, args.compile, meshes, device, budget, rounds, steps, args.spoil)
             except Exception as error:  # a kernel that reads what is not there costs the process its GPU
                 report["models"][title] = not_timed(REFERENCE, error)
             out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept

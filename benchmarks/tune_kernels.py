@@ -1,6 +1,6 @@
 """Which blocks are fastest for each product of the Triton experts, on one GPU.
 
-Every product is timed alone, with every candidate of ``automoe.moe.kernels.blocks`` in turns, at the layers of
+Every product is timed alone, with every candidate of ``automoe.kernels.blocks`` in turns, at the layers of
 ``moe_kernel.py``. A candidate must first give what float32 gives, into memory that was poisoned. What wins is for a person
 to write into ``HOPPER``: a choice made anew on each machine would give each machine its own rounding.
 
@@ -30,11 +30,11 @@ from measuring import PEAK, result_file, seconds
 from moe_kernel import SHAPES, Inputs, choices, poison
 from provenance import commit
 
+from automoe.kernels import launches
+from automoe.kernels.blocks import HOPPER, Blocks, candidates
+from automoe.kernels.tiles import row_tiles, tile_height
 from automoe.moe.activation import SWIGLU
 from automoe.moe.dispatch.base import sort_by_expert
-from automoe.moe.kernels import launches
-from automoe.moe.kernels.blocks import HOPPER, Blocks, candidates
-from automoe.moe.kernels.tiles import row_tiles, tile_height
 from automoe.observe.environment import describe_environment
 
 CASES = [name for name in SHAPES if "whole" not in name]
@@ -166,17 +166,11 @@ def print_table(report: dict[str, Any]) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a small layer, on the CPU where there is no GPU"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small layer, on the CPU where there is no GPU")
     parser.add_argument("--seconds", type=float, default=180.0, help="for all timings together")
     parser.add_argument("--routing", default="balanced", help="balanced, zipf or empty")
-    parser.add_argument(
-        "--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick"
-    )
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results; the temporary folder with --quick")
     args = parser.parse_args()
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; --quick checks the script itself without one")
@@ -184,7 +178,7 @@ def main() -> None:
     out = result_file(args.out, "tune_kernels", args.quick)
     shapes = QUICK if args.quick else {name: SHAPES[name] for name in CASES}
     report: dict[str, Any] = {
-        "commit": commit("../automoe/moe/kernels", "measuring.py", "tune_kernels.py"),
+        "commit": commit("../automoe/kernels", "measuring.py", "tune_kernels.py"),
         "environment": describe_environment(),
         "quick": args.quick,
         "routing": args.routing,

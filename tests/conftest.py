@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 if not torch.cuda.is_available():  # read when triton is first imported, which any test may do
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,9 +29,6 @@ def ranks() -> Iterator[RankPool]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """GPU tests are deselected by default; asked for on a machine without a GPU, they say so once."""
-    if (
-        any(item.get_closest_marker("gpu") for item in session.items)
-        and not session.config.option.collectonly
-    ):
+    if any(item.get_closest_marker("gpu") for item in session.items) and not session.config.option.collectonly:
         if not torch.cuda.is_available():
             raise pytest.UsageError("tests marked gpu were selected, and torch sees no CUDA device here")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from automoe import cli
-from automoe.completion import bash_completion
+from automoe.cli import bash_completion
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from automoe.convert import convert_hf
 from automoe.errors import ConfigError
 from automoe.hf import folder, rewrite, shard_files, verifier
 from automoe.hf.files import INDEX_FILE
-from automoe.testing.hf_models import save_small_hf
+from tests.support.hf_models import save_small_hf
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

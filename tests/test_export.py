@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.compose import compose_config
 from automoe.config.frozen import save_config
@@ -20,10 +19,11 @@ from automoe.config.schema import Config, DataConfig, MeshConfig
 from automoe.data.loader import Loader
 from automoe.export import export_run, main
 from automoe.hf.writer import export_and_verify
-from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.testing.pool import RankPool
+from automoe.training.state import TrainState
+from automoe.verify.pool import RankPool
 
 MESH = MeshConfig(pp=2, dp_shard=2, ep=2)
 
@@ -60,9 +60,7 @@ def leave(config: Config, run_dir: Path, steps: list[int], export: bool) -> dict
     if export:
         export_and_verify(parts, run_dir / "hf", config)
     return {
-        name: parameter.full_tensor().detach()
-        for part in parts.values()
-        for name, parameter in part.named_parameters()
+        name: parameter.full_tensor().detach() for part in parts.values() for name, parameter in part.named_parameters()
     }
 
 

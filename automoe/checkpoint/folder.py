@@ -67,9 +67,7 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     one may then be the only checkpoint left.
     """
     if (problem := damage(folder / newest, content=False)) is not None:
-        return (
-            f"checkpoint {folder / newest} is damaged right after it was written ({problem}); none is deleted"
-        )
+        return f"checkpoint {folder / newest} is damaged right after it was written ({problem}); none is deleted"
     names = committed_steps(folder)
     losses: dict[str, float] = {}
     if checkpoint.keep_best:

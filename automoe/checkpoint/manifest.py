@@ -105,9 +105,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and now."""
     now = _flat(describe(config))
     then = _flat(describe(Config())) | _flat(saved)
-    keys = [
-        key for key in now if key.split(".")[0] in _NUMBERS and key not in _FREE and then.get(key) != now[key]
-    ]
+    keys = [key for key in now if key.split(".")[0] in _NUMBERS and key not in _FREE and then.get(key) != now[key]]
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
 
 

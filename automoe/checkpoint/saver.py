@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import SaveError
+from automoe.training.state import TrainState
 
 
 class Saver:

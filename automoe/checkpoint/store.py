@@ -46,11 +46,11 @@ from automoe.checkpoint.manifest import (
 )
 from automoe.checkpoint.resume import check_source, check_writable, named_source
 from automoe.checkpoint.rng import rng_state, set_rng_state
-from automoe.checkpoint.state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.fault_points import awaited, reach
+from automoe.training.state import TrainState
+from tests.support.fault_points import awaited, reach
 
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 
@@ -207,9 +207,7 @@ class CheckpointStore:
             raise save_error(error, step, newest) from error
         return final
 
-    def _write_tensors(
-        self, tensors: dict[str, torch.Tensor], target: Path, step: int
-    ) -> dict[str, FileFacts]:
+    def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
         """All ranks' files, flushed, in ``target``: name -> size and digest, on every rank."""
         writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
         writer.fs = files = HashingFileSystem(
@@ -352,9 +350,7 @@ class CheckpointStore:
         mine = self.ranks.share({name: facts["bytes"] for name, facts in files.items()})
 
         def check() -> list[str]:
-            return [
-                found for name in mine if (found := file_damage(step_dir / name, files[name])) is not None
-            ]
+            return [found for name in mine if (found := file_damage(step_dir / name, files[name])) is not None]
 
         found = [text for of_rank in self.ranks.all(check) for text in of_rank]
         return manifest, min(found, default=None)

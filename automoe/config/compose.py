@@ -1,4 +1,4 @@
-"""The Hydra tree in ``automoe/conf`` composed to a typed ``Config``, and the arguments that name it.
+"""The Hydra tree in ``conf`` composed to a typed ``Config``, and the arguments that name it.
 
 Hydra runs in exactly one process and is imported here only. The schema's defaults are registered
 as the primary ``base``, so that a YAML file holds differences and nothing else.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 from automoe.config.convert import check_key, config_from_dict, config_to_dict, leaf_keys, nearest
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
+from automoe.shipped import shipped_folder
 
-CONF_PACKAGE = "automoe.conf"
 DEFAULT_PRIMARY = "config"
 
 
@@ -74,9 +73,9 @@ def compose_config(
     """Compose a primary with overrides into a typed configuration.
 
     Args:
-        config_name: a file of ``automoe/conf`` or of ``config_dir``, without ``.yaml``.
+        config_name: a file of ``conf`` or of ``config_dir``, without ``.yaml``.
         overrides: Hydra overrides, e.g. ``["mesh.ep=4", "model=small_mixtral"]``.
-        config_dir: a directory searched besides ``automoe/conf``.
+        config_dir: a directory searched besides ``conf``.
 
     Raises:
         ConfigError: an unknown primary, group option or key, a malformed override, a wrong type.
@@ -85,23 +84,20 @@ def compose_config(
     overrides = list(overrides or [])
     check_overrides(overrides, config_dir)
     check_primary(config_name, config_dir)
-    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     register_base()
-    folder = None if config_dir is None else Path(config_dir).absolute()
+    shipped, folder = shipped_folder("conf"), None if config_dir is None else Path(config_dir).absolute()
     # Hydra looks for a primary in the main place alone, and for groups on the whole search path.
-    if folder is not None and (folder / f"{config_name}.yaml").is_file():
-        place: Any = initialize_config_dir(config_dir=str(folder), version_base="1.3")
-        search = [f"hydra.searchpath=[pkg://{CONF_PACKAGE}]"]
-    else:
-        place = initialize_config_module(config_module=CONF_PACKAGE, version_base="1.3")
-        search = [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
+    main = folder if folder is not None and (folder / f"{config_name}.yaml").is_file() else shipped
+    other = shipped if main is folder else folder
+    search = [] if other is None else [f"hydra.searchpath=['file://{other}']"]
     try:
-        with place:
+        with initialize_config_dir(config_dir=str(main), version_base="1.3"):
             composed = compose(config_name=config_name, overrides=overrides + search)
             raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -127,7 +123,7 @@ def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
     if path is None:
         return config
     # Upwards, against the order of the house: only the families know how to read config.json.
-    from automoe.hf.registry import model_config_from_hf
+    from automoe.hf.families.registry import model_config_from_hf
 
     stored = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
     for override in overrides:
@@ -156,7 +152,7 @@ def register_base() -> None:
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
     """Names that ``group=NAME`` accepts; for the empty group, the primaries."""
-    folders: list[Any] = [resources.files(CONF_PACKAGE).joinpath(group)]
+    folders = [shipped_folder("conf") / group]
     if config_dir is not None:
         folders.append(Path(config_dir) / group)
     files = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir()]
@@ -165,12 +161,10 @@ def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
 
 def list_groups(config_dir: str | None = None) -> list[str]:
     """Config groups: the folders of the tree that hold YAML files."""
-    folders: list[Any] = [resources.files(CONF_PACKAGE)]
+    folders = [shipped_folder("conf")]
     if config_dir is not None:
         folders.append(Path(config_dir))
-    names = {
-        entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()
-    }
+    names = {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()}
     return sorted(name for name in names if list_options(name, config_dir))
 
 
@@ -237,13 +231,9 @@ def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: 
                 "For the directory of a run set run_dir=",
             )
         if parsed.is_sweep_override() and not sweep:
-            raise ConfigError(
-                key, value, "several values are a sweep, one run per value", "Add -m, or give one value"
-            )
+            raise ConfigError(key, value, "several values are a sweep, one run per value", "Add -m, or give one value")
         if parsed.is_delete():
-            raise ConfigError(
-                key, value, "a key cannot be deleted: the schema is fixed", f"Set {key} to a value"
-            )
+            raise ConfigError(key, value, "a key cannot be deleted: the schema is fixed", f"Set {key} to a value")
         if key not in groups:
             check_key(key, value)
         elif not parsed.is_sweep_override() and not isinstance(parsed.value(), dict):

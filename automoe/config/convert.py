@@ -50,9 +50,7 @@ def check_key(key: str, value: object) -> None:
     for depth, part in enumerate(parts):
         if not _is_section(cls):
             parent = ".".join(parts[:depth])
-            raise ConfigError(
-                key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=..."
-            )
+            raise ConfigError(key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=...")
         if part not in _hints(cls):
             raise _unknown_key(".".join(parts[: depth + 1]), value, cls)
         cls = _hints(cls)[part]
@@ -130,9 +128,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise _wrong_type(key, value, f"a list of {len(args)} values ({', '.join(map(_name, args))})")
-        return tuple(
-            _convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True))
-        )
+        return tuple(_convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
     if hint is float:
         return _float(value, key)
     if type(value) is not hint:  # `type`, not isinstance: True is no rank count

@@ -1,7 +1,7 @@
 """Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks.
 
 Plans, launchers and error messages need the shape of both meshes before any process group exists;
-``automoe.mesh`` builds the DeviceMeshes from the same object, so the two cannot disagree.
+``automoe.parallel.mesh`` builds the DeviceMeshes from the same object, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
     for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES):
         size = getattr(mesh, axis)
         if size < 1 and not (size == -1 and axis in ("dp_shard", "ep_shard")):
-            raise ConfigError(
-                f"mesh.{axis}", size, "an axis has at least 1 rank", f"Set mesh.{axis}=1 or more"
-            )
+            raise ConfigError(f"mesh.{axis}", size, "an axis has at least 1 rank", f"Set mesh.{axis}=1 or more")
     moe_fixed = mesh.ep_replicate * mesh.ep * mesh.etp
     dp_shard = mesh.dp_shard if mesh.dp_shard != -1 else _derive_dp_shard(mesh, num_ranks, moe_fixed)
     attention_ranks = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
@@ -128,9 +126,7 @@ def rank_groups(mesh: MeshConfig, num_ranks: int | None = None) -> dict[str, dic
         mesh, num_ranks: as ``resolve_mesh``.
     """
     shape = resolve_mesh(mesh, num_ranks)
-    return {
-        view: {axis: shape.groups(view, axis) for axis in shape.axes(view)} for view in ("default", "moe")
-    }
+    return {view: {axis: shape.groups(view, axis) for axis in shape.axes(view)} for view in ("default", "moe")}
 
 
 def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) -> int:

@@ -96,9 +96,7 @@ def check_recompute(config: Config) -> None:
         missing, why = absent.get(name, (False, ""))
         if missing:
             rest = ",".join(other for other in names if other != name)
-            raise ConfigError(
-                "parallel.recompute", names, f"{name}: {why}", f"Set parallel.recompute=[{rest}]"
-            )
+            raise ConfigError("parallel.recompute", names, f"{name}: {why}", f"Set parallel.recompute=[{rest}]")
     _check_layers(parallel, model.num_layers, bool(names))
 
 

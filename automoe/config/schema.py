@@ -120,9 +120,7 @@ class ModelConfig:
     shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
     biased_experts: bool = False  # routed experts add a trained bias to both of their products
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
-    swiglu_alpha: float = (
-        1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
-    )
+    swiglu_alpha: float = 1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
     swiglu_limit: float = 7.0
     norm_eps: float = 1e-6
     zero_centered_norms: bool = False  # norms multiply by 1 + weight; those of delta nets do not
@@ -283,9 +281,7 @@ class ClusterConfig:
 @dataclass
 class Config:
     run_dir: str = "runs/default"
-    recipe: str = (
-        "automoe.recipes.pretrain"  # importable module whose main(config, shape, context) a rank runs
-    )
+    recipe: str = "pretrain"  # a name, a file or a module whose main(config, shape, context) a rank runs
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -298,3 +294,34 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def window_of(attention: AttentionConfig, layer: int) -> int:
+    """Keys that a query of layer ``layer`` sees at most, itself included; 0: all before it."""
+    return 0 if _full(attention, layer) else attention.sliding_window
+
+
+def is_linear(attention: AttentionConfig, layer: int) -> bool:
+    """Whether layer ``layer`` is a gated delta net."""
+    return attention.linear_num_key_heads > 0 and not _full(attention, layer)
+
+
+def _full(attention: AttentionConfig, layer: int) -> bool:
+    return (layer + 1) % attention.full_attention_interval == 0
+
+
+CHUNK_TOKENS = 512  # at least
+MOST_CHUNK_TOKENS = 4096
+
+
+def chunk_tokens(tokens: int, hidden: int) -> int:
+    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers, within bounds.
+
+    For each chunk the gradient of the whole head is added up once; few tokens a chunk make that the larger part of
+    what the loss moves. Compiled code is made for one size, so chunks are alike where fewer than twice the least number
+    of them divides the tokens; elsewhere the last one is shorter.
+    """
+    most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
+    fewest = max(1, -(-tokens // most))
+    num_chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
+    return max(1, -(-tokens // num_chunks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
 from math import gcd
 from pathlib import Path
@@ -12,16 +11,16 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.recompute import check_recompute
 from automoe.config.schema import Config
 from automoe.config.stages import split_layers, stage_of_rank
-from automoe.config.step_range import parse_profile_steps
 from automoe.config.validate_checkpoint import check_checkpoint
 from automoe.config.validate_compile import check_compile
 from automoe.config.validate_fp8 import check_fp8
 from automoe.config.validate_kernels import check_kernels
 from automoe.config.validate_layers import check_layers
 from automoe.config.validate_moe import check_moe
-from automoe.config.validate_numbers import check_numbers
+from automoe.config.validate_numbers import check_numbers, parse_profile_steps
 from automoe.config.validate_optim import check_optimizer
 from automoe.errors import ConfigError
+from automoe.shipped import find_recipe
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -74,9 +73,7 @@ def check_model(config: Config, shape: MeshShape) -> None:
 def _divisor_error(key: str, value: int, divisor: int, rule: str, remedy: str = "") -> ConfigError:
     below, above = value // divisor * divisor, (value // divisor + 1) * divisor
     choices = f"{key}={below} or {above}" if below else f"{key}={above}"
-    return ConfigError(
-        key, value, rule, f"Nearest valid choices: {choices}" + (f", or {remedy}" if remedy else "")
-    )
+    return ConfigError(key, value, rule, f"Nearest valid choices: {choices}" + (f", or {remedy}" if remedy else ""))
 
 
 def _check_experts(config: Config, shape: MeshShape) -> None:
@@ -447,26 +444,13 @@ def _check_paths(config: Config) -> None:
         )
     if config.checkpoint.export_hf:
         # Upwards, as above: better now than when the run ends in an export.
-        from automoe.hf.registry import check_exportable
+        from automoe.hf.families.registry import check_exportable
 
         check_exportable(config.model)
-    if not _is_importable(config.recipe):
-        raise ConfigError(
-            "recipe",
-            config.recipe,
-            f"no such module (looked from {os.getcwd()})",
-            "Name a module with main(config, shape, context), such as automoe.recipes.pretrain",
-        )
+    find_recipe(config.recipe)
     check_writable(config.run_dir)
     if config.moe.record_routing is not None:
         check_writable(os.path.expanduser(config.moe.record_routing), "moe.record_routing")
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None  # finds, and imports its packages only
-    except (ModuleNotFoundError, ValueError):  # a package on the way is missing; an empty name
-        return False
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
@@ -479,6 +463,4 @@ def check_writable(directory: str, key: str = "run_dir") -> None:
     if not path.is_dir():
         raise ConfigError(key, directory, f"{path} is a file, not a directory", f"Name another {key}")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            key, directory, f"no permission to write in {path}", f"Name a {key} that can be written"
-        )
+        raise ConfigError(key, directory, f"no permission to write in {path}", f"Name a {key} that can be written")

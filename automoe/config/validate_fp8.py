@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from automoe.config.layer_kinds import is_linear
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config
+from automoe.config.schema import Config, is_linear
 from automoe.errors import ConfigError
 
 BLOCK = 128  # rows and columns of a weight under one scale
@@ -55,8 +54,7 @@ def _check_experts(config: Config, shape: MeshShape) -> None:
             width,
             f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
             f"{width} % {BLOCK * shape.etp} = {width % (BLOCK * shape.etp)}",
-            "Set train.fp8=tensorwise"
-            + (f", or mesh.etp={_nearest(width, shape.etp)}" if shape.etp > 1 else ""),
+            "Set train.fp8=tensorwise" + (f", or mesh.etp={_nearest(width, shape.etp)}" if shape.etp > 1 else ""),
         )
     for key, size in (
         ("model.hidden_size", config.model.hidden_size),

@@ -102,9 +102,7 @@ def _check_attention_kernel(config: Config, shape: MeshShape, device: str) -> No
             ", or train.dtype=bfloat16",
         )
     if kernel == "flash" and (dim := max(head_dims(config))) > MAX_FLASH_DIM:
-        raise _refused(
-            kernel, f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}", "sdpa"
-        )
+        raise _refused(kernel, f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}", "sdpa")
     if kernel != "cudnn":
         _check_causal_alone(config, shape)
 
@@ -135,9 +133,7 @@ def _check_causal_alone(config: Config, shape: MeshShape) -> None:
             kernel, f"{knows}data.document_mask=true masks documents", "sdpa", ", or data.document_mask=false"
         )
     if window := attention.sliding_window:
-        raise _refused(
-            kernel, f"{knows}model.attention.sliding_window={window} masks what is further back", "sdpa"
-        )
+        raise _refused(kernel, f"{knows}model.attention.sliding_window={window} masks what is further back", "sdpa")
     if shape.cp > 1:
         raise _refused(kernel, f"{knows}with mesh.cp={shape.cp} keys are masked by their position", "sdpa")
     if attention.sinks and kernel == "te":
@@ -156,6 +152,4 @@ def head_dims(config: Config) -> tuple[int, int]:
 
 
 def _refused(kernel: str, rule: str, choice: str, other: str = "") -> ConfigError:
-    return ConfigError(
-        "kernels.attention", kernel, rule, f"Nearest valid choice: kernels.attention={choice}{other}"
-    )
+    return ConfigError("kernels.attention", kernel, rule, f"Nearest valid choice: kernels.attention={choice}{other}")

@@ -53,12 +53,7 @@ def _check_windows(config: Config, shape: MeshShape) -> None:
                 "attention kind gqa alone has it",
                 f"Set model.attention.{key}={plain}, or model.attention.kind=gqa",
             )
-        if (
-            value
-            and key in ("sinks", "sliding_window")
-            and config.parallel.context == "ring"
-            and shape.cp > 1
-        ):
+        if value and key in ("sinks", "sliding_window") and config.parallel.context == "ring" and shape.cp > 1:
             raise ConfigError(
                 "parallel.context",
                 "ring",

@@ -107,10 +107,7 @@ def _check_replay(config: Config) -> None:
             "Set moe.gate=learned, or moe.replay_routing=null",
         )
     folder = Path(moe.replay_routing).expanduser()
-    if (
-        moe.record_routing is not None
-        and Path(moe.record_routing).expanduser().absolute() == folder.absolute()
-    ):
+    if moe.record_routing is not None and Path(moe.record_routing).expanduser().absolute() == folder.absolute():
         raise ConfigError(
             "moe.record_routing",
             moe.record_routing,

@@ -15,9 +15,7 @@ def check_optimizer(config: Config) -> None:
                 "optim.betas", list(optim.betas), f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
             )
     if not optim.min_lr_ratio <= 1:
-        raise ConfigError(
-            "optim.min_lr_ratio", optim.min_lr_ratio, "a share of optim.lr, at most 1", "Set 0.1"
-        )
+        raise ConfigError("optim.min_lr_ratio", optim.min_lr_ratio, "a share of optim.lr, at most 1", "Set 0.1")
     if optim.moments == "bfloat16" and optim.master_weights == "float32":
         raise ConfigError(
             "optim.moments",

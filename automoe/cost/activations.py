@@ -32,11 +32,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from automoe.config.layer_kinds import is_linear, window_of
-from automoe.config.loss_chunks import chunk_tokens
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL, PROMISED
-from automoe.config.schema import AttentionConfig, Config, ModelConfig
+from automoe.config.schema import AttentionConfig, Config, ModelConfig, chunk_tokens, is_linear, window_of
 from automoe.cost.batch import BatchPlan
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
@@ -146,9 +144,7 @@ def layer_activation_bytes(
     parts["experts"] = 0.0 if "moe" in recompute else size * load.expert_rows * per_row
     # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
-    scored = (
-        1 + model.router.softmax_after_topk
-    )  # the gather of chosen logits keeps them all, beside the scores
+    scored = 1 + model.router.softmax_after_topk  # the gather of chosen logits keeps them all, beside the scores
     parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
     return parts
 
@@ -246,9 +242,7 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, aga
     )
     channels = 2 * groups * key + heads * value
     convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of what it was given
-    kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (
-        3 * value + 5
-    )
+    kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (3 * value + 5)
     if again:
         return float(kept)
     inside = heads * (6 * DELTA_CHUNK + 3 * value + 10 * key + key * value / DELTA_CHUNK + 3) + 2 * groups

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from automoe.config.layer_kinds import is_linear, window_of
-from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.config.schema import AttentionConfig, ModelConfig, is_linear, window_of
 from automoe.cost.params import layer_params
 
 

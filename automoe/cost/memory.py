@@ -114,9 +114,7 @@ def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankM
     """
     parallel = config.parallel
     owned = stage_of_rank(parallel.schedule, mesh.pp, parallel.stages_per_rank)
-    layers = split_layers(
-        config.model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
-    )
+    layers = split_layers(config.model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
     return [_plan_rank(config, mesh, batch, layers, owned[pp_rank], pp_rank) for pp_rank in range(mesh.pp)]
 
 
@@ -132,8 +130,7 @@ def _plan_rank(
     moment = compute if config.optim.moments == "bfloat16" else wide
     moments = sum(2 * local_numel(p, mesh) * (wide if p.part == "router" else moment) for p in params)
     stored = sum(
-        local_numel(param, mesh) * (compute if narrow and param.part != "router" else wide)
-        for param in params
+        local_numel(param, mesh) * (compute if narrow and param.part != "router" else wide) for param in params
     )
     whole = sum(gathered_numel(param, mesh) for param in params)
     few = UNITS_RESIDENT * _largest_unit(params, mesh)
@@ -155,9 +152,7 @@ def _plan_rank(
         )
         for stage in stages
     ]
-    activations, in_flight = peak_in_flight(
-        stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank
-    )
+    activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
     has_head = len(layers) - 1 in stages
     return RankMemory(
         pp_rank=pp_rank,
@@ -171,8 +166,7 @@ def _plan_rank(
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp) if has_head else 0.0,
         recompute=max(
-            recompute_workspace_bytes(model, layer, load, compute, kernels, names)
-            for layer, names in again.items()
+            recompute_workspace_bytes(model, layer, load, compute, kernels, names) for layer, names in again.items()
         )
         if again
         else 0.0,

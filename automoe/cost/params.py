@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from automoe.config.layer_kinds import is_linear
-from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.config.schema import AttentionConfig, ModelConfig, is_linear
 
 # Projections cut by output features (dim 0) or input features (dim 1) under tensor parallelism.
 _TP_DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0)
@@ -92,9 +91,7 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
     shapes: list[Shape] = [
         ("input_layernorm.weight", (hidden,), "norms"),
         ("post_attention_layernorm.weight", (hidden,), "norms"),
-        *(_delta_net_shapes if is_linear(model.attention, layer) else _attention_shapes)(
-            hidden, model.attention
-        ),
+        *(_delta_net_shapes if is_linear(model.attention, layer) else _attention_shapes)(hidden, model.attention),
     ]
     if layer < model.first_k_dense:
         shapes += _ffn_shapes("mlp", hidden, model.intermediate_size, "dense_ffn")
@@ -111,9 +108,7 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
             shapes.append(("mlp.experts.b_gate_up", (experts, 2, width), "routed_experts"))
             shapes.append(("mlp.experts.b_down", (experts, hidden), "routed_experts"))
         if model.num_shared_experts:
-            shapes += _ffn_shapes(
-                "mlp.shared_experts", hidden, model.num_shared_experts * width, "shared_experts"
-            )
+            shapes += _ffn_shapes("mlp.shared_experts", hidden, model.num_shared_experts * width, "shared_experts")
             if model.shared_expert_gate:
                 shapes.append(("mlp.shared_experts.output_gate.weight", (1, hidden), "shared_experts"))
     kv_heads = model.attention.num_kv_heads

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from automoe.rows import IGNORE as IGNORE
+from automoe.moe.tokens import IGNORE as IGNORE
 
 
 @dataclass

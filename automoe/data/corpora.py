@@ -177,9 +177,7 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                     row += 1
                     yield row, _checked(value.as_py(), f"{path}: row {row}", text_key)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again."
-        ) from error
+        raise DataError(f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again.") from error
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{path}: not a readable parquet file, after row {row} ({error}). Copy or write the file again."

@@ -179,9 +179,7 @@ def _open(entry: Path, files: CorpusFiles) -> TokenCorpus:
         empty = np.zeros(0, dtype)  # a file of no bytes cannot be mapped
         tokens = np.memmap(entry / "tokens.bin", dtype=dtype, mode="r", shape=shape) if shape[0] else empty
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{entry}: damaged cache of the tokenised corpus ({error}). Delete this directory."
-        ) from error
+        raise DataError(f"{entry}: damaged cache of the tokenised corpus ({error}). Delete this directory.") from error
     return TokenCorpus(
         tokens=tokens,
         starts=np.cumsum(lengths) - lengths,

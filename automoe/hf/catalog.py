@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError
+from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.files import StoredTensor, listed, read_headers
 from automoe.hf.keys import FUSED, KeyMap, hf_tensors
-from automoe.hf.quantised import FP8_BLOCK, MXFP4_BLOCK
-from automoe.hf.registry import family_of, read_hf_config
+from automoe.hf.quantized import FP8_BLOCK, MXFP4_BLOCK
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class Quantization:
     """``quantization_config`` of a config.json: the encoding of tensors that have scales."""
 
     encoding: Encoding = "plain"
@@ -77,9 +77,7 @@ class Catalog:
         return _unpack, (self.folder, self.keys, self.block, self.names, PackedSources.of(self.sources))
 
 
-def _unpack(
-    folder: Path, keys: KeyMap, block: tuple[int, int], names: list[str], sources: PackedSources
-) -> Catalog:
+def _unpack(folder: Path, keys: KeyMap, block: tuple[int, int], names: list[str], sources: PackedSources) -> Catalog:
     catalog = Catalog(folder, keys, {}, block)
     catalog.names, catalog.sources = names, sources
     catalog.number_of = {name: number for number, name in enumerate(names)}
@@ -135,7 +133,7 @@ def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 
     Raises:
         CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys missing or
-            unexpected, another shape or number of experts, FP8 without scales, an unknown quantisation.
+            unexpected, another shape or number of experts, FP8 without scales, an unknown quantization.
     """
     if not dist.is_initialized():
         return check_catalog(path, config)
@@ -171,8 +169,8 @@ def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 
 def _check(folder: Path, config: ModelConfig) -> Catalog:
     tensors = read_headers(folder)
-    quantisation = _quantisation(folder)
-    sources = _pair_scales(tensors, quantisation)
+    quantization = _quantization(folder)
+    sources = _pair_scales(tensors, quantization)
     keys = family_of(config).keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
@@ -197,44 +195,42 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
             "Compare the model's configuration with its config.json"
         )
     used = {key: sources[key] for key in wanted}
-    _check_encodings(folder, used, quantisation)
-    return Catalog(folder, keys, used, quantisation.block)
+    _check_encodings(folder, used, quantization)
+    return Catalog(folder, keys, used, quantization.block)
 
 
-def _quantisation(folder: Path) -> Quantisation:
+def _quantization(folder: Path) -> Quantization:
     if not (folder / "config.json").is_file():
-        return Quantisation()
+        return Quantization()
     stated = read_hf_config(folder).get("quantization_config")
     if stated is None:
-        return Quantisation()
+        return Quantization()
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method == "fp8" and isinstance(stated, dict):
         block = stated.get("weight_block_size")
-        pair = (
-            isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-        )
+        pair = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
         if not pair or stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
                 f"weight_block_size={stated.get('weight_block_size')}, and FP8 is read here as e4m3 with scales a "
                 "block, such as [128, 128]. Convert it to bfloat16"
             )
-        return Quantisation("fp8", (block[0], block[1]))
+        return Quantization("fp8", (block[0], block[1]))
     if method == "mxfp4":
-        return Quantisation("mxfp4")
+        return Quantization("mxfp4")
     raise CheckpointError(
         f"{folder}/config.json: quantization_config has quant_method={method}, and fp8 and mxfp4 are read here. "
         "Convert it to bfloat16"
     )
 
 
-def _pair_scales(tensors: dict[str, StoredTensor], quantisation: Quantisation) -> dict[str, Source]:
-    """Codes and their scales become one tensor, under the name it has unquantised."""
-    if quantisation.encoding == "plain":
+def _pair_scales(tensors: dict[str, StoredTensor], quantization: Quantization) -> dict[str, Source]:
+    """Codes and their scales become one tensor, under the name it has unquantized."""
+    if quantization.encoding == "plain":
         return {name: Source(data.shape, data) for name, data in tensors.items()}
     sources = {}
     for name, data in tensors.items():
-        if quantisation.encoding == "fp8":
+        if quantization.encoding == "fp8":
             owner = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
             if owner is not None and len(owner.shape) > 1:
                 continue
@@ -252,12 +248,12 @@ def _pair_scales(tensors: dict[str, StoredTensor], quantisation: Quantisation) -
     return sources
 
 
-def _check_encodings(folder: Path, sources: dict[str, Source], quantisation: Quantisation) -> None:
+def _check_encodings(folder: Path, sources: dict[str, Source], quantization: Quantization) -> None:
     """Every tensor has a dtype that is read, its scales the shape that its blocks ask for."""
     bare = [key for key, s in sources.items() if s.encoding == "plain" and s.data.dtype not in FLOAT_DTYPES]
     if bare:
-        what = f"{len(bare)} tensors are quantised ({sources[bare[0]].data.dtype}): {listed(bare)}"
-        if quantisation.encoding == "plain":
+        what = f"{len(bare)} tensors are quantized ({sources[bare[0]].data.dtype}): {listed(bare)}"
+        if quantization.encoding == "plain":
             raise CheckpointError(
                 f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
@@ -276,7 +272,7 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantisation: Qua
         if scales is not None:
             if source.encoding == "fp8":
                 *lead, rows, cols = data.shape
-                asked = (*lead, -(-rows // quantisation.block[0]), -(-cols // quantisation.block[1]))
+                asked = (*lead, -(-rows // quantization.block[0]), -(-cols // quantization.block[1]))
                 dtypes: tuple[set[str], set[str]] = ({"F8_E4M3"}, FLOAT_DTYPES | {"F8_E8M0"})
             else:
                 asked, dtypes = data.shape[:-1], ({"U8"}, {"U8"})
@@ -288,7 +284,7 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantisation: Qua
             if scales.shape != asked or data.dtype not in dtypes[0] or scales.dtype not in dtypes[1]:
                 raise CheckpointError(
                     f"{folder}: {key} is {list(data.shape)} {data.dtype} with scales {list(scales.shape)} "
-                    f"{scales.dtype}, and {quantisation.encoding} of it has scales {list(asked)} for "
+                    f"{scales.dtype}, and {quantization.encoding} of it has scales {list(asked)} for "
                     f"{'/'.join(sorted(dtypes[0]))}. Compare config.json's quantization_config with the files"
                 )
         for stored in (data, scales):

@@ -22,12 +22,8 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
         default="keep",
         help=f"of the parameters (default: {kept_dtype})",
     )
-    parser.add_argument(
-        "--fp8", action="store_true", help="quantise to block-FP8, as DeepSeek-V3 is published"
-    )
-    parser.add_argument(
-        "--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)"
-    )
+    parser.add_argument("--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published")
+    parser.add_argument("--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
 
 

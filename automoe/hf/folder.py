@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.files import check_target
-from automoe.hf.registry import family_of, read_hf_config
 
 Result = TypeVar("Result")
 _TOKENIZER_FILES = (  # patterns
@@ -95,14 +95,14 @@ def write_beside(
     config: ModelConfig,
     dtype: str,
     tokenizer: str | None,
-    quantisation: dict[str, Any] | None = None,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files.
 
     Args:
         dtype: of the parameters, as config.json spells it.
         tokenizer: ``byte`` or a directory; None: that of ``config.hf_path``.
-        quantisation: ``quantization_config`` of the written config.json.
+        quantization: ``quantization_config`` of the written config.json.
     """
     source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
@@ -110,8 +110,8 @@ def write_beside(
     if base is None:
         hf |= _token_ids(tokenizer)
     hf["dtype"] = dtype
-    if quantisation is not None:
-        hf["quantization_config"] = quantisation
+    if quantization is not None:
+        hf["quantization_config"] = quantization
     write_json(folder / "config.json", hf)
     if source is not None and (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
@@ -120,9 +120,7 @@ def write_beside(
         write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     texts = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
     if texts is not None and not texts.is_dir():
-        raise ConfigError(
-            "tokenizer", texts, "there is no such directory", "Name one with a tokenizer's files"
-        )
+        raise ConfigError("tokenizer", texts, "there is no such directory", "Name one with a tokenizer's files")
     if texts is not None:
         for pattern in _TOKENIZER_FILES:
             for file in texts.glob(pattern):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automoe.hf.keys import KeyMap, Piece, hf_pieces
-from automoe.hf.shard_files import Item, is_quantised_in_fp8, item_of
+from automoe.hf.shard_files import Item, is_quantized_in_fp8, item_of
 from automoe.hf.shards import LocalShard, Parts, local_shards
 
 
@@ -41,7 +41,7 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
 
     Args:
         dtype: of parameters in the checkpoint; None keeps each one's own. Buffers always keep theirs.
-        fp8: quantise what block-FP8 checkpoints quantise.
+        fp8: quantize what block-FP8 checkpoints quantize.
     """
     plan: list[Outgoing] = []
     load: dict[int, int] = {}
@@ -54,10 +54,10 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, piece, first=everyone[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
-            quantised = fp8 and is_quantised_in_fp8(piece.key, piece.shape, keys)
-            kept = quantised or not shard.trained  # quantised: rounded once, to FP8
+            quantized = fp8 and is_quantized_in_fp8(piece.key, piece.shape, keys)
+            kept = quantized or not shard.trained  # quantized: rounded once, to FP8
             out_dtype = shard.tensor.dtype if dtype is None or kept else dtype
-            plan.append(Outgoing(shard, piece, out_dtype, holders, writer, quantised))
+            plan.append(Outgoing(shard, piece, out_dtype, holders, writer, quantized))
             load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in plan[-1].item)
     return plan
 
@@ -147,9 +147,7 @@ def _selected(piece: Piece, dim: int) -> int | None:
 
 def _ranks_of(parts: Parts) -> tuple[int, ...]:
     """Ranks that hold the same stages, in order: those of the largest mesh that a tensor lies on."""
-    meshes = [
-        shard.tensor.device_mesh.mesh for shard in local_shards(parts) if isinstance(shard.tensor, DTensor)
-    ]
+    meshes = [shard.tensor.device_mesh.mesh for shard in local_shards(parts) if isinstance(shard.tensor, DTensor)]
     if not meshes:
         return (0,)  # no mesh: the first rank's copy of the model counts
     return tuple(sorted(max(meshes, key=lambda mesh: mesh.numel()).flatten().tolist()))

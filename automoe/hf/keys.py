@@ -44,9 +44,7 @@ class KeyMap:
         """The same family as transformers 5 holds it; also written with save_pretrained(save_original_format=False)."""
         if self.transposed:
             return self
-        names = {
-            name: getattr(FUSED, name) for name in ("router", "expert_bias", "gate", "up", "down", "fused")
-        }
+        names = {name: getattr(FUSED, name) for name in ("router", "expert_bias", "gate", "up", "down", "fused")}
         return replace(self, **names)
 
     def expert_of(self, key: str) -> int | None:
@@ -60,9 +58,7 @@ class KeyMap:
 
 
 # What transformers 5 calls routers and routed experts in memory, for every family.
-FUSED = KeyMap(
-    gate="mlp.experts.gate_up_proj", up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", fused=True
-)
+FUSED = KeyMap(gate="mlp.experts.gate_up_proj", up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", fused=True)
 
 
 class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to make
@@ -207,8 +203,4 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a HuggingFace checkpoint of ``config``, in ``keys``' layout."""
-    return {
-        piece.key: piece.shape
-        for name, shape in our_tensors(config)
-        for piece in hf_pieces(name, shape, keys)
-    }
+    return {piece.key: piece.shape for name, shape in our_tensors(config) for piece in hf_pieces(name, shape, keys)}

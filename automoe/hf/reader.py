@@ -47,9 +47,7 @@ class Loaded:
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
-        return (
-            f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
-        )
+        return f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
 
 
 def load_hf(
@@ -61,7 +59,7 @@ def load_hf(
 
     Parameters may be DTensors on either mesh and need storage (``to_empty``) but no values; buffers
     that a checkpoint does not hold get their first values. Numbers are converted to each parameter's
-    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantised on the way.
+    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized on the way.
 
     Args:
         progress: show a bar, on rank 0 and on a terminal.
@@ -113,7 +111,7 @@ def visit(
     """Call ``use(read, stored range, place in the shard)`` for all that this rank owns, in file order.
 
     Both tensors have the same shape; the first is on the CPU in the checkpoint's dtype (float32 where that is
-    quantised) and may be changed or dropped.
+    quantized) and may be changed or dropped.
 
     Args:
         shared: collective: what several ranks of a machine need, one of them reads and sends on.

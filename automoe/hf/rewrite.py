@@ -1,4 +1,4 @@
-"""A checkpoint's tensors written anew without ranks: another dtype, layout or quantisation, one tensor at a time.
+"""A checkpoint's tensors written anew without ranks: another dtype, layout or quantization, one tensor at a time.
 
 The same adapter as for a model on a mesh: every tensor to be written is a region of one of ours, filled from the
 source's files as a rank's shard is.
@@ -16,12 +16,12 @@ import torch
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
+from automoe.hf.families.registry import family_of
 from automoe.hf.files import INDEX_FILE
 from automoe.hf.folder import write_json
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, our_tensors
-from automoe.hf.quantised import dequantise_fp8, quantise_fp8
-from automoe.hf.registry import family_of
-from automoe.hf.shard_files import FilesWriter, Item, file_names, is_quantised_in_fp8, item_of, split
+from automoe.hf.quantized import dequantize_fp8, quantize_fp8
+from automoe.hf.shard_files import FilesWriter, Item, file_names, is_quantized_in_fp8, item_of, split
 from automoe.hf.shards import LocalShard
 from automoe.hf.strips import Read, plan_strips, plan_units, rectangles
 from automoe.hf.transfer import DTYPES, Transfer
@@ -61,9 +61,9 @@ def rewrite_tensors(
     """Write every tensor of ``catalog`` into safetensors files in ``folder``, with an index where they are several.
 
     Args:
-        dtype: of parameters; None keeps each one's own, bfloat16 for quantised ones. Buffers keep theirs.
+        dtype: of parameters; None keeps each one's own, bfloat16 for quantized ones. Buffers keep theirs.
         keys: layout to write; default: as the family is published.
-        fp8: quantise what block-FP8 checkpoints quantise.
+        fp8: quantize what block-FP8 checkpoints quantize.
         advance: told of every number of bytes read.
     """
     jobs = list(_jobs(catalog, config, keys or family_of(config).keys, dtype, fp8))
@@ -76,9 +76,7 @@ def rewrite_tensors(
                 files.write(job.item, _assemble(job, catalog, advance))
     finally:
         files.close()
-    weight_map = {
-        entry.key: name for name, one in zip(names, bins, strict=True) for item in one for entry in item
-    }
+    weight_map = {entry.key: name for name, one in zip(names, bins, strict=True) for item in one for entry in item}
     total = sum(entry.num_bytes for job in jobs for entry in job.item)
     if len(names) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -106,7 +104,7 @@ def compare_rewritten(
         key = job.pieces[0].key
         wanted, found = (_assemble(job, catalog, lambda num_bytes: None) for catalog in (source, written))
         if len(job.item) > 1:
-            wanted = dequantise_fp8(*quantise_fp8(wanted)).to(found.dtype)
+            wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
         if not torch.equal(wanted, found):
             raise CheckpointError(
                 f"{written.folder}: {key} is not what {source.folder} holds: {int((wanted != found).sum())} of "
@@ -114,30 +112,26 @@ def compare_rewritten(
             )
 
 
-def _jobs(
-    catalog: Catalog, config: ModelConfig, keys: KeyMap, dtype: torch.dtype | None, fp8: bool
-) -> Iterator[_Job]:
+def _jobs(catalog: Catalog, config: ModelConfig, keys: KeyMap, dtype: torch.dtype | None, fp8: bool) -> Iterator[_Job]:
     for name, shape in our_tensors(config):
         by_key: dict[str, list[Piece]] = {}
         for piece in hf_pieces(name, shape, keys):
             by_key.setdefault(piece.key, []).append(piece)
         for key, pieces in by_key.items():
             stored = pieces[0].shape
-            quantised = fp8 and is_quantised_in_fp8(key, stored, keys)
+            quantized = fp8 and is_quantized_in_fp8(key, stored, keys)
             own = _own_dtype(catalog, name, shape, pieces[0])
-            if quantised:  # rounded once, to FP8
+            if quantized:  # rounded once, to FP8
                 out = torch.float32 if own == torch.bfloat16 else own
             else:
                 out = own if dtype is None or name.endswith(".expert_bias") else dtype
-            yield _Job(name, shape, pieces, out, item_of(key, stored, out, quantised))
+            yield _Job(name, shape, pieces, out, item_of(key, stored, out, quantized))
 
 
 def _own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece) -> torch.dtype:
-    """Of the source's tensor that holds the first number of ``piece``; bfloat16 for a quantised one."""
+    """Of the source's tensor that holds the first number of ``piece``; bfloat16 for a quantized one."""
     expert = next((at for at in piece.select if at is not None), 0)
-    source = catalog.sources[
-        catalog.number_of[hf_pieces(name, shape, catalog.keys, range(expert, expert + 1))[0].key]
-    ]
+    source = catalog.sources[catalog.number_of[hf_pieces(name, shape, catalog.keys, range(expert, expert + 1))[0].key]]
     return DTYPES[source.data.dtype] if source.encoding == "plain" else torch.bfloat16
 
 

@@ -14,10 +14,10 @@ import torch
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.catalog import SCALE_SUFFIX
+from automoe.hf.families.registry import family_of
 from automoe.hf.files import SINGLE_FILE
 from automoe.hf.keys import KeyMap
-from automoe.hf.quantised import FP8_BLOCK, quantise_fp8
-from automoe.hf.registry import family_of
+from automoe.hf.quantized import FP8_BLOCK, quantize_fp8
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -48,7 +48,7 @@ def item_of(key: str, shape: Sequence[int], dtype: torch.dtype, fp8: bool = Fals
     """How the tensor ``key`` is stored.
 
     Args:
-        dtype: of its numbers where they are not quantised.
+        dtype: of its numbers where they are not quantized.
         fp8: as block-FP8 codes and float32 scales.
     """
     shape = tuple(shape)
@@ -63,18 +63,13 @@ def encode(tensor: torch.Tensor, item: Item) -> Iterator[torch.Tensor]:
     if len(item) == 1:
         yield tensor.to(item[0].dtype)
     else:
-        yield from quantise_fp8(tensor)
+        yield from quantize_fp8(tensor)
 
 
-def is_quantised_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
-    """Block-FP8 checkpoints quantise the matrices of layers; not routers, gates, the embedding or the head."""
+def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
+    """Block-FP8 checkpoints quantize the matrices of layers; not routers, gates, the embedding or the head."""
     kept = (keys.router, keys.shared_gate)
-    return (
-        key.startswith("model.layers.")
-        and len(shape) == 2
-        and key.endswith(".weight")
-        and not key.endswith(kept)
-    )
+    return key.startswith("model.layers.") and len(shape) == 2 and key.endswith(".weight") and not key.endswith(kept)
 
 
 def fp8_config(config: ModelConfig) -> dict[str, Any]:
@@ -153,8 +148,7 @@ class FilesWriter:
                 self._stream.write(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise CheckpointError(
-                f"{self._file}: {error.strerror} while {item[0].key} was written. "
-                "Make room or name another directory"
+                f"{self._file}: {error.strerror} while {item[0].key} was written. Make room or name another directory"
             ) from error
 
     def write_headers(self) -> None:

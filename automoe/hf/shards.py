@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.model.decoder import Decoder
-from automoe.parallel.data import fsdp_modules
+from automoe.parallel.fsdp import fsdp_modules
 
 Parts = dict[int, Decoder]
 

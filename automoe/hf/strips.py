@@ -161,9 +161,7 @@ def plan_units(strips: list[Strip], everyone: list[np.ndarray], ranks: list[int]
         members = order[left:right]
         if right - left == 1:
             strip = strips[within[members[0]]]
-            units.append(
-                Unit(strip.read.number, strip.matrix, strip.rows, strip.cols, rank, (rank,), (strip,))
-            )
+            units.append(Unit(strip.read.number, strip.matrix, strip.rows, strip.cols, rank, (rank,), (strip,)))
         else:
             met = [(ranks[owner[i]], int(within[i]), *map(int, table[i])) for i in members]
             units += _meet(met, strips, rank)

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint's files into the places that need them: read once, sent on, dequantised on the way."""
+"""Bytes of a checkpoint's files into the places that need them: read once, sent on, dequantized on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import ITEM_BYTES, Catalog
 from automoe.hf.files import StoredTensor
-from automoe.hf.quantised import MXFP4_BLOCK, dequantise_fp8, dequantise_mxfp4
+from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
 from automoe.hf.strips import Read, Unit
 
 # What is in memory at once besides the model: one chunk of stored bytes with the numbers it becomes, and chunks
@@ -24,7 +24,7 @@ CHUNK_BYTES = 2 << 20
 SENDING_BYTES = 24 << 20
 DIRECT_BYTES = 64 << 20  # at once straight into a parameter, which is no scratch; progress is told in between
 MAX_OPEN = 4  # files
-QUANTISED_ROWS = 128  # chunks of quantised matrices end at a multiple of it: no scale is read twice
+QUANTIZED_ROWS = 128  # chunks of quantized matrices end at a multiple of it: no scale is read twice
 
 DTYPES = {
     "F64": torch.float64,
@@ -117,7 +117,7 @@ class Layout:
         step = max(1, chunk_bytes // (self.part[1] - self.part[0]))
         align = 1
         if self.source.scales is not None:
-            align = QUANTISED_ROWS if self.source.encoding == "mxfp4" else self.block[0]
+            align = QUANTIZED_ROWS if self.source.encoding == "mxfp4" else self.block[0]
             step = max(align, step // align * align)
         cuts = range(begin // align * align + step, end, step)
         return list(zip([begin, *cuts], [*cuts, end], strict=True))
@@ -133,9 +133,9 @@ class Layout:
         factors = buffer[at : at + scales[0].num_bytes].view(dtype)
         factors = factors.view(scales[0].rows[1] - scales[0].rows[0], -1)
         if self.source.encoding == "fp8":
-            return dequantise_fp8(data, factors, (begin, self.cols[0]), self.block)
+            return dequantize_fp8(data, factors, (begin, self.cols[0]), self.block)
         first = self.groups[0] * MXFP4_BLOCK
-        return dequantise_mxfp4(data, factors)[:, self.cols[0] - first : self.cols[1] - first]
+        return dequantize_mxfp4(data, factors)[:, self.cols[0] - first : self.cols[1] - first]
 
 
 def _aligned(num_bytes: int) -> int:
@@ -283,9 +283,7 @@ class Transfer:
         for begin, end in layout.chunks(*unit.rows, DIRECT_BYTES if straight else CHUNK_BYTES):
             if straight:
                 (span,) = layout.spans(begin, end)
-                self.files.read(
-                    span, _bytes(unit.strips[0].target(begin, end)), self.catalog.names[unit.number]
-                )
+                self.files.read(span, _bytes(unit.strips[0].target(begin, end)), self.catalog.names[unit.number])
             else:
                 buffer = self._buffer(layout, begin, end)
                 self._fill(buffer, unit, layout, begin, end)
@@ -340,11 +338,7 @@ def _goes_straight(unit: Unit, layout: Layout) -> bool:
     if len(unit.strips) != 1 or layout.source.encoding != "plain" or unit.strips[0].read.piece.order:
         return False
     place = unit.strips[0].target(*unit.rows)
-    return (
-        place.device.type == "cpu"
-        and place.is_contiguous()
-        and place.dtype == DTYPES[layout.source.data.dtype]
-    )
+    return place.device.type == "cpu" and place.is_contiguous() and place.dtype == DTYPES[layout.source.data.dtype]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -19,11 +19,11 @@ import torch
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.params import count_params
 from automoe.errors import CheckpointError
+from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import listed
 from automoe.hf.folder import write_beside
 from automoe.hf.keys import hf_tensors
 from automoe.hf.reader import Catalog, Read, config_of, load_hf, open_catalog, visit
-from automoe.hf.registry import family_of, model_config_from_hf
 from automoe.hf.rewrite import rewrite_tensors
 from automoe.hf.shards import DTYPES, Parts, as_parts, is_first_rank, raise_everywhere
 from automoe.model.decoder import Decoder
@@ -38,9 +38,7 @@ FP8_ERROR = 2**-4  # three bits of mantissa: half a step, relative
 _ROWS, _SEQ = 4, 64
 
 
-def verify_hf(
-    parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep", fp8: bool = False
-) -> float | None:
+def verify_hf(parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep", fp8: bool = False) -> float | None:
     """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
 
     Args:
@@ -95,7 +93,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
 
 def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, fp8: bool) -> None:
     """Every number that this rank holds, bit for bit, against the range of the file it belongs to."""
-    squares: dict[str, list[float]] = {}  # of a quantised tensor: of errors, of numbers
+    squares: dict[str, list[float]] = {}  # of a quantized tensor: of errors, of numbers
 
     def compare(read: Read, source: torch.Tensor, target: torch.Tensor) -> None:
         if fp8 and read.source.encoding == "fp8":
@@ -222,7 +220,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
         return None
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
-    with _unquantised(catalog, config) as folder:
+    with _unquantized(catalog, config) as folder:
         theirs, choices = _run_transformers(folder, tokens, config)
     model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
     model.to_empty(device="cpu")
@@ -234,9 +232,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
         chosen = free.choices()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:
-            raise CheckpointError(
-                f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts"
-            )
+            raise CheckpointError(f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts")
         forced = torch.stack((choices, choices), dim=3)
     else:
         forced = None
@@ -252,8 +248,8 @@ def _compare_logits(catalog: Catalog) -> float | None:
 
 
 @contextmanager
-def _unquantised(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
-    """The directory, or a float32 copy of a quantised one for as long as it is needed.
+def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
+    """The directory, or a float32 copy of a quantized one for as long as it is needed.
 
     transformers 5 takes a block's size from the number of scales, which is wrong where rows or columns are no
     multiple of 128 (576 rows have five scales), and refuses or misreads such a matrix.
@@ -267,9 +263,7 @@ def _unquantised(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         yield Path(copy)
 
 
-def _run_transformers(
-    folder: Path, tokens: torch.Tensor, config: ModelConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [B, S, V] and the experts chosen, [B, S, moe layers, K]."""
     from transformers import AutoModelForCausalLM, __version__
 
@@ -293,12 +287,8 @@ def _run_transformers(
                 )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith(
-            ".mlp.experts"
-        ):  # rows, choices, weights in every release; what routers return differs
-            module.register_forward_pre_hook(
-                lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
-            )
+        if name.endswith(".mlp.experts"):  # rows, choices, weights in every release; what routers return differs
+            module.register_forward_pre_hook(lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1)))
     with torch.no_grad():
         logits = model.eval()(tokens).logits
     return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, CheckpointError
+from automoe.hf.families.registry import family_of
 from automoe.hf.files import INDEX_FILE
 from automoe.hf.folder import commit_folder, prepare_folder, working_folder, write_beside, write_json
 from automoe.hf.gather import Outgoing, gather, plan_outgoing
 from automoe.hf.reader import config_of
-from automoe.hf.registry import family_of
 from automoe.hf.shard_files import FilesWriter, file_names, fp8_config, split
 from automoe.hf.shards import (
     Parts,
@@ -43,7 +43,7 @@ class Written:
     Attributes:
         num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
         checked: compared with the live weights and with transformers.
-        fp8: quantised, so equal to the weights only after their quantisation.
+        fp8: quantized, so equal to the weights only after their quantization.
         logits_error: relative difference to transformers' logits; None for a model too large to be run
             twice, and on ranks other than the first.
     """
@@ -147,14 +147,14 @@ def save_hf(
     parts, path = as_parts(parts), Path(path).expanduser().absolute()
     config = config_of(parts)
     folder = working_folder(path)
-    quantisation = fp8_config(config) if fp8 else None
+    quantization = fp8_config(config) if fp8 else None
     out_dtype = export_dtype(dtype)
     try:
         on_first_rank(lambda: prepare_folder(path, overwrite))
         plan = plan_outgoing(parts, family_of(config).keys, out_dtype, fp8=fp8)
         written = _write_tensors(plan, folder, max_shard_bytes)
         numbers = str(next(out.dtype for out in plan if out.shard.trained)).removeprefix("torch.")
-        on_first_rank(lambda: write_beside(folder, config, numbers, tokenizer, quantisation))
+        on_first_rank(lambda: write_beside(folder, config, numbers, tokenizer, quantization))
         if check is not None:
             on_every_rank(lambda: check(folder))
         on_first_rank(lambda: commit_folder(path))

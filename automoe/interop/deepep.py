@@ -38,11 +38,7 @@ def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
             f"moe.dispatcher=deepep: deep_ep does not import ({error}). Build DeepEP from its sources, or set "
             "moe.dispatcher=alltoall"
         ) from error
-    return (
-        ElasticExchange(deep_ep, group)
-        if hasattr(deep_ep, "ElasticBuffer")
-        else BufferExchange(deep_ep, group)
-    )
+    return ElasticExchange(deep_ep, group) if hasattr(deep_ep, "ElasticBuffer") else BufferExchange(deep_ep, group)
 
 
 class BufferExchange:
@@ -59,9 +55,7 @@ class BufferExchange:
         self._buffer: Any = None
         self._row_bytes = 0
 
-    def dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
-    ) -> Received:
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Received:
         buffer = self._buffer_for(x.shape[1] * x.element_size())
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
         rows, local_ids, local_weights, counts, handle, _ = buffer.dispatch(
@@ -96,11 +90,7 @@ class BufferExchange:
             ]
             nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
             # A build for one node only has no RDMA hint to give, and needs no such buffer.
-            rdma = (
-                max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs)
-                if self._size > 8
-                else 0
-            )
+            rdma = max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs) if self._size > 8 else 0
             self._buffer, self._row_bytes = buffer_class(self._group, nvlink, rdma), row_bytes
         return self._buffer
 
@@ -113,9 +103,7 @@ class ElasticExchange:
         self._buffer: Any = None
         self._sizes = (0, 0, 0)
 
-    def dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
-    ) -> Received:
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Received:
         buffer = self._buffer_for((x.shape[0], x.shape[1], ids.shape[1]))
         rows, local_ids, local_weights, handle, _ = buffer.dispatch(
             x,
@@ -126,9 +114,7 @@ class ElasticExchange:
             do_cpu_sync=True,
             do_expand=False,
         )
-        return Received(
-            rows, local_ids, local_weights, handle.num_recv_tokens_per_expert_list, (buffer, handle)
-        )
+        return Received(rows, local_ids, local_weights, handle.num_recv_tokens_per_expert_list, (buffer, handle))
 
     def dispatch_again(self, x: torch.Tensor, handle: Any) -> torch.Tensor:
         buffer, layout = handle

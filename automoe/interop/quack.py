@@ -1,7 +1,7 @@
 """``moe.experts=quack``: the experts composed from quack-kernels' products (CuTe DSL, Hopper and later).
 
 The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; they have not been
-run on a GPU by this project. As in ``automoe.moe.kernels`` rows are gathered by the products that read them, and
+run on a GPU by this project. As in ``automoe.kernels`` rows are gathered by the products that read them, and
 what is kept for the backward beside the arguments is gate and up before the activation, here side by side
 (g0, u0, g1, u1, ...). No autotuning: it would start over with every new number of rows.
 
@@ -67,9 +67,7 @@ class _Experts:
         activation: Activation = SWIGLU,
     ) -> torch.Tensor:
         if b_gate_up is not None or b_down is not None or activation is not SWIGLU:
-            raise BackendError(
-                "moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm"
-            )
+            raise BackendError("moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm")
         if x.dtype not in DTYPES:
             raise BackendError(
                 f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x.dtype}. Set "

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from automoe.collectives import arrived
 from automoe.errors import BackendError
 from automoe.model.attention import AttentionFn
 from automoe.model.norm import RMSNorm
@@ -26,6 +25,7 @@ from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import on_host
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.parallel.collectives import arrived
 
 
 def attention() -> AttentionFn:

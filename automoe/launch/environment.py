@@ -100,9 +100,7 @@ def first_host(node_list: str) -> str:
     """First host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", node_list)
     if match is None:
-        raise LaunchError(
-            f"SLURM_STEP_NODELIST={node_list!r} names no host. Set MASTER_ADDR to the first node"
-        )
+        raise LaunchError(f"SLURM_STEP_NODELIST={node_list!r} names no host. Set MASTER_ADDR to the first node")
     head, number, tail = match.groups()
     return head + (number or "") + (tail or "")
 
@@ -114,9 +112,7 @@ def left_over(env: Mapping[str, str]) -> list[str]:
 
 def clean(env: Mapping[str, str]) -> dict[str, str]:
     """``env`` without anything that ties a process to another launch's rendezvous."""
-    return {
-        k: v for k, v in env.items() if k not in RENDEZVOUS_VARIABLES and not k.startswith(_AGENT_PREFIXES)
-    }
+    return {k: v for k, v in env.items() if k not in RENDEZVOUS_VARIABLES and not k.startswith(_AGENT_PREFIXES)}
 
 
 def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:

@@ -55,9 +55,7 @@ def run_external(compose: Callable[[], Config], launch: ExternalLaunch) -> int:
             run_dir = Path(config.run_dir).absolute()
             held.enter_context(runs.locked(run_dir))
         except AutomoeError as error:
-            print(
-                f"error: {error}", file=sys.stderr, flush=True
-            )  # now: torch must be imported to tell the others
+            print(f"error: {error}", file=sys.stderr, flush=True)  # now: torch must be imported to tell the others
             _call_off(launch)
             return 2
         runs.start_run(run_dir)
@@ -132,7 +130,7 @@ def check_gpus(launch: ExternalLaunch, visible: int) -> None:
 
 
 def _become_rank(message: dict[str, Any], launch: ExternalLaunch, store: Store) -> int:
-    from automoe.worker import run_rank
+    from automoe.launch.worker import run_rank
 
     config = parse_config(message["config"])
     run_dir = Path(message["run_dir"])
@@ -145,9 +143,7 @@ def _open_store(launch: ExternalLaunch) -> Store:
 
     os.environ.update(launch.variables())
     try:
-        rendezvous = dist.rendezvous(
-            "env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_MEET_S)
-        )
+        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_MEET_S))
         store, _, _ = next(iter(rendezvous))
     except dist.DistError as error:
         raise LaunchError(

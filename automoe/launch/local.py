@@ -132,7 +132,7 @@ class _Launch:
         # A scheduler may send SIGTERM to every process of a job. torchrun would then kill ranks that are saving,
         # so it is left deaf to it: what ends torchrun is this process.
         command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
-        command += ["--nproc-per-node", str(self.num_ranks), "-m", "automoe.worker", str(self.run_dir)]
+        command += ["--nproc-per-node", str(self.num_ranks), "-m", "automoe.launch.worker", str(self.run_dir)]
         with open(self.log, "w") as log:
             self.agent = subprocess.Popen(
                 command,
@@ -161,9 +161,7 @@ class _Launch:
             name = signal.Signals(signum).name
             # Not print(): a handler may interrupt one.
             then = "save" if self.saves else "leave without saving (checkpoint.every=0)"
-            os.write(
-                2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode()
-            )
+            os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
             self.kill_at = time.monotonic() + self.grace_s
         self.signum = signum
         if self.agent is not None and self.agent.returncode is None:
@@ -208,9 +206,7 @@ class _Launch:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
                 tail = " | ".join(self.log.read_text().strip().splitlines()[-3:])
-                message = (
-                    f"the ranks ended without a result, torchrun with status {self.agent.returncode}: {tail}"
-                )
+                message = f"the ranks ended without a result, torchrun with status {self.agent.returncode}: {tail}"
                 # Overruled: a report that a rank began and had no room for.
                 failure = runs.read_failure(self.run_dir) or _failure(None, message)
                 runs.record_failure(self.run_dir, failure, overrule=True)

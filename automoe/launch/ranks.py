@@ -61,9 +61,7 @@ class RunContext:
         return bool(flag.item())
 
 
-def init_ranks(
-    launch: LaunchConfig, rank: int, world_size: int, local_rank: int, store: Store | None
-) -> torch.device:
+def init_ranks(launch: LaunchConfig, rank: int, world_size: int, local_rank: int, store: Store | None) -> torch.device:
     """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
 
     Args:

@@ -123,10 +123,8 @@ def add_to_status(run_dir: Path, **facts: Any) -> None:
 
 def report_error(run_dir: Path, error: BaseException, rank: int | None) -> bool:
     """Record ``error`` as this run's outcome if it is the first; say whether it was."""
-    worker = os.path.join("automoe", "worker.py")  # the frames above the recipe say nothing
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(worker)
-    ]
+    worker = os.path.join("launch", "worker.py")  # the frames above the recipe say nothing
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(worker)]
     report = {
         "rank": rank,
         "type": type(error).__name__,

@@ -150,9 +150,7 @@ class StuckWatch:
         return found
 
 
-def who_is_missing(
-    standings: Mapping[int, Standing], num_ranks: int, asking: int, waited_s: float
-) -> tuple[int, str]:
+def who_is_missing(standings: Mapping[int, Standing], num_ranks: int, asking: int, waited_s: float) -> tuple[int, str]:
     """The rank to blame and the sentences that say why.
 
     Args:
@@ -175,8 +173,7 @@ def who_is_missing(
     verb = "join" if first in concerned else "get to the point where others wait for it, in"
     where = "it does not answer at all" if first in silent else f"it is at {standings[first].place}"
     others = "".join(
-        f" Neither did rank {rank}, "
-        + ("which does not answer." if rank in silent else f"at {standings[rank].place}.")
+        f" Neither did rank {rank}, " + ("which does not answer." if rank in silent else f"at {standings[rank].place}.")
         for rank in missing[1:8]
     )
     return first, f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}."
@@ -194,8 +191,7 @@ def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]
         those = groups[what]
         name = _ranks([standing.rank for standing in those]).capitalize()
         phrases.append(
-            f"{name} {'wait' if len(those) > 1 else 'waits'} in {'it' if what == first else what}, "
-            f"at {those[0].place}"
+            f"{name} {'wait' if len(those) > 1 else 'waits'} in {'it' if what == first else what}, at {those[0].place}"
         )
     return phrases
 
@@ -211,9 +207,7 @@ def pending_collectives() -> list[Pending]:
         return []
     world = dist.distributed_c10d._world
     # A group has its name before its ranks, and the main thread may be making one.
-    ranks = {
-        name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())
-    }
+    ranks = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
     found = []
     for dump in ("_dump_fr_trace", "_dump_nccl_trace"):  # gloo's recorder, and NCCL's where torch has it
         if hasattr(c10d, dump):

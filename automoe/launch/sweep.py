@@ -26,6 +26,7 @@ from automoe.config.frozen import CONFIG_FILE, dump_config, resolved
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
+from automoe.shipped import shipped_folder
 
 DEFAULT_DIRECTORY = "runs/sweep"
 JOURNAL = "sweep.json"
@@ -85,7 +86,7 @@ def run_sweep(args: Arguments) -> int:
     options += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
     saved, sys.argv = sys.argv, ["automoe", *options, *overrides]
     try:
-        hydra.main(version_base="1.3", config_path="pkg://automoe.conf", config_name=args.config_name)(job)()
+        hydra.main(version_base="1.3", config_path=str(shipped_folder("conf")), config_name=args.config_name)(job)()
     except KeyboardInterrupt:
         print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
         _show(jobs, directory)
@@ -162,9 +163,6 @@ def _table(jobs: list[dict[str, Any]]) -> str:
         facts = [str(job.get(key, "-")) for key in ("seconds", "default", "moe")]
         rows.append((str(job["job"]), job["state"], objective, *facts, " ".join(job["overrides"])))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]])
-        for row in rows
-    ]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows]
     skipped = [f"job {job['job']} skipped: {job['reason']}" for job in jobs if job["state"] == "skipped"]
     return "\n".join(["", *lines, *([""] if skipped else []), *skipped])

@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automoe.config.layer_kinds import window_of
-from automoe.config.schema import ModelConfig
+from automoe.config.schema import ModelConfig, window_of
 from automoe.model.attention_kernels import HALF, check_cudnn, only_kernels, prepare_cuda
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope, rotary_cos_sin, rotary_dim, softmax_scale
-from automoe.rows import RowExchange, Rows, TokenSplit, WholeTokens
+from automoe.moe.tokens import RowExchange, Rows, TokenSplit, WholeTokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
 LATENT_NORM_EPS = 1e-6

@@ -79,9 +79,7 @@ def cuda_order(query_dim: int, value_dim: int) -> list[SDPBackend]:
     return [SDPBackend.CUDNN_ATTENTION, *_PLAIN_ORDER] if cudnn_first and served else list(_PLAIN_ORDER)
 
 
-def only_kernels(
-    kernel: str, device_type: str, query_dim: int, value_dim: int
-) -> AbstractContextManager[object]:
+def only_kernels(kernel: str, device_type: str, query_dim: int, value_dim: int) -> AbstractContextManager[object]:
     """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order that can.
 
     A named kernel that cannot serve its tensors makes SDPA raise: none takes its place.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from automoe.config.layer_kinds import is_linear
-from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.model.attention import AttentionContext, build_attention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
 from automoe.model.norm import RMSNorm
 from automoe.moe.layer import MoE
-from automoe.rows import Rows
+from automoe.moe.tokens import Rows
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.layer import MoE
-from automoe.rows import BatchSum, RowExchange, Rows, TokenSplit, WholeBatch, WholeRows, WholeTokens
+from automoe.moe.tokens import BatchSum, RowExchange, Rows, TokenSplit, WholeBatch, WholeRows, WholeTokens
 
 
 class Decoder(nn.Module):
@@ -145,11 +145,7 @@ class Decoder(nn.Module):
         return head.weight
 
     @staticmethod
-    def _own_counts(
-        index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None
-    ) -> torch.Tensor:
-        trained = (
-            torch.zeros((), dtype=torch.int64, device=index.device) if labels is None else (labels >= 0).sum()
-        )
+    def _own_counts(index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
+        trained = torch.zeros((), dtype=torch.int64, device=index.device) if labels is None else (labels >= 0).sum()
         valid = torch.tensor(index.numel(), device=index.device) if doc_ids is None else (doc_ids >= 0).sum()
         return torch.stack((trained, valid)).expand(index.shape[0], 2)

@@ -19,7 +19,7 @@ from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
-from automoe.rows import TokenSplit, WholeTokens
+from automoe.moe.tokens import TokenSplit, WholeTokens
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # under the root of a squared length
@@ -141,9 +141,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]; a state runs through the row, whatever documents are in it."""
-        assert context.exchange.whole and context.mask is None, (
-            "a recurrent layer sees one whole document a row"
-        )
+        assert context.exchange.whole and context.mask is None, "a recurrent layer sees one whole document a row"
         x = self.split.gather(x)
         width = self.repeats * self.value_dim
         by_head = self.in_proj_qkvz(x).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))

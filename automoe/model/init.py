@@ -22,9 +22,7 @@ def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]
     """This rank's storage and the global index of its first element on each dim."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(offset)
 
 

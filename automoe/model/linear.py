@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automoe.rows import TokenSplit
+from automoe.moe.tokens import TokenSplit
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

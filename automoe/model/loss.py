@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from automoe.config.loss_chunks import chunk_tokens
-from automoe.rows import IGNORE, TokenSplit, WholeTokens
+from automoe.config.schema import chunk_tokens
+from automoe.moe.tokens import IGNORE, TokenSplit, WholeTokens
 
 # x [t, H] of one chunk, weight, labels [t], first_id and split of ``cross_entropy_sum``, whether a gradient is
 # wanted -> the sum of the chunk's losses, and its gradient by the logits [t, V] in the dtype of x

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automoe.model.linear import Linear
-from automoe.rows import TokenSplit, WholeTokens
+from automoe.moe.tokens import TokenSplit, WholeTokens
 
 
 class MLP(nn.Module):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from automoe.blocks import row_blocks
+from automoe.moe.activation import row_blocks
 
 
 class _RMSNorm(torch.autograd.Function):

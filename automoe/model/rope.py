@@ -39,9 +39,7 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
         return _llama3_frequencies(config, 1.0 / base), 1.0
 
     def dim_with_rotations(rotations: float) -> float:
-        return (
-            dim * math.log(config.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
-        )
+        return dim * math.log(config.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dim_with_rotations(config.beta_fast), dim_with_rotations(config.beta_slow)
     if config.truncate:
@@ -129,9 +127,7 @@ def _rotate_pairs(
     torch.mul(x[1], cos, out=out[1]).addcmul_(x[0], sin)
 
 
-def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int = 0
-) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int = 0) -> torch.Tensor:
     """Rotate R dims of x [B, S, N, D], from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + R/2).
 
     The result is always laid out in halves: queries and keys are permuted alike, so their products
@@ -181,7 +177,7 @@ def rope_fns(kernel: str) -> Rope:
         return Rope()
     assert kernel == "triton"
     try:  # it is heavy and not on every platform
-        from automoe.model import rope_kernels
+        from automoe.kernels import rope as rope_kernels
     except ImportError as error:
         raise BackendError(
             f"kernels.rope=triton needs the package triton ({error}). Install it, or set kernels.rope=torch"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automoe.moe.decisions import recomputing
-from automoe.rows import Rows
+from automoe.moe.tokens import Rows
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -72,14 +72,10 @@ def lagged_balance_loss(shares: torch.Tensor, fractions: torch.Tensor, rows: Row
     and change slowly. Only P is current.
     """
     share_sums = (shares * rows.valid.unsqueeze(-1)).sum((0, 1))
-    return (
-        shares.shape[-1] * (fractions.to(shares.dtype) * share_sums).sum() / rows.num_tokens.to(shares.dtype)
-    )
+    return shares.shape[-1] * (fractions.to(shares.dtype) * share_sums).sum() / rows.num_tokens.to(shares.dtype)
 
 
-def micro_batch_balance_loss(
-    shares: torch.Tensor, counts: torch.Tensor, rows: Rows, top_k: int
-) -> torch.Tensor:
+def micro_batch_balance_loss(shares: torch.Tensor, counts: torch.Tensor, rows: Rows, top_k: int) -> torch.Tensor:
     """The classical balance loss (arXiv 2101.03961, eq. 4-6), over one micro-batch of all ranks that run it.
 
     Its rows are those that every data-parallel rank feeds its model at the same time. f and P are of these

@@ -22,7 +22,7 @@ import torch
 
 from automoe.config.schema import MoEConfig
 from automoe.moe.dispatch.base import Dispatcher, Experts, sum_to_tokens
-from automoe.rows import Rows
+from automoe.moe.tokens import Rows
 
 # Weights closer than this count as equal, and the first choice in the row is served first. Tokens that are
 # alike have weights equal up to rounding, and rounding differs from mesh to mesh.
@@ -68,9 +68,7 @@ def rows_per_expert(moe: MoEConfig, rows: Rows, top_k: int, num_experts: int) ->
 
 
 @torch.no_grad()
-def choose_kept(
-    ids: torch.Tensor, weights: torch.Tensor, rows: Rows, moe: MoEConfig, num_experts: int
-) -> torch.Tensor:
+def choose_kept(ids: torch.Tensor, weights: torch.Tensor, rows: Rows, moe: MoEConfig, num_experts: int) -> torch.Tensor:
     """Which of the choices ``ids`` with ``weights``, both [B, S, K], fit: [B, S, K] bool. No host sync."""
     num_rows, size, top_k = ids.shape
     open_ids = ids.masked_fill(~rows.valid.unsqueeze(-1), num_experts)

@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automoe.collectives import arrived
 from automoe.errors import BackendError
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.parallel.collectives import arrived
 
 
 class ExpertFn(Protocol):
@@ -92,7 +92,7 @@ def expert_backend(name: str) -> ExpertFn:
     """
     if name == "triton":  # imports triton, which is heavy and not on every platform
         try:
-            from automoe.moe.kernels.experts import experts
+            from automoe.kernels.experts import experts
         except ImportError as error:
             raise BackendError(
                 f"moe.experts=triton needs the package triton ({error}). Install it, or choose one of: "
@@ -156,9 +156,7 @@ class GroupedExperts(nn.Module):
         with stage("experts"):
             # As late as can be, but before a backend reads them by pointer, which an asynchronous tensor has not.
             x, probs = arrived(x), arrived(probs)
-            return self.backend(
-                x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, self.activation
-            )
+            return self.backend(x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, self.activation)
 
     def _whole_width(self, bias: torch.Tensor) -> torch.Tensor:
         """[E, some of H] -> [E, H] with zeros where other ranks of the etp axis add theirs."""

@@ -41,9 +41,7 @@ def zipf(index: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch
     """
     experts = torch.arange(num_experts, device=index.device)
     rank = (experts - layer) % num_experts + 1
-    uniform = uniform_from(
-        bits_at(index.unsqueeze(-1) * num_experts + experts, stream_key(f"zipf.{layer}", 0))
-    )
+    uniform = uniform_from(bits_at(index.unsqueeze(-1) * num_experts + experts, stream_key(f"zipf.{layer}", 0)))
     noisy = -ZIPF_EXPONENT * rank.to(torch.float64).log() - (-uniform.log()).log()
     return noisy.topk(top_k, dim=-1).indices
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from automoe.blocks import row_blocks
-from automoe.moe.activation import SWIGLU, Activation
+from automoe.moe.activation import SWIGLU, Activation, row_blocks
 
 Scales = torch.Tensor | None
 
@@ -58,9 +57,7 @@ class _InOwnDtype:
     def gradient_scales(self, grad: torch.Tensor, offsets: torch.Tensor) -> None:
         return None
 
-    def out(
-        self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *scales: Scales
-    ) -> torch.Tensor:
+    def out(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *scales: Scales) -> torch.Tensor:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
 
     def grad_rows(
@@ -68,9 +65,7 @@ class _InOwnDtype:
     ) -> torch.Tensor:
         return F.grouped_mm(grad, weight, offs=offsets)
 
-    def grad_weight(
-        self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, *scales: Scales
-    ) -> torch.Tensor:
+    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, *scales: Scales) -> torch.Tensor:
         return F.grouped_mm(grad.transpose(0, 1), x, offs=offsets)
 
 

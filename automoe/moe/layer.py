@@ -15,7 +15,7 @@ from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.dispatch import Dispatcher, LocalDispatcher
 from automoe.moe.experts import GroupedExperts, expert_backend
 from automoe.moe.router import Router
-from automoe.rows import Rows
+from automoe.moe.tokens import Rows
 
 
 class MoE(nn.Module):
@@ -26,9 +26,7 @@ class MoE(nn.Module):
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
     """
 
-    def __init__(
-        self, config: ModelConfig, moe: MoEConfig, moe_index: int, shared_experts: nn.Module | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, moe_index: int, shared_experts: nn.Module | None) -> None:
         super().__init__()
         self.router = Router(config, moe, moe_index)
         self.experts = GroupedExperts(
@@ -80,7 +78,5 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         if self.moe.pad_to_capacity:
             capacity = rows_per_expert(self.moe, rows, ids.shape[1], self.num_experts)
-            return dispatch_padded(
-                self.dispatcher, x, ids, weights, kept, self.experts, self.num_experts, capacity
-            )
+            return dispatch_padded(self.dispatcher, x, ids, weights, kept, self.experts, self.num_experts, capacity)
         return self.dispatcher(x, ids.masked_fill(~kept, self.num_experts), weights, self.experts)

@@ -20,7 +20,7 @@ from torch import nn
 from automoe.errors import DataError
 from automoe.moe.decisions import recomputing
 from automoe.moe.router import Router, Routing
-from automoe.rows import Rows
+from automoe.moe.tokens import Rows
 
 
 class RoutingRecorder:

@@ -26,7 +26,7 @@ from automoe.moe.balance import (
 from automoe.moe.capacity import choose_kept
 from automoe.moe.decisions import decided
 from automoe.moe.gates import gate_choices
-from automoe.rows import Rows
+from automoe.moe.tokens import Rows
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -91,9 +91,7 @@ def best(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
     return x.topk(k, dim=-1).indices
 
 
-def select_experts(
-    scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig, top_k: int
-) -> torch.Tensor:
+def select_experts(scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig, top_k: int) -> torch.Tensor:
     """Top-k of score + bias inside the best groups (DeepSeek-V3, section 2.1.2).
 
     Args:

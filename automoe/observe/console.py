@@ -41,9 +41,7 @@ class Console:
         file: where to; standard output by default.
     """
 
-    def __init__(
-        self, config: Config, mesh: MeshShape, *, enabled: bool = True, file: IO[str] | None = None
-    ) -> None:
+    def __init__(self, config: Config, mesh: MeshShape, *, enabled: bool = True, file: IO[str] | None = None) -> None:
         self.config, self.mesh, self.enabled = config, mesh, enabled
         self._lines = 0
         self._last: tuple[int, float] | None = None  # step and clock of the previous record
@@ -84,13 +82,7 @@ class Console:
         finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
         validates = record.get("val_loss") is not None
         first = self._lines == 0
-        if not (
-            first
-            or step == steps
-            or validates
-            or not finite
-            or step % max(1, self.config.observe.log_every) == 0
-        ):
+        if not (first or step == steps or validates or not finite or step % max(1, self.config.observe.log_every) == 0):
             return
         mfu = record["mfu"]
         cells = [

@@ -109,9 +109,7 @@ def _colour(group: int) -> tuple[float, float, float]:
     return (shade * red, shade * green, shade * blue)
 
 
-def _draw_view(
-    axis: Axes, mesh: MeshShape, view: str, colour_of: Callable[[int], int], frame: int, note: str
-) -> None:
+def _draw_view(axis: Axes, mesh: MeshShape, view: str, colour_of: Callable[[int], int], frame: int, note: str) -> None:
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     per_stage = mesh.world_size // mesh.pp
@@ -193,15 +191,11 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
     product = mesh.describe(view).replace(" x ", " × ")
     if mesh.world_size > 1:
         product += f"  =  {mesh.world_size:,} ranks"
-    axis.annotate(
-        product, (0, 1), (0, 9), "axes fraction", textcoords="offset points", color=MUTED, fontsize=9
-    )
+    axis.annotate(product, (0, 1), (0, 9), "axes fraction", textcoords="offset points", color=MUTED, fontsize=9)
 
 
 def _short(axis: str) -> str:
-    return {"dp_replicate": "rep", "dp_shard": "dp", "ep_replicate": "rep", "ep_shard": "shard"}.get(
-        axis, axis
-    )
+    return {"dp_replicate": "rep", "dp_shard": "dp", "ep_replicate": "rep", "ep_shard": "shard"}.get(axis, axis)
 
 
 def _draw_schematic(mesh: MeshShape) -> Figure:
@@ -220,15 +214,11 @@ def _draw_strips(axis: Axes, mesh: MeshShape, view: str, strips: int) -> None:
     for level, (name, size) in enumerate(names):
         top = level * 1.5
         stride = axis_stride(mesh, view, name)
-        drawn = (
-            list(range(size)) if size <= MAX_STRIP_CELLS else [*range(MAX_STRIP_CELLS - 2), None, size - 1]
-        )
+        drawn = list(range(size)) if size <= MAX_STRIP_CELLS else [*range(MAX_STRIP_CELLS - 2), None, size - 1]
         width = 1.0 / len(drawn)
         for place, position in enumerate(drawn):
             if position is None:
-                axis.text(
-                    (place + 0.5) * width, top + 0.5, "…", ha="center", va="center", color=MUTED, fontsize=13
-                )
+                axis.text((place + 0.5) * width, top + 0.5, "…", ha="center", va="center", color=MUTED, fontsize=13)
                 continue
             colour = CELLS[position % len(CELLS)]
             axis.add_patch(
@@ -243,15 +233,9 @@ def _draw_strips(axis: Axes, mesh: MeshShape, view: str, strips: int) -> None:
             )
             first = position * stride
             ranks = str(first) if stride == 1 else f"{first}–{first + stride - 1}"
-            axis.text(
-                (place + 0.5) * width, top + 0.36, str(position), ha="center", va="center", fontweight="bold"
-            )
-            axis.text(
-                (place + 0.5) * width, top + 0.72, ranks, ha="center", va="center", fontsize=6.2, color=FRAME
-            )
-        axis.text(
-            -0.02, top + 0.38, name, ha="right", va="center", color=INK, fontsize=9.5, fontweight="bold"
-        )
+            axis.text((place + 0.5) * width, top + 0.36, str(position), ha="center", va="center", fontweight="bold")
+            axis.text((place + 0.5) * width, top + 0.72, ranks, ha="center", va="center", fontsize=6.2, color=FRAME)
+        axis.text(-0.02, top + 0.38, name, ha="right", va="center", color=INK, fontsize=9.5, fontweight="bold")
         axis.text(
             -0.02,
             top + 0.72,

@@ -47,9 +47,7 @@ def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
 
 def _render_view(mesh: MeshShape, view: str, groups: bool) -> str:
     product = mesh.describe(view)
-    lines = [
-        f"{view} mesh: {product} = {mesh.world_size} ranks" if " x " in product else f"{view} mesh: {product}"
-    ]
+    lines = [f"{view} mesh: {product} = {mesh.world_size} ranks" if " x " in product else f"{view} mesh: {product}"]
     if mesh.world_size <= MAX_GRID_RANKS and active_axes(mesh, view)[-1][1] <= MAX_COLUMNS:
         lines += ["  " + line for line in _grid(mesh, view)]
         if not groups:
@@ -75,9 +73,7 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
         split = 1
     outer, inner = axes[:split], axes[split:]
     columns = prod(size for _, size in inner)
-    labels = [
-        _row_label(mesh, view, outer, row * columns) or "rank" for row in range(mesh.world_size // columns)
-    ]
+    labels = [_row_label(mesh, view, outer, row * columns) or "rank" for row in range(mesh.world_size // columns)]
     width = max(len(text) for text in [*labels, *(axis for axis, _ in inner)])
     cell = len(str(mesh.world_size - 1)) + 2
     lines = []

@@ -123,9 +123,7 @@ class AppendLog:
             # Half a line would make the next one unreadable; training is worth more than its log.
             os.ftruncate(self._fd, end)
             if not self._warned:
-                print(
-                    f"automoe: {self.path}: {error.strerror}; kept in memory until it fits", file=sys.stderr
-                )
+                print(f"automoe: {self.path}: {error.strerror}; kept in memory until it fits", file=sys.stderr)
             self._warned = True
             return
         self._pending = b""

@@ -42,9 +42,7 @@ def _summary(config: Config, plan: Plan) -> Table:
     table.add_column()
     ranks = f"{plan.mesh.world_size:,} rank{'s' * (plan.mesh.world_size > 1)}"
     if cluster.memory_bytes:
-        ranks += (
-            f" = {plan.num_nodes:,} node{'s' * (plan.num_nodes > 1)} of {cluster.gpus_per_node} {cluster.gpu}"
-        )
+        ranks += f" = {plan.num_nodes:,} node{'s' * (plan.num_nodes > 1)} of {cluster.gpus_per_node} {cluster.gpu}"
     table.add_row("ranks", ranks)
     table.add_row(
         "step",
@@ -66,9 +64,7 @@ def _summary(config: Config, plan: Plan) -> Table:
     )
     if plan.mesh.pp > 1:
         stages = plan.mesh.pp * config.parallel.stages_per_rank
-        table.add_row(
-            "pipeline", f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle"
-        )
+        table.add_row("pipeline", f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle")
     if config.parallel.recompute:
         table.add_row("recompute", _recomputed(config))
     if train.fp8 != "off":
@@ -100,9 +96,7 @@ def _params_table(plan: Plan) -> Table:
             count = params.by_part[part]
             table.add_row(part.replace("_", " "), _count(count), f"{count / params.total:.1%}")
     table.add_row("total", _count(params.total), "", style="bold")
-    table.add_row(
-        "active per token", _count(params.active), f"{params.active / params.total:.1%}", style="bold"
-    )
+    table.add_row("active per token", _count(params.active), f"{params.active / params.total:.1%}", style="bold")
     return table
 
 

@@ -49,9 +49,7 @@ RC: dict[Any, Any] = {
 }
 
 
-def new_figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
-) -> tuple[Figure, list[Axes]]:
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """A figure of ``width`` x ``height`` inches with its axes in reading order, outside pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

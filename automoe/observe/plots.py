@@ -57,9 +57,7 @@ def draw_plots(
         ("learning_rate", "Learning rate of the schedule", lambda: _learning_rate(records)),
     ]
     if balance_keys(records):
-        figures.append(
-            ("balance_loss", "Balance losses, with their coefficients", lambda: _balance_losses(records))
-        )
+        figures.append(("balance_loss", "Balance losses, with their coefficients", lambda: _balance_losses(records)))
     dense = len(load_steps) > 0 and load_counts.shape[1] == 0
     if not dense:
         figures += [
@@ -81,9 +79,7 @@ def draw_plots(
 
 def balance_keys(records: Records) -> list[str]:
     """Balance losses that were ever on (the others are recorded as 0)."""
-    return sorted(
-        {key for record in records for key in record if key.endswith("balance_loss") and record[key]}
-    )
+    return sorted({key for record in records for key in record if key.endswith("balance_loss") and record[key]})
 
 
 def _loss(records: Records) -> Figure:
@@ -115,9 +111,7 @@ def _throughput(records: Records) -> Figure:
             label += f", MFU {100 * np.median(mfu[np.isfinite(mfu)]):.1f}%"
         axis.axhline(median, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(
-            lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
-        )
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
     axis.set(title="Throughput", xlabel="step", ylabel="tokens per second")
     _legend(axis)
     return figure
@@ -132,9 +126,7 @@ def _grad_norm(records: Records, grad_clip: float) -> Figure:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
     if grad_clip > 0 and len(finite) and grad_clip < 20 * finite.max():
-        axis.axhline(
-            grad_clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped above {grad_clip:g}"
-        )
+        axis.axhline(grad_clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped above {grad_clip:g}")
     axis.set(title="Gradient norm", xlabel="step")
     _legend(axis)
     return figure

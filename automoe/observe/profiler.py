@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from automoe.config.schema import Config
-from automoe.config.step_range import parse_profile_steps
+from automoe.config.validate_numbers import parse_profile_steps
 
 PROFILE_DIR = "profile"
 
@@ -31,11 +31,7 @@ class StepProfiler:
         self._first = 0
 
     def begin(self, step: int) -> None:
-        if (
-            self._window is None
-            or self._profile is not None
-            or not self._window[0] <= step <= self._window[1]
-        ):
+        if self._window is None or self._profile is not None or not self._window[0] <= step <= self._window[1]:
             return
         import torch
         from torch.profiler import ProfilerActivity, profile

@@ -122,11 +122,7 @@ def _error(page: Page) -> str:
     name = f"{error['type']}: " if error.get("type") else ""
     frames = error.get("traceback") or []
     where = "\n".join(frames) if isinstance(frames, list) else str(frames)
-    details = (
-        f"<details><summary>where it was raised</summary><pre>{escape(where)}</pre></details>"
-        if where
-        else ""
-    )
+    details = f"<details><summary>where it was raised</summary><pre>{escape(where)}</pre></details>" if where else ""
     return (
         f'<section class="card error"><h2>First error{rank}</h2>'
         f"<pre>{escape(name + str(error.get('message', '')))}</pre>{details}</section>"
@@ -136,9 +132,7 @@ def _error(page: Page) -> str:
 def _numbers(page: Page) -> str:
     if not page.numbers:
         return '<section class="card"><p class="empty">No step finished, so there are no numbers to show.</p></section>'
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in page.numbers
-    )
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in page.numbers)
     return f'<dl class="numbers">{cells}</dl>'
 
 
@@ -184,11 +178,7 @@ def _setup(page: Page) -> str:
 
 
 def _table(facts: Facts) -> str:
-    return (
-        "<table>"
-        + "".join(f"<tr><td>{escape(n)}</td><td>{escape(t)}</td></tr>" for n, t in facts)
-        + "</table>"
-    )
+    return "<table>" + "".join(f"<tr><td>{escape(n)}</td><td>{escape(t)}</td></tr>" for n, t in facts) + "</table>"
 
 
 def _config(page: Page) -> str:

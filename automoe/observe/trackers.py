@@ -35,9 +35,7 @@ class NoTracker:
         pass
 
 
-def make_tracker(
-    config: Config, run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None
-) -> Tracker:
+def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None) -> Tracker:
     """The tracker of a run, in the one process that records it (rank 0).
 
     Args:
@@ -85,9 +83,7 @@ class WandbTracker:
         if self._run is None:
             return
         known = {
-            key: value
-            for key, value in record.items()
-            if value is not None and not isinstance(value, (list, dict))
+            key: value for key, value in record.items() if value is not None and not isinstance(value, (list, dict))
         }
         try:
             self._run.log(known, step=record["step"])

@@ -13,9 +13,7 @@ from automoe.config.schema import OptimConfig
 from automoe.optim.stochastic import StochasticAdamW
 
 
-def build_optimizer(
-    model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0
-) -> torch.optim.Optimizer:
+def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to mix

@@ -18,9 +18,7 @@ _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh and the axes of 
 
 
 @torch.no_grad()
-def global_grad_norm(
-    parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """L2 norm of all gradients of the model as one vector, the same on every rank.
 
     Squares are accumulated in float64 and all-reduced over the sharded axes: one scalar for each

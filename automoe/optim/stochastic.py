@@ -61,7 +61,7 @@ class StochasticAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded by chance, and moments like them.
 
     Parameters and moments of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
-    (``automoe.optim.kernels``), on the CPU plain torch: on one device the same numbers to the bit, given the same bias
+    (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given the same bias
     corrections, whose powers differ in the last bit between libraries.
 
     Args:
@@ -108,7 +108,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             if parameter.device.type == "cpu":
                 update_in_torch(parameter, self.state[parameter], numbers)
             else:
-                from automoe.optim.kernels import update_in_one_pass
+                from automoe.kernels.stochastic_adamw import update_in_one_pass
 
                 update_in_one_pass(parameter, self.state[parameter], numbers)
 
@@ -129,9 +129,7 @@ def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], num
         value -= first * numbers.rates[place] / root.add_(numbers.eps)
         bits = bits_at(index, key) if values.dtype == torch.bfloat16 else index  # which nobody reads
         for stored, x, first_bit in ((values, value, 0), (firsts, first, 16), (seconds, second, 32)):
-            stored[block] = (
-                round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
-            )
+            stored[block] = round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
 
 
 def first_state(parameter: torch.Tensor, moments: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from automoe.collectives import arrived
 from automoe.model.block import Block
 from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
 from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
+from automoe.parallel.collectives import arrived
 
 # The router's choice of experts is between ``score`` and ``weigh``, in Python: recomputation repeats it.
 COMPILED: dict[type[nn.Module], tuple[str, ...]] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from automoe.collectives import all_gather
 from automoe.config.schema import ParallelConfig
-from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
+from automoe.parallel.collectives import all_gather
+from automoe.parallel.mesh import Meshes
 
 
 def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from automoe.config.schema import MoEConfig
 from automoe.errors import BackendError
 from automoe.interop.deepep import open_deepep
-from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
 from automoe.moe.dispatch import (
     AllGatherDispatcher,
@@ -24,6 +23,7 @@ from automoe.moe.dispatch import (
     ExpertTensorDispatcher,
 )
 from automoe.moe.experts import GroupedExperts
+from automoe.parallel.mesh import Meshes
 
 
 class ExpertParallel(ParallelStyle):
@@ -66,9 +66,7 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes, moe: MoEConfig) -> Non
         BackendError: no such dispatcher, or none on this machine; names those that there are.
     """
     if moe.dispatcher not in DISPATCHERS:
-        raise BackendError(
-            f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(DISPATCHERS)}"
-        )
+        raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(DISPATCHERS)}")
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     if not axes:
         return

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.unsharded import stays_unsharded
-from automoe.mesh import build_meshes
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 
 

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.mesh import Meshes
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
 from automoe.model.mlp import MLP
-from automoe.moe.quantised import QuantisedExperts
-from automoe.quantise.dense import QuantisedProduct
-from automoe.quantise.formats import E4M3, E5M2
-from automoe.quantise.scaling import Agreement, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
+from automoe.moe.quantized import QuantizedExperts
+from automoe.parallel.mesh import Meshes
+from automoe.quantize.dense import QuantizedProduct
+from automoe.quantize.formats import E4M3, E5M2
+from automoe.quantize.scaling import Agreement, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
 
 _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     MLP: ("gate_proj", "up_proj", "down_proj"),
@@ -55,19 +55,17 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
     for linear in list(_linears(model)):
         # Cut by tp, or whole and used in part.
         cut = isinstance(linear.weight, DTensor) or linear.rows is not None
-        linear.product = QuantisedProduct(_scaling(mode, E5M2, stage, tp if cut else None))
+        linear.product = QuantizedProduct(_scaling(mode, E5M2, stage, tp if cut else None))
         if linear.rows is not None:
             assert tp is not None
             linear.product.result = _summing_gradients(linear.rows, linear.weight.shape[0], tp)
     for _, layer in model.moe_layers():
         # Gradients in e4m3 too: torch's grouped product knows no other format.
         up, down = _scaling(mode, E4M3, stage, etp), _scaling(mode, E4M3, stage, etp)
-        layer.experts.backend = QuantisedExperts(up, down)
+        layer.experts.backend = QuantizedExperts(up, down)
 
 
-def _summing_gradients(
-    rows: slice, num_rows: int, group: dist.ProcessGroup
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _summing_gradients(rows: slice, num_rows: int, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """Identity of a product with ``rows`` of a weight of ``num_rows`` that other ranks of the group may use as well.
 
     Each has a term of the gradient, from queries of its own. One rank would round their sum to 8 bits, so the first of

@@ -8,16 +8,16 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.unsharded import stays_unsharded
-from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
+from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.context import apply_context_parallel
-from automoe.parallel.data import PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.expert import apply_expert_parallel
 from automoe.parallel.fp8 import apply_fp8
+from automoe.parallel.fsdp import PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.kernels import apply_kernels
-from automoe.parallel.recompute import apply_recompute
+from automoe.parallel.mesh import Meshes
 from automoe.parallel.tensor import apply_tensor_parallel
 
 
@@ -74,9 +74,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     stages = split_layers(
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
-    mine = stage_of_rank(config.parallel.schedule, shape.pp, config.parallel.stages_per_rank)[
-        meshes.coordinate("pp")
-    ]
+    mine = stage_of_rank(config.parallel.schedule, shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
     parts = {}
     for stage in mine:
         part = build_decoder(

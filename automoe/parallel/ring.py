@@ -54,17 +54,13 @@ class RingAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] of this rank -> [B, S, N, Dv]."""
-        assert mask is None and sinks is None, (
-            "torch's ring attention has no mask but causality, and no sinks"
-        )
+        assert mask is None and sinks is None, "torch's ring attention has no mask but causality, and no sinks"
         value_dim, repeats = v.shape[-1], q.shape[2] // k.shape[2]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         v = F.pad(v, (0, q.shape[-1] - value_dim))  # flash kernels want equal head dims
         cut = [
-            DTensor.from_local(
-                x.transpose(1, 2).contiguous(), self.mesh, [Shard(_SEQUENCE_DIM)], run_check=False
-            )
+            DTensor.from_local(x.transpose(1, 2).contiguous(), self.mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
             for x in (q, k, v)
         ]
         out = F.scaled_dot_product_attention(*cut, is_causal=True, scale=scale)

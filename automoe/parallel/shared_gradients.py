@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import DEFAULT_AXES
-from automoe.mesh import Meshes
 from automoe.model.decoder import Decoder
+from automoe.parallel.mesh import Meshes
 
 
 def counted_parameters(parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:

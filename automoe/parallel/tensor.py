@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from automoe.collectives import all_gather, reduce_scatter
-from automoe.mesh import Meshes
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
+from automoe.parallel.collectives import all_gather, reduce_scatter
+from automoe.parallel.mesh import Meshes
 
 
 class SequenceSplit:

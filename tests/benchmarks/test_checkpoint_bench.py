@@ -51,6 +51,4 @@ def test_memory_past_the_promise_is_no_result(checkpoint: Any) -> None:
     checkpoint.check_memory(result)
     for name in memory:
         with pytest.raises(SystemExit, match=f"{name} took .* MB above the state"):
-            checkpoint.check_memory(
-                result | {"memory_above_state_bytes": memory | {name: memory[name] + (9 << 20)}}
-            )
+            checkpoint.check_memory(result | {"memory_above_state_bytes": memory | {name: memory[name] + (9 << 20)}})

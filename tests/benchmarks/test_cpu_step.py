@@ -14,9 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_script(
-    *arguments: str, cwd: Path = ROOT, code: str | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_script(*arguments: str, cwd: Path = ROOT, code: str | None = None) -> subprocess.CompletedProcess[str]:
     start = ["-c", code] if code else [str(ROOT / "benchmarks" / "cpu_step.py")]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from automoe.testing.conf_models import conf_model
+from tests.support.conf_models import conf_model
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -22,9 +22,7 @@ def floors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "triton"])
 @pytest.mark.parametrize("model", ["qwen3_30b_a3b", "moonlight_16b_a3b", "dsv3_671b", "mixtral_8x7b"])
-def test_a_layer_keeps_little_beside_its_rows_and_gate_and_up(
-    floors: ModuleType, model: str, experts: str
-) -> None:
+def test_a_layer_keeps_little_beside_its_rows_and_gate_and_up(floors: ModuleType, model: str, experts: str) -> None:
     config = conf_model(model)
     ideal = 2 * config.hidden_size + 4 * config.num_experts_per_token * config.moe_intermediate_size
     assert ideal <= floors.saved_bytes(config, experts) <= 1.03 * ideal

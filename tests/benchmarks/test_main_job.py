@@ -38,9 +38,7 @@ def test_quick_run_writes_every_number(tmp_path: Path) -> None:
     assert run["cpu_seconds"] > 0 and "never" in done.stdout and "written to" in done.stdout
 
 
-def test_a_command_that_ends_in_another_way_is_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_ends_in_another_way_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     main_job = import_module("main_job")
 

@@ -46,9 +46,7 @@ def test_quick_run_compares_every_peer_that_is_here_and_says_why_others_are_not(
                 assert "CUDA" in peers[peer]["absent"]
             kept = {peer: peers[peer]["saved_bytes_a_token"] for peer in HERE_TOO}
             assert kept["automoe grouped_mm"] == min(kept.values())
-            assert (
-                kept["automoe grouped_mm"] < 1.25 * shape["ideal_saved_bytes"]
-            )  # indices weigh in at this size
+            assert kept["automoe grouped_mm"] < 1.25 * shape["ideal_saved_bytes"]  # indices weigh in at this size
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "saved/ideal" in done.stdout
 

@@ -149,9 +149,7 @@ def test_needed_bytes_hold_the_peak_of_the_loss_of_transformers(train_step: Modu
     num_tokens, vocab = 64, 8192
     x, weight = torch.randn(num_tokens, 8).bfloat16().requires_grad_(), torch.randn(vocab, 8).bfloat16()
     labels = torch.randint(vocab, (num_tokens,))
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         beside = dict(shift_labels=labels, num_items_in_batch=torch.tensor(num_tokens))
         ForCausalLMLoss(x @ weight.T, labels, vocab, **beside).backward()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automoe.moe.kernels.blocks import HOPPER, candidates
+from automoe.kernels.blocks import HOPPER, candidates
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # The last candidate of each product, which alone sums 128 a step, leaves its memory as it was.
@@ -17,7 +17,7 @@ WITH_A_FAULT = f"""
 import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import tune_kernels
-from automoe.moe.kernels import launches
+from automoe.kernels import launches
 true_launch, true_grad = launches._over_rows, launches.grad_weights
 
 def broken(kernel, tiles, num_columns, blocks, *rest, **more):

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 
 from automoe.checkpoint.saver import Saver
-from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -31,17 +30,18 @@ from automoe.config.schema import (
 )
 from automoe.data.loader import Loader
 from automoe.errors import AutomoeError
-from automoe.fault_points import VARIABLE
-from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.fp8 import update_scales
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.pipeline import build_runner, prepare_inputs
 from automoe.parallel.shared_gradients import counted_parameters
-from automoe.parallel.stats import gather_stats, update_balance_state
-from automoe.parallel.step import build_runner, prepare_inputs
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import whole
+from automoe.training.state import TrainState
+from automoe.training.stats import gather_stats, update_balance_state
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import whole
+from tests.support.fault_points import VARIABLE
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,9 +69,7 @@ MODEL = ModelConfig(
 )
 
 
-def config(
-    text: Path, dtype: str = "float64", keep: int = 2, async_save: bool = False, **mesh: int
-) -> Config:
+def config(text: Path, dtype: str = "float64", keep: int = 2, async_save: bool = False, **mesh: int) -> Config:
     """A run on ``mesh`` over the text file ``text``; all state that a step leaves behind is in play."""
     return Config(
         mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
@@ -124,9 +122,7 @@ def run(pool: RankPool, config: Config, run_dir: Path, until: int, *args: Any, *
     return merged
 
 
-def run_ranks(
-    pool: RankPool, config: Config, run_dir: Path, until: int, *args: Any, **kwargs: Any
-) -> list[Run]:
+def run_ranks(pool: RankPool, config: Config, run_dir: Path, until: int, *args: Any, **kwargs: Any) -> list[Run]:
     """``run`` with what every rank saw."""
     world_size = resolve_mesh(config.mesh, None).world_size
     return pool.run(run_rank, world_size, config, run_dir, until, *args, **kwargs)

@@ -21,8 +21,8 @@ from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.fault_points import VARIABLE
-from automoe.testing.pool import RankError, RankPool
+from automoe.verify.pool import RankError, RankPool
+from tests.support.fault_points import VARIABLE
 
 TWO = dict(dp_shard=2, ep=2)
 
@@ -32,9 +32,7 @@ def touch_before(path: Path, at: int, step: int, saver: Saver) -> None:
         path.touch()
 
 
-def test_training_goes_on_while_the_state_of_the_step_is_written(
-    ranks: RankPool, text: Path, tmp_path: Path
-) -> None:
+def test_training_goes_on_while_the_state_of_the_step_is_written(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """The save of step 1 is held before its first byte until steps 2 and 3 have changed every tensor."""
     release, run_dir = tmp_path / "release", tmp_path / "run"
     settings = config(text, async_save=True, **TWO)
@@ -59,9 +57,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(
 def test_one_save_is_in_flight_at_a_time(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """The save of step 1 takes a second; those of steps 2 and 3 wait, in order, and none is lost."""
     fault = "sleep:at=shard_written:step=1:seconds=1"
-    seen = run_ranks(
-        ranks, config(text, async_save=True, keep=3, **TWO), tmp_path / "run", 3, (1, 2, 3), fault
-    )
+    seen = run_ranks(ranks, config(text, async_save=True, keep=3, **TWO), tmp_path / "run", 3, (1, 2, 3), fault)
     for rank in seen:
         assert [note.rsplit("/", 1)[1] for note in rank.notes] == ["step-1", "step-2", "step-3"]
 
@@ -83,9 +79,7 @@ def poll_until_over(text: Path, run_dir: Path, fault: str) -> tuple[int, list[st
     return polls, said
 
 
-def test_a_write_error_surfaces_in_the_same_poll_on_every_rank(
-    ranks: RankPool, text: Path, tmp_path: Path
-) -> None:
+def test_a_write_error_surfaces_in_the_same_poll_on_every_rank(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     outcomes = ranks.run(poll_until_over, 2, text, tmp_path / "run", "enospc:rank=1:at=shard_write")
     assert outcomes[0] == outcomes[1]
     ((_, (warning,)), _) = outcomes
@@ -111,9 +105,7 @@ def test_no_rank_goes_ahead_of_the_others(ranks: RankPool, text: Path, tmp_path:
 
 
 @pytest.mark.parametrize("point", ["shard_written", "manifest_written"])
-def test_any_other_error_ends_the_run_on_every_rank(
-    ranks: RankPool, text: Path, tmp_path: Path, point: str
-) -> None:
+def test_any_other_error_ends_the_run_on_every_rank(ranks: RankPool, text: Path, tmp_path: Path, point: str) -> None:
     """The peers do not wait for the rank that raised: each raises its error, with its number."""
     with pytest.raises(RankError, match=f"rank 1: InjectedFault: .*raise on rank 1 at {point}"):
         ranks.run(poll_until_over, 2, text, tmp_path / "run", f"raise:rank=1:at={point}")
@@ -187,9 +179,7 @@ def refusals(settings: Config, run_dir: Path) -> list[str]:
     return said
 
 
-def test_a_torch_without_its_stager_is_told_before_training(
-    ranks: RankPool, text: Path, tmp_path: Path
-) -> None:
+def test_a_torch_without_its_stager_is_told_before_training(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     ((gone, changed),) = ranks.run(refusals, 1, config(text, async_save=True), tmp_path / "run")
     assert "StateDictStager" in gone and "Set checkpoint.async_save=false" in gone
     assert "unexpected keyword argument" in changed and "Set checkpoint.async_save=false" in changed

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint_runs import config, refusal, run, save_twice
 
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_runs import Run, config, run
 
-from automoe.testing.pool import RankError, RankPool
+from automoe.verify.pool import RankError, RankPool
 
 MESH = dict(dp_shard=2, ep=2)
 UNTIL, SAVES = 4, (1, 2, 3)
@@ -52,9 +52,7 @@ def goes_on(ranks: RankPool, text: Path, run_dir: Path, after: int, straight: Ru
     ("rank", "point"),
     QUICK + [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in QUICK],
 )
-def test_killed_in_a_save(
-    ranks: RankPool, text: Path, tmp_path: Path, straight: Run, rank: str, point: str
-) -> None:
+def test_killed_in_a_save(ranks: RankPool, text: Path, tmp_path: Path, straight: Run, rank: str, point: str) -> None:
     killed(ranks, text, tmp_path / "run", f"kill:rank={rank}:at={point}:step=2")
     goes_on(ranks, text, tmp_path / "run", GOES_ON_FROM[point], straight)
 
@@ -70,9 +68,7 @@ def test_killed_in_a_background_save(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", ["resuming", "resumed"])
-def test_killed_again_while_resuming(
-    ranks: RankPool, text: Path, tmp_path: Path, straight: Run, point: str
-) -> None:
+def test_killed_again_while_resuming(ranks: RankPool, text: Path, tmp_path: Path, straight: Run, point: str) -> None:
     killed(ranks, text, tmp_path / "run", "kill:rank=1:at=renamed:step=2")
     killed(ranks, text, tmp_path / "run", f"kill:rank=0:at={point}")
     killed(ranks, text, tmp_path / "run", f"kill:rank=all:at={point}:step=2")

@@ -21,7 +21,7 @@ from automoe.checkpoint.files import HashingStream, sha256
 from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.store import CheckpointStore
 from automoe.errors import AutomoeError
-from automoe.testing.pool import RankError, RankPool
+from automoe.verify.pool import RankError, RankPool
 
 TWO = dict(dp_shard=2, ep=2)
 
@@ -63,9 +63,7 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True
     )
     if mount.returncode:
-        pytest.skip(
-            f"may not mount a small disk ({mount.stderr.strip()}); the file size limit stands in for it"
-        )
+        pytest.skip(f"may not mount a small disk ({mount.stderr.strip()}); the file size limit stands in for it")
     try:
         yield
     finally:
@@ -143,9 +141,7 @@ def no_permission(run_dir: Path) -> str:
     "obstacle",
     [
         a_file_in_the_way,
-        pytest.param(
-            no_permission, marks=pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-        ),
+        pytest.param(no_permission, marks=pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_found_first(
@@ -245,7 +241,5 @@ def save_last(text: Path, run_dir: Path) -> None:
 
 
 def test_the_last_save_of_a_run_must_not_fail_quietly(ranks: RankPool, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        RankError, match="of step 0 was not saved: File too large.*there is no checkpoint yet"
-    ):
+    with pytest.raises(RankError, match="of step 0 was not saved: File too large.*there is no checkpoint yet"):
         ranks.run(save_last, 1, text, tmp_path / "run")

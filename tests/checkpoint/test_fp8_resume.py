@@ -10,7 +10,7 @@ import torch
 from checkpoint_runs import config, on_mesh, run, run_ranks
 
 from automoe.config.schema import Config
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 
 def delayed(text: Path, **mesh: int) -> Config:

@@ -19,7 +19,7 @@ from automoe.config.schema import Config
 from automoe.config.unsharded import stays_unsharded
 from automoe.data.loader import Loader
 from automoe.errors import CheckpointError
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 PP2_DP2_EP2 = dict(pp=2, dp_shard=2, ep=2)
 TOLERANCE = 1e-10
@@ -131,9 +131,7 @@ def test_resume_never_starts_over_beside_what_is_there(ranks: RankPool, text: Pa
     settings = config(text)
     straight = run(ranks, settings, tmp_path / "run", until=2, save_at=[2])
     never = replace(settings, checkpoint=replace(settings.checkpoint, resume="never"))
-    again = run(
-        ranks, replace(never, train=replace(never.train, seed=1)), tmp_path / "run", until=2, save_at=[2]
-    )
+    again = run(ranks, replace(never, train=replace(never.train, seed=1)), tmp_path / "run", until=2, save_at=[2])
     assert again.resumed_at is None
     assert len(again.losses) == 2 and again.losses != straight.losses
     assert (tmp_path / "run" / "checkpoints.1" / "step-2").is_dir()

@@ -13,7 +13,7 @@ from checkpoint_runs import Run, build_state, config, refusal, run
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +52,13 @@ def test_a_run_goes_on_from_another_and_then_from_itself(
 def test_a_step_of_another_run(ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]) -> None:
     run_dir, original = source
     settings = config(text, dp_shard=2, ep=2)
-    branch = run(
-        ranks, starting_from(settings, run_dir / "checkpoints" / "step-1"), tmp_path / "run", until=4
-    )
+    branch = run(ranks, starting_from(settings, run_dir / "checkpoints" / "step-1"), tmp_path / "run", until=4)
     assert branch.resumed_at == 1 and branch.losses == original.losses[1:]
     final, expected = branch.states[4], original.states[4]
     assert [name for name in expected if not torch.equal(final[name], expected[name])] == []
 
 
-def test_damage_there_is_said_and_left(
-    ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]
-) -> None:
+def test_damage_there_is_said_and_left(ranks: RankPool, text: Path, tmp_path: Path, source: tuple[Path, Run]) -> None:
     damaged = shutil.copytree(source[0], tmp_path / "damaged")
     (shard, *_) = sorted((damaged / "checkpoints" / "step-2").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -15,8 +15,8 @@ from automoe.checkpoint.folder import superfluous
 from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import CheckpointConfig, Config
-from automoe.fault_points import VARIABLE
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
+from tests.support.fault_points import VARIABLE
 
 STEPS = [f"step-{n}" for n in (2, 4, 6, 8, 10, 12)]
 LOSSES = dict(zip(STEPS, (5.0, 3.0, 4.0, 3.0, 9.0, 8.0), strict=True))
@@ -101,9 +101,7 @@ def test_the_only_valid_checkpoint_is_never_deleted(ranks: RankPool, text: Path,
     assert resumed == 1
 
 
-def test_a_deletion_that_was_cut_short_leaves_no_damaged_step(
-    ranks: RankPool, text: Path, tmp_path: Path
-) -> None:
+def test_a_deletion_that_was_cut_short_leaves_no_damaged_step(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """A killed run left step-1 half deleted, under the name that it has while it is deleted."""
     ranks.run(save_losses, 1, config(text), tmp_path / "run", [1.0, 2.0])
     folder = tmp_path / "run" / "checkpoints"

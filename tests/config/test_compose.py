@@ -16,7 +16,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
-from automoe.hf.registry import family_of
+from automoe.hf.families.registry import family_of
 
 
 def error_of(*overrides: str, config_name: str = "config", config_dir: str | None = None) -> ConfigError:
@@ -175,9 +175,7 @@ def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
 
 
 def test_arguments() -> None:
-    args = parse_arguments(
-        ["--config-name=dsv3_671b", "mesh.pp=2", "-m", "--config-dir", "d", "data.path='a=b'"]
-    )
+    args = parse_arguments(["--config-name=dsv3_671b", "mesh.pp=2", "-m", "--config-dir", "d", "data.path='a=b'"])
     assert args == Arguments("dsv3_671b", "d", multirun=True, overrides=["mesh.pp=2", "data.path='a=b'"])
     assert replace(args, help=True) == parse_arguments(
         ["-cn", "dsv3_671b.yaml", "-cd", "d", *args.overrides, "-m", "-h"]

@@ -8,12 +8,12 @@ import pytest
 
 from automoe.config.compose import compose_config, list_options
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.proxy import list_cuts, make_proxy
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.config.validate_fp8 import BLOCK
 from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
+from automoe.verify.proxy import list_cuts, make_proxy
 
 
 def proxy_of(config: Config) -> Config:
@@ -40,9 +40,7 @@ def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> Non
     )
     assert (small.attention.q_lora_rank is None) == (full.attention.q_lora_rank is None)
     for of in (full, small):
-        assert (of.router.topk_groups < of.router.num_groups) == (
-            full.router.topk_groups < full.router.num_groups
-        )
+        assert (of.router.topk_groups < of.router.num_groups) == (full.router.topk_groups < full.router.num_groups)
     assert small.rope == full.rope and small.router.score == full.router.score
     assert (proxy.moe, proxy.train.dtype, proxy.train.seed) == (
         config.moe,

@@ -6,11 +6,11 @@ import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.frozen import dump_config, parse_config
-from automoe.config.proxy import make_proxy
 from automoe.config.recompute import MODULES, recomputed_modules
 from automoe.config.schema import Config, ParallelConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
+from automoe.verify.proxy import make_proxy
 
 
 def composed(*overrides: str) -> Config:
@@ -38,9 +38,7 @@ def composed(*overrides: str) -> Config:
 )
 def test_what_each_layer_recomputes(overrides: list[str], chosen: list[tuple[str, ...]]) -> None:
     config = composed(*overrides)
-    assert [recomputed_modules(config.parallel, layer) for layer in range(4)] == [
-        frozenset(n) for n in chosen
-    ]
+    assert [recomputed_modules(config.parallel, layer) for layer in range(4)] == [frozenset(n) for n in chosen]
     assert parse_config(dump_config(config)) == config
 
 

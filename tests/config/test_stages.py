@@ -9,9 +9,7 @@ from automoe.errors import ConfigError
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(1, 1), (4, 2), (61, 16), (7, 3), (5, 5)])
-def test_even_split_covers_every_layer_once_and_puts_longer_stages_first(
-    num_layers: int, num_stages: int
-) -> None:
+def test_even_split_covers_every_layer_once_and_puts_longer_stages_first(num_layers: int, num_stages: int) -> None:
     stages = split_layers(num_layers, num_stages)
     sizes = [len(stage) for stage in stages]
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))

@@ -259,7 +259,7 @@ BAD = [
         "a deepseek_v3 checkpoint can only say True",
         "model.router.expert_bias=True",
     ),
-    (1, ["recipe=no.such.recipe"], "recipe", "no such module", "automoe.recipes.pretrain"),
+    (1, ["recipe=no.such.recipe"], "recipe", "no such module", "recipes.pretrain"),
     (1, ["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
     (1, ["optim.lr=nan"], "optim.lr", "at least 0", "optim.lr=0 or more"),
     (1, ["optim.betas=[0.9,1.0]"], "optim.betas", "beta 2 is 1.0", "[0.9,0.95]"),
@@ -307,9 +307,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "overrides", "key", "rule", "remedy"), BAD, ids=[" ".join(b[1]) for b in BAD]
-)
+@pytest.mark.parametrize(("ranks", "overrides", "key", "rule", "remedy"), BAD, ids=[" ".join(b[1]) for b in BAD])
 def test_every_rule_names_key_numbers_and_the_nearest_choice(
     ranks: int, overrides: list[str], key: str, rule: str, remedy: str
 ) -> None:

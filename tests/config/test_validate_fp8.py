@@ -14,7 +14,7 @@ from automoe.config.validate_compile import check_compile
 from automoe.config.validate_fp8 import check_fp8
 from automoe.errors import ConfigError
 from automoe.observe.plan_view import print_plan
-from automoe.verify import passes
+from automoe.verify.run import passes
 
 MLA = AttentionConfig(
     kind="mla",
@@ -151,6 +151,4 @@ def test_the_plan_says_what_is_in_8_bits_and_what_mfu_means_then(mode: str) -> N
     text = StringIO()
     print_plan(config, resolve_mesh(config.mesh, None), Console(file=text))
     said = " ".join(text.getvalue().split())
-    assert (f"{mode} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak" in said) == (
-        mode != "off"
-    )
+    assert (f"{mode} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak" in said) == (mode != "off")

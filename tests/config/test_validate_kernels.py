@@ -21,9 +21,7 @@ from automoe.config.schema import (
 from automoe.config.validate_kernels import check_kernels
 from automoe.errors import ConfigError
 
-DSV3 = AttentionConfig(
-    kind="mla", kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-)
+DSV3 = AttentionConfig(kind="mla", kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
 def config(kernel: str, attention: AttentionConfig = DSV3, **changes: object) -> Config:

@@ -14,9 +14,7 @@ from automoe.errors import ConfigError
 
 
 def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 2, **moe: Any) -> Config:
-    model = ModelConfig(
-        num_experts=experts, num_experts_per_token=top_k, router=RouterConfig(**(router or {}))
-    )
+    model = ModelConfig(num_experts=experts, num_experts_per_token=top_k, router=RouterConfig(**(router or {})))
     return Config(model=model, moe=MoEConfig(**moe))
 
 
@@ -71,6 +69,4 @@ def test_a_recording_is_found(tmp_path: Path) -> None:
     (tmp_path / "step-0").mkdir()
     (tmp_path / "step-0" / "rank-0.npz").touch()
     check_moe(config(replay_routing=str(tmp_path)))
-    check_moe(
-        replace(config(), moe=MoEConfig(replay_routing=str(tmp_path), record_routing=str(tmp_path / "b")))
-    )
+    check_moe(replace(config(), moe=MoEConfig(replay_routing=str(tmp_path), record_routing=str(tmp_path / "b"))))

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import automoe.model.decoder
-import automoe.parallel.recompute
+import automoe.parallel.activation_checkpoint
 from automoe.config.compose import compose_config
-from automoe.config.loss_chunks import CHUNK_TOKENS
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import REGIONS
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import CHUNK_TOKENS, Config, MeshConfig
 from automoe.cost.activations import (
     CPU,
     DELTA_CHUNK,
@@ -27,22 +26,20 @@ from automoe.cost.activations import (
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
-from automoe.mesh import Meshes, build_meshes
 from automoe.model.attention import attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.moe.decisions import Decisions
+from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fp8 import apply_fp8
-from automoe.parallel.recompute import apply_recompute
-from automoe.testing.one_rank import one_rank
+from automoe.parallel.mesh import Meshes, build_meshes
+from tests.support.one_rank import one_rank
 
 NUM_ROWS, SEQ_LEN = 2, 256
 TOKENS = NUM_ROWS * SEQ_LEN
 
 
-def saved_bytes(
-    config: Config, layers: range, dtype: torch.dtype, documents: bool, recompute: list[str]
-) -> int:
+def saved_bytes(config: Config, layers: range, dtype: torch.dtype, documents: bool, recompute: list[str]) -> int:
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
     part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False).to(dtype)
     if config.train.fp8 != "off":
@@ -87,7 +84,7 @@ def decisions_of(seen: list[Decisions]) -> Iterator[None]:
             super().__init__()
             seen.append(self)
 
-    with patch.object(automoe.parallel.recompute, "Decisions", Seen):
+    with patch.object(automoe.parallel.activation_checkpoint, "Decisions", Seen):
         yield
 
 
@@ -119,9 +116,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @pytest.mark.parametrize("documents", [False, True], ids=["one_document", "documents"])
 @DTYPES
 @pytest.mark.parametrize(("model", "layer"), LAYERS)
-def test_a_layer_keeps_what_the_plan_says(
-    model: str, layer: int, dtype: torch.dtype, documents: bool
-) -> None:
+def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.dtype, documents: bool) -> None:
     config = compose_config(overrides=[f"model={model}"])
     planned = layer_activation_bytes(config.model, layer, token_load(config, documents), dtype.itemsize, CPU)
     # What is left out: a number per token here and there, and rounded copies of small weights.
@@ -167,9 +162,7 @@ def test_a_recomputed_layer_keeps_what_the_plan_says(
     assert_kept_as_planned(config, layer, dtype, names)
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["core_attn"], ["layernorm", "core_attn", "shared_experts", "moe", "mlp"]]
-)
+@pytest.mark.parametrize("more", [[], ["core_attn"], ["layernorm", "core_attn", "shared_experts", "moe", "mlp"]])
 @pytest.mark.parametrize("q_lora_rank", ["8", "null"])
 @DTYPES
 @pytest.mark.parametrize("layer", [0, 3])
@@ -232,9 +225,7 @@ def test_the_workspace_is_what_the_largest_region_dropped(name: str) -> None:
     "sizes",
     [
         [],
-        pytest.param(
-            ["linear_key_head_dim=8", "linear_value_head_dim=24"], marks=pytest.mark.exhaustive, id="uneven"
-        ),
+        pytest.param(["linear_key_head_dim=8", "linear_value_head_dim=24"], marks=pytest.mark.exhaustive, id="uneven"),
     ],
 )
 @pytest.mark.parametrize("recompute", ["", "core_attn"])

@@ -107,9 +107,7 @@ def test_stages_hold_the_whole_model_once() -> None:
     stages = [stage_params(model, layers, stage) for stage in range(4)]
     assert sum(param.numel for stage in stages for param in stage) == count_params(model).total
     tied = [stage_params(replace(model, tie_embeddings=True), layers, stage) for stage in range(4)]
-    assert [param.numel for param in tied[3] if param.part == "head"] == [
-        model.vocab_size * model.hidden_size
-    ]
+    assert [param.numel for param in tied[3] if param.part == "head"] == [model.vocab_size * model.hidden_size]
 
 
 def one_rank(dtype: str, **parallel: str) -> Config:

@@ -53,9 +53,7 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
     assert count.total / 1e9 == pytest.approx(total, abs=0.06)
     assert count.active / 1e9 == pytest.approx(active, abs=0.06)
     assert set(count.by_part) == set(PARTS)
-    assert (
-        sum(count.by_part.values()) == count.total == sum(param.numel for param in model_params(preset(name)))
-    )
+    assert sum(count.by_part.values()) == count.total == sum(param.numel for param in model_params(preset(name)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -118,9 +116,7 @@ def test_biases_cost_nothing_and_a_gate_its_row() -> None:
     extra = train_flops_per_token(model, 1024).causal - train_flops_per_token(plain, 1024).causal
     assert extra == 6 * model.hidden_size * model.num_layers
     biases = (model.attention.num_heads + 2 * model.attention.num_kv_heads) * model.attention.head_dim
-    assert count_params(model).total - count_params(plain).total == model.num_layers * (
-        biases + model.hidden_size
-    )
+    assert count_params(model).total - count_params(plain).total == model.num_layers * (biases + model.hidden_size)
 
 
 def test_mfu_is_the_share_of_the_peak_in_both_conventions() -> None:

@@ -13,7 +13,7 @@ from automoe.cost.params import count_params, layer_params
 
 CONF = Path(__file__).parents[2] / "automoe" / "conf" / "model"
 
-# What the checkpoint's safetensors hold, scales of quantised ones apart; and how many multi-token-prediction
+# What the checkpoint's safetensors hold, scales of quantized ones apart; and how many multi-token-prediction
 # modules that is with: without tables of their own, with their own embedding and head.
 CHECKPOINTS = {
     "dsv3_671b": (671_026_419_200, 0, 0),
@@ -76,7 +76,7 @@ def test_moonlight_has_its_parameters_to_a_ten_millionth() -> None:
         assert published - ours == 1728
 
 
-# Model card (arXiv 2508.10925), table 1: the active ones without the embedding. Checkpoints are quantised.
+# Model card (arXiv 2508.10925), table 1: the active ones without the embedding. Checkpoints are quantized.
 CARDS = {"gpt_oss_20b": (20.91, 3.61), "gpt_oss_120b": (116.83, 5.13)}
 
 

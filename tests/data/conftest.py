@@ -46,9 +46,7 @@ def byte_fallback_dir(tmp_path_factory, library_texts) -> Path:
     """A SentencePiece-like BPE with byte fallback, as Llama 2 and Mixtral have."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     specials = ["<unk>", "</s>"]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=specials, limit_alphabet=60)
     # Line by line: without a pre-tokenizer every text is one word, and merges over long words take minutes.

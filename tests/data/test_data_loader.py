@@ -49,9 +49,7 @@ def equal(left: list[StepBatch], right: list[StepBatch]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(joined(left), joined(right), strict=True))
 
 
-def steps(
-    config: Config, n: int, dp_size: int = 1, state: dict | None = None
-) -> tuple[list[StepBatch], dict]:
+def steps(config: Config, n: int, dp_size: int = 1, state: dict | None = None) -> tuple[list[StepBatch], dict]:
     """The rows of ``n`` steps, ranks joined in order, and the state after them."""
     loaders = [Loader(config, rank, dp_size) for rank in range(dp_size)]
     for loader in loaders:
@@ -133,9 +131,7 @@ def test_changed_data_is_refused(config):
     stamp = victim.stat()
     victim.write_bytes(text[:50] + bytes([text[50] ^ 1]) + text[51:])
     os.utime(victim, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: one bit differs
-    with pytest.raises(
-        DataError, match=r"data changed since the checkpoint.*content was \w+, is \w+.*new run_dir"
-    ):
+    with pytest.raises(DataError, match=r"data changed since the checkpoint.*content was \w+, is \w+.*new run_dir"):
         steps(config, 1, state=state)
     victim.write_bytes(text)
     steps(config, 1, state=state)
@@ -175,9 +171,7 @@ def test_other_settings_are_refused_by_name(config, byte_level_dir):
 
 def test_validation_is_fixed_disjoint_and_never_repeats(config):
     ranks = [Loader(config, rank, 2) for rank in range(2)]
-    batches = [
-        batch for pair in zip(*(r.validation_batches(100) for r in ranks), strict=True) for batch in pair
-    ]
+    batches = [batch for pair in zip(*(r.validation_batches(100) for r in ranks), strict=True) for batch in pair]
     tokens = joined(batches)[0]
     text = bytes(tokens[tokens < 256].tolist())
     files = [path.read_bytes() for path in sorted(Path(config.data.path).iterdir())]
@@ -257,7 +251,9 @@ def test_long_document_is_refused_with_file_line_and_lengths(tmp_path):
     path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (3, 256, 255, 400)))
     config = Config()
     config.data.kind, config.data.path, config.data.on_long = "jsonl", str(path), "error"
-    message = r"a\.jsonl:2: a document of 257 tokens.*train\.seq_len=256.*\(2 of 4 documents do not; the longest has 401\)"
+    message = (
+        r"a\.jsonl:2: a document of 257 tokens.*train\.seq_len=256.*\(2 of 4 documents do not; the longest has 401\)"
+    )
     for _ in range(2):  # tokenised now, then from the cache
         with pytest.raises(DataError, match=message):
             Loader(config, 0, 1)
@@ -271,9 +267,7 @@ def test_indivisible_rows_and_small_embedding_are_refused(config):
     with pytest.raises(ConfigError, match=r"global_batch_size=16: 16 rows do not divide over 3 .*=18"):
         Loader(config, 0, 3)
     config.model.vocab_size = 256
-    with pytest.raises(
-        ConfigError, match=r"model\.vocab_size=256: .*has 258 ids.*256 rows.*model\.vocab_size=264"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=256: .*has 258 ids.*256 rows.*model\.vocab_size=264"):
         Loader(config, 0, 1)
 
 
@@ -315,9 +309,7 @@ def test_corpus_is_tokenised_once(config, cache):
     assert (first.tokens == again.tokens).all() and first.content == again.content
     entry = next(path for path in cache.iterdir() if path.is_dir())
     (entry / "tokens.bin").write_bytes(b"short")
-    with pytest.raises(
-        DataError, match=r"damaged cache.*tokens\.bin has 5 bytes, not \d+.*Delete this directory"
-    ):
+    with pytest.raises(DataError, match=r"damaged cache.*tokens\.bin has 5 bytes, not \d+.*Delete this directory"):
         open_corpus(config.data, ByteTokenizer())
 
 
@@ -348,9 +340,7 @@ def test_ranks_that_race_share_one_entry(config, cache):
         "from automoe.data.tokenizer import ByteTokenizer\n"
         "print(open_corpus(DataConfig(max_bytes=2_000_000), ByteTokenizer()).content)"
     )
-    racers = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
+    racers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     contents = {racer.communicate(timeout=120)[0] for racer in racers}
     assert [racer.returncode for racer in racers] == [0] * 4 and len(contents) == 1
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
@@ -358,9 +348,7 @@ def test_ranks_that_race_share_one_entry(config, cache):
 
 def test_cache_directory_that_cannot_be_made(config, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        DataError, match=r"file/sub: the tokenised corpus cannot be written here .*XDG_CACHE_HOME"
-    ):
+    with pytest.raises(DataError, match=r"file/sub: the tokenised corpus cannot be written here .*XDG_CACHE_HOME"):
         Loader(config, 0, 1, cache_dir=tmp_path / "file" / "sub")
 
 

@@ -106,9 +106,7 @@ def test_vocab_size_from_json_is_the_loaded_one(kind, request):
 def test_vocab_size_counts_the_largest_id_of_a_unigram_with_added_tokens(tmp_path, library_texts):
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.train_from_iterator(
-        library_texts[:3], trainers.UnigramTrainer(vocab_size=150, show_progress=False)
-    )
+    tokenizer.train_from_iterator(library_texts[:3], trainers.UnigramTrainer(vocab_size=150, show_progress=False))
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id("</s>"), 1]}))
@@ -131,9 +129,7 @@ def test_tokenizer_larger_than_the_embedding_is_refused(byte_level_dir):
     check_vocab_fits(config)
     config.data.tokenizer = str(byte_level_dir)
     config.model.vocab_size = 399
-    with pytest.raises(
-        ConfigError, match=r"model\.vocab_size=399: .* has 400 ids .* 399 rows.*vocab_size=400"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=399: .* has 400 ids .* 399 rows.*vocab_size=400"):
         check_vocab_fits(config)
     config.model.vocab_size = 400
     check_vocab_fits(config)
@@ -171,6 +167,4 @@ def test_digest_follows_the_vocabulary_and_the_end_token(byte_level_dir, tmp_pat
     assert load_tokenizer(str(other)).digest == first, "where it lies does not matter"
     (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
     assert load_tokenizer(str(other)).digest != first
-    assert np.array_equal(
-        load_tokenizer(str(other)).byte_lengths, load_tokenizer(str(byte_level_dir)).byte_lengths
-    )
+    assert np.array_equal(load_tokenizer(str(other)).byte_lengths, load_tokenizer(str(byte_level_dir)).byte_lengths)

@@ -130,11 +130,7 @@ def test_rows_are_shuffled_by_seed_and_epoch():
 def test_index_minus_one_is_a_row_of_padding():
     taken = packed([6, 4], 5).take(np.array([0, -1]))
     assert (taken.doc_ids[0] >= 0).all()
-    assert (
-        (taken.tokens[1] == PAD).all()
-        and (taken.labels[1] == IGNORE).all()
-        and (taken.doc_ids[1] == -1).all()
-    )
+    assert (taken.tokens[1] == PAD).all() and (taken.labels[1] == IGNORE).all() and (taken.doc_ids[1] == -1).all()
 
 
 def test_documents_of_one_token_train_nothing():

@@ -8,7 +8,7 @@ import torch
 
 from automoe.config.schema import Config, MeshConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.batch import IGNORE, StepBatch
-from automoe.testing.conf_models import conf_model
+from tests.support.conf_models import conf_model
 
 SMALL = {"deepseek_v3": "small_dsv3", "qwen3_moe": "small_qwen3_moe", "mixtral": "small_mixtral"}
 PUBLISHED = {"deepseek_v3": "dsv3_671b", "qwen3_moe": "qwen3_30b_a3b", "mixtral": "mixtral_8x22b"}
@@ -37,9 +37,7 @@ def published_slice(family: str, device: torch.device) -> Config:
     On the CPU the widths shrink too, and only head dims stay.
     """
     model = conf_model(PUBLISHED[family])
-    router = (
-        replace(model.router, num_groups=4, topk_groups=2) if model.router.num_groups > 1 else model.router
-    )
+    router = replace(model.router, num_groups=4, topk_groups=2) if model.router.num_groups > 1 else model.router
     model = replace(
         model,
         vocab_size=4096,

@@ -12,8 +12,8 @@ from device_models import relative, rows, small
 
 from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
-from automoe.testing.one_rank import one_rank
-from automoe.testing.trajectory import run_trajectory
+from automoe.verify.trajectory import run_trajectory
+from tests.support.one_rank import one_rank
 
 
 @pytest.fixture

@@ -37,9 +37,7 @@ def rows_per_expert(kind: str, num_rows: int) -> list[int]:
 @pytest.mark.parametrize(
     "kind", ["random", "skewed", "one expert has all", "first and last are empty", "one row", "no row"]
 )
-def test_a_backend_equals_the_float64_loop(
-    device: torch.device, dtype: torch.dtype, kind: str, biased: bool
-) -> None:
+def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dtype, kind: str, biased: bool) -> None:
     for name, (num_tokens, hidden, width) in product(BACKENDS[device.type], SIZES[device.type]):
         generator = torch.Generator().manual_seed(0)
         counts = rows_per_expert(kind, 2 * num_tokens)
@@ -67,8 +65,7 @@ def test_a_backend_equals_the_float64_loop(
             (loop_experts, dict(dtype=torch.float64)),
         ):
             leaves = [
-                tensor.detach().to(**to, copy=True).requires_grad_()
-                for tensor in (x, probs, w_gate_up, w_down, *extra)
+                tensor.detach().to(**to, copy=True).requires_grad_() for tensor in (x, probs, w_gate_up, w_down, *extra)
             ]
             where = leaves[0].device
             more = dict(activation=ClampedSwiGLU(1.702, limit)) if biased else {}

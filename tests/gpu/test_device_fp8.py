@@ -9,10 +9,10 @@ import torch
 from device_models import relative, small
 
 from automoe.data.batch import StepBatch
-from automoe.moe.quantised import _spread_rows, grouped_product, grouped_weight_product, whole_tiles
-from automoe.quantise.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantised, dequantise, quantise
-from automoe.quantise.products import scaled_product
-from automoe.testing.trajectory import run_trajectory
+from automoe.moe.quantized import _spread_rows, grouped_product, grouped_weight_product, whole_tiles
+from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize
+from automoe.quantize.products import scaled_product
+from automoe.verify.trajectory import run_trajectory
 
 # Operands are the same, so what is left is how a kernel sums: Hopper's 8-bit units keep fewer bits than float32.
 TOLERANCE = {("cpu", torch.float32): 1e-6, ("cuda", torch.float32): 2e-3}
@@ -27,9 +27,9 @@ def numbers(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:
     return (rows * sizes).to(device)
 
 
-def exact(q: Quantised) -> torch.Tensor:
+def exact(q: Quantized) -> torch.Tensor:
     """In float64, of codes and scales as the CPU spreads them."""
-    return dequantise(Quantised(q.codes.cpu(), q.scales.cpu(), q.tile)).double()
+    return dequantize(Quantized(q.codes.cpu(), q.scales.cpu(), q.tile)).double()
 
 
 def bound(device: torch.device, dtype: torch.dtype) -> float:
@@ -41,8 +41,8 @@ def bound(device: torch.device, dtype: torch.dtype) -> float:
 def test_a_product(device: torch.device, dtype: torch.dtype, tiles: tuple) -> None:
     rows, cols, summed = SIZES[device.type]
     for first in (E4M3, E5M2) if tiles[0] == WHOLE else (E4M3,):
-        a = quantise(numbers(device, rows, summed), first, tiles[0])
-        b = quantise(numbers(device, cols, summed, seed=1), E4M3, tiles[1])
+        a = quantize(numbers(device, rows, summed), first, tiles[0])
+        b = quantize(numbers(device, cols, summed, seed=1), E4M3, tiles[1])
         got = scaled_product(a, b, dtype)
         assert got.device.type == device.type and got.dtype == dtype
         assert relative(got, exact(a) @ exact(b).T) < bound(device, dtype)
@@ -55,7 +55,7 @@ def test_grouped_products(device: torch.device, dtype: torch.dtype, tiles: tuple
     offsets = torch.tensor(counts).cumsum(0).int()
     cols, summed = (256, 2048) if device.type == "cuda" else (96, 144)
     x = numbers(device, sum(counts), summed)
-    a, w = quantise(x, E4M3, tiles[0]), quantise(numbers(device, len(counts), cols, summed), E4M3, tiles[1])
+    a, w = quantize(x, E4M3, tiles[0]), quantize(numbers(device, len(counts), cols, summed), E4M3, tiles[1])
     got = grouped_product(a, w, offsets.to(device), dtype)
     groups = zip(exact(a).split(counts), exact(w), strict=True)
     # torch's own grouped product gives bfloat16 whatever is asked for.
@@ -64,7 +64,7 @@ def test_grouped_products(device: torch.device, dtype: torch.dtype, tiles: tuple
 
     place, ends, size = whole_tiles(offsets.to(device), len(x))
     grad = numbers(device, sum(counts), cols, seed=1)
-    lines = [quantise(_spread_rows(t, place, size).T, E4M3, tiles[0]) for t in (grad, x)]
+    lines = [quantize(_spread_rows(t, place, size).T, E4M3, tiles[0]) for t in (grad, x)]
     got = grouped_weight_product(*lines, ends, dtype)
     starts = [0, *ends.tolist()]
     for expert, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
@@ -79,12 +79,10 @@ def repeated(config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
     seq_len, rows = config.train.seq_len, config.train.global_batch_size
     tokens = torch.randint(64, (rows, seq_len + 1), generator=torch.Generator().manual_seed(3))
     index = torch.arange(seq_len).expand(rows, seq_len)
-    return StepBatch(
-        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, torch.zeros_like(index), 0, 0
-    )
+    return StepBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), index, torch.zeros_like(index), 0, 0)
 
 
-# On the CPU tests/quantise has it.
+# On the CPU tests/quantize has it.
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("mode", ["tensorwise", "delayed", "blockwise"])
 def test_a_model_learns_as_it_does_without(device: torch.device, mode: str) -> None:
@@ -92,8 +90,7 @@ def test_a_model_learns_as_it_does_without(device: torch.device, mode: str) -> N
     plain = replace(plain, model=replace(plain.model, moe_intermediate_size=128))
     eight = replace(plain, train=replace(plain.train, fp8=mode))
     expected, got = (
-        run_trajectory(each, repeated, 8, keep_tensors=False, device=device.type).losses
-        for each in (plain, eight)
+        run_trajectory(each, repeated, 8, keep_tensors=False, device=device.type).losses for each in (plain, eight)
     )
     assert expected[-1] < 0.95 * expected[0]
     assert got != expected

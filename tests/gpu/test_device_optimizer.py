@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import automoe.optim.kernels
+import automoe.kernels.stochastic_adamw
 import automoe.optim.stochastic
 from automoe.config.schema import OptimConfig
+from automoe.kernels.stochastic_adamw import update_in_one_pass
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.kernels import update_in_one_pass
 from automoe.optim.stochastic import update_in_torch
 
 SHAPES = {"cpu": (3, 2, 5, 48), "cuda": (16, 2, 512, 2048)}
@@ -31,7 +31,7 @@ def updated(update, device: torch.device, dtype: torch.dtype, moments: str) -> l
     optimizer = build_optimizer([model], config)
     with (
         patch.object(automoe.optim.stochastic, "update_in_torch", update),
-        patch.object(automoe.optim.kernels, "update_in_one_pass", update),
+        patch.object(automoe.kernels.stochastic_adamw, "update_in_one_pass", update),
     ):
         for _ in range(3):
             model.weight.grad = normal()
@@ -45,11 +45,7 @@ def updated(update, device: torch.device, dtype: torch.dtype, moments: str) -> l
     [(torch.bfloat16, "float32"), (torch.bfloat16, "bfloat16"), (torch.float32, "float32")],
     ids=["bfloat16", "bfloat16, moments too", "float32"],
 )
-def test_an_update_in_one_pass_is_that_of_plain_torch(
-    device: torch.device, dtype: torch.dtype, moments: str
-) -> None:
-    plain, fused = (
-        updated(update, device, dtype, moments) for update in (update_in_torch, update_in_one_pass)
-    )
+def test_an_update_in_one_pass_is_that_of_plain_torch(device: torch.device, dtype: torch.dtype, moments: str) -> None:
+    plain, fused = (updated(update, device, dtype, moments) for update in (update_in_torch, update_in_one_pass))
     assert [tensor.dtype for tensor in plain] == [dtype, *[getattr(torch, moments)] * 2]
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_models import relative, rows, small
 
-from automoe.testing.trajectory import run_trajectory
+from automoe.verify.trajectory import run_trajectory
 
 
 @pytest.mark.parametrize("recompute", [[], ["shared_experts"], "full"], ids=str)

@@ -12,15 +12,15 @@ from device_models import relative
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.reader import load_hf
-from automoe.hf.registry import model_config_from_hf
-from automoe.mesh import build_meshes
 from automoe.model.decoder import Decoder
 from automoe.moe.replay import RoutingRecorder
+from automoe.moe.tokens import IGNORE
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
-from automoe.rows import IGNORE
-from automoe.testing.hf_models import as_our_tensor, save_small_hf
-from automoe.testing.trajectory import whole
+from automoe.verify.trajectory import whole
+from tests.support.hf_models import as_our_tensor, save_small_hf
 
 # dtype -> relative error of logits and loss, of a gradient
 TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (5e-2, 2.5e-1)}

@@ -9,14 +9,14 @@ import torch
 from device_models import rows, small
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.stats import gather_stats, update_balance_state
-from automoe.parallel.step import build_runner, prepare_inputs
-from automoe.testing.host_syncs import host_syncs
-from automoe.testing.one_rank import one_rank
+from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.training.stats import gather_stats, update_balance_state
+from tests.support.host_syncs import host_syncs
+from tests.support.one_rank import one_rank
 
 
 @pytest.mark.gpu

@@ -13,20 +13,20 @@ import pytest
 import torch
 from device_models import SMALL, published_slice, relative, rows, same_rows, small
 
-from automoe.checkpoint.state import TrainState
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import CheckpointConfig, ClusterConfig, Config, DataConfig
 from automoe.data.loader import Loader
 from automoe.launch.ranks import RunContext
-from automoe.mesh import build_meshes
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
-from automoe.parallel.step import build_runner, prepare_inputs
-from automoe.recipes import pretrain
-from automoe.testing.trajectory import run_trajectory, whole
+from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.training.state import TrainState
+from automoe.verify.trajectory import run_trajectory, whole
+from recipes import pretrain
 
 # Per tensor, against float64 with its routing forced. The router sees differences of experts' outputs,
 # which is where bfloat16 loses most.
@@ -69,9 +69,7 @@ def test_a_slice_of_a_published_model_learns(device: torch.device, family: str) 
     """bfloat16, published head dims and expert widths: the loss on a repeated batch falls; memory is given back."""
     decoders = live_decoders()
     allocated = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    run = run_trajectory(
-        published_slice(family, device), same_rows, 10, keep_tensors=False, device=str(device)
-    )
+    run = run_trajectory(published_slice(family, device), same_rows, 10, keep_tensors=False, device=str(device))
     assert all(map(math.isfinite, run.losses + run.grad_norms))
     assert run.losses[-1] < run.losses[0] - 0.3
     assert run.expert_counts[0].sum() > 0

@@ -24,9 +24,7 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "absent_packages", "-p", "no:cacheprovider"]
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=env, text=True, capture_output=True, timeout=600
-    )
+    return subprocess.run([*command, *arguments], cwd=ROOT, env=env, text=True, capture_output=True, timeout=600)
 
 
 def test_every_gpu_test_of_the_suite_is_collected() -> None:
@@ -70,7 +68,5 @@ def test_commands_say_what_is_missing(command: str) -> None:
 @pytest.mark.parametrize("name", ABSENT)
 def test_the_packages_are_really_hidden(name: str) -> None:
     command = [sys.executable, "-c", f"import absent_packages; absent_packages.hide(); import {name}"]
-    result = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True
-    )
+    result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True)
     assert "ModuleNotFoundError" in result.stderr

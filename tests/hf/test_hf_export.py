@@ -19,16 +19,16 @@ from automoe.config.schema import Config, MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import verifier
 from automoe.hf.catalog import check_catalog
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.files import INDEX_FILE
 from automoe.hf.reader import load_hf
-from automoe.hf.registry import model_config_from_hf
 from automoe.hf.verifier import verify_hf
 from automoe.hf.writer import export_and_verify, export_model, save_hf
-from automoe.mesh import build_meshes
 from automoe.model.decoder import Decoder
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.testing.hf_models import save_small_hf
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
+from tests.support.hf_models import save_small_hf
 
 
 @pytest.fixture
@@ -61,9 +61,7 @@ def test_what_is_exported_reloads_with_equal_logits(name: str, tmp_path: Path) -
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_constants_that_transformers_does_not_read_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constants_that_transformers_does_not_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-OSS's activation before transformers 5.19."""
     save_small_hf("gpt_oss_odd", tmp_path)
     config = model_config_from_hf(tmp_path)
@@ -74,9 +72,7 @@ def test_constants_that_transformers_does_not_read_are_named(
         self.alpha, self.limit = 1.702, 7.0
 
     monkeypatch.setattr(GptOssExperts, "__init__", with_constants)
-    with pytest.raises(
-        CheckpointError, match=r"are \(1\.3, 0\.8\), .* with \(1\.702, 7\.0\) .*transformers>=5\.19"
-    ):
+    with pytest.raises(CheckpointError, match=r"are \(1\.3, 0\.8\), .* with \(1\.702, 7\.0\) .*transformers>=5\.19"):
         verifier.verify_with_transformers(config, check_catalog(tmp_path, config))
 
 
@@ -86,9 +82,7 @@ def test_one_weight_changed_after_the_export_is_found(source: Path, tmp_path: Pa
     assert verify_hf(model, tmp_path / "out") < 1e-5
     with torch.no_grad():
         model.layers["2"].mlp.experts.w_down[5, 3, 7] += 1e-3
-    with pytest.raises(
-        CheckpointError, match=r"experts\.5\.down_proj.*layers\.2\.mlp\.experts\.w_down: 1 of"
-    ):
+    with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj.*layers\.2\.mlp\.experts\.w_down: 1 of"):
         verify_hf(model, tmp_path / "out")
 
 
@@ -122,9 +116,7 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
     assert entries(tmp_path) == ["source"]
 
 
-def test_other_experts_in_transformers_are_found(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_experts_in_transformers_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the choices of one forced on the other, logits alone would agree."""
     real = verifier._run_transformers
 
@@ -167,9 +159,7 @@ def test_large_models_get_a_census_instead_of_logits(
     assert export_model(model, tmp_path / "out").logits_error is None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"vocab_size": 95}))
-    with pytest.raises(
-        CheckpointError, match=r"transformers builds another model.*embed_tokens, lm_head|lm_head"
-    ):
+    with pytest.raises(CheckpointError, match=r"transformers builds another model.*embed_tokens, lm_head|lm_head"):
         verify_hf(model, tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 1.0}))
     with pytest.raises(CheckpointError, match=r"model\.router\.routed_scaling_factor=1\.0"):
@@ -184,9 +174,7 @@ def test_a_delta_net_of_equal_shapes_and_other_heads_is_found(tmp_path: Path) ->
     hf = json.loads((tmp_path / "config.json").read_text())
     changed = hf | {"linear_num_key_heads": heads // 2, "linear_key_head_dim": dim * 2}
     (tmp_path / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(
-        CheckpointError, match=rf"model\.attention\.linear_num_key_heads={heads // 2}, and the model"
-    ):
+    with pytest.raises(CheckpointError, match=rf"model\.attention\.linear_num_key_heads={heads // 2}, and the model"):
         verifier.verify_with_transformers(config, check_catalog(tmp_path, config))
 
 
@@ -228,11 +216,7 @@ def test_disk_full_is_an_error_that_names_the_file(
     real = builtins.open
 
     def full(file, mode="r", *args, **options):
-        return (
-            Full()
-            if str(file).endswith(".safetensors") and mode == "wb"
-            else real(file, mode, *args, **options)
-        )
+        return Full() if str(file).endswith(".safetensors") and mode == "wb" else real(file, mode, *args, **options)
 
     model = automoe.from_hf(source)
     monkeypatch.setattr(builtins, "open", full)
@@ -298,9 +282,7 @@ def test_index_sizes_and_largest_file(source: Path, tmp_path: Path) -> None:
 # On meshes ----------------------------------------------------------------------------------------
 
 
-def export_fresh(
-    out: Path, mesh: MeshConfig, family: str, break_it: bool = False
-) -> tuple[float | None, str]:
+def export_fresh(out: Path, mesh: MeshConfig, family: str, break_it: bool = False) -> tuple[float | None, str]:
     """A model that was never on a single process, exported from a mesh."""
     config = _small_config(family, mesh)
     meshes = build_meshes(resolve_mesh(mesh, None), torch.device("cpu"))
@@ -308,9 +290,7 @@ def export_fresh(
     materialize(parts, config, torch.device("cpu"))
     if break_it and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         for part in parts.values():
-            part.layers[str(config.model.num_layers - 1)].mlp.experts.w_down.detach().to_local()[0, 0, 0] = (
-                float("nan")
-            )
+            part.layers[str(config.model.num_layers - 1)].mlp.experts.w_down.detach().to_local()[0, 0, 0] = float("nan")
     try:
         written = export_and_verify(parts, out, config)
     except CheckpointError as error:
@@ -322,9 +302,7 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
     from automoe.config.compose import compose_config
 
     model = compose_config("config", [f"model=small_{family}"]).model
-    return Config(
-        mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64)
-    )
+    return Config(mesh=mesh, model=replace(model, hidden_size=96, moe_intermediate_size=32, intermediate_size=64))
 
 
 OTHERS = ("qwen2_moe", "glm4_moe", "llama", "qwen3", "gpt_oss", "qwen3_next")
@@ -346,9 +324,7 @@ def test_export_from_a_mesh(family: str, tmp_path: Path, ranks: RankPool) -> Non
 
 
 def test_a_failure_on_one_rank_fails_all(tmp_path: Path, ranks: RankPool) -> None:
-    results = ranks.run(
-        export_fresh, 4, tmp_path / "out", MeshConfig(pp=2, dp_shard=2, ep=2), "dsv3", break_it=True
-    )
+    results = ranks.run(export_fresh, 4, tmp_path / "out", MeshConfig(pp=2, dp_shard=2, ep=2), "dsv3", break_it=True)
     messages = {message for _, message in results}
     assert len(messages) == 1
     assert "model.layers.3.mlp.experts." in messages.pop()
@@ -377,9 +353,7 @@ def test_from_hf_and_to_hf_on_a_mesh(source: Path, tmp_path: Path, ranks: RankPo
         assert torch.equal(one, other), name
 
 
-def test_from_hf_with_tensor_parallelism_gives_whole_logits(
-    source: Path, tmp_path: Path, ranks: RankPool
-) -> None:
+def test_from_hf_with_tensor_parallelism_gives_whole_logits(source: Path, tmp_path: Path, ranks: RankPool) -> None:
     tokens = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         wanted = automoe.from_hf(source)(tokens)
@@ -397,9 +371,7 @@ def test_from_hf_with_tensor_parallelism_gives_whole_logits(
         (MeshConfig(dp_shard=8, ep=1, ep_shard=8), "20 % 8 = 4"),
     ],
 )
-def test_from_hf_refuses_a_mesh_that_does_not_divide_the_model(
-    mesh: MeshConfig, numbers: str, tmp_path: Path
-) -> None:
+def test_from_hf_refuses_a_mesh_that_does_not_divide_the_model(mesh: MeshConfig, numbers: str, tmp_path: Path) -> None:
     save_small_hf("dsv3_odd", tmp_path)
     with pytest.raises(ConfigError, match=numbers):
         automoe.from_hf(tmp_path, mesh=mesh)

@@ -17,16 +17,16 @@ from automoe.config.schema import MeshConfig, OptimConfig
 from automoe.config.validate import validate
 from automoe.data.batch import StepBatch
 from automoe.errors import ConfigError
+from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.keys import hf_pieces
-from automoe.hf.registry import family_of, model_config_from_hf
 from automoe.hf.shards import Parts
 from automoe.hf.writer import export_model, save_hf
+from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.step import build_runner, prepare_inputs
-from automoe.rows import IGNORE
-from automoe.testing.hf_models import SMALL_MODELS, save_small_hf
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import named_parameters, whole
+from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import named_parameters, whole
+from tests.support.hf_models import SMALL_MODELS, save_small_hf
 
 TOLERANCE = 1e-5
 
@@ -125,9 +125,7 @@ SWEEP = list(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "mesh"), SWEEP)
-def test_every_family_is_equal_on_a_mesh_or_refused(
-    name: str, mesh: str, tmp_path: Path, ranks: RankPool
-) -> None:
+def test_every_family_is_equal_on_a_mesh_or_refused(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
     """What does not fit is refused before a rank starts, with the numbers; all else has transformers' gradients."""
     save_small_hf(name, tmp_path / "in")
     refusal = refusal_of(tmp_path / "in", MESHES[mesh])
@@ -195,9 +193,7 @@ def check_gradients(name: str, tmp_path: Path, mesh: MeshConfig, ranks: RankPool
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        *product(
-            ["dsv3", "qwen3_moe_tied", "mixtral"], ["one", "pp2_ep2_ep_shard2", "hsdp2x2_ep2", "cp2_ep2"]
-        ),
+        *product(["dsv3", "qwen3_moe_tied", "mixtral"], ["one", "pp2_ep2_ep_shard2", "hsdp2x2_ep2", "cp2_ep2"]),
         ("qwen3_moe_yarn", "tp2"),  # one key/value head, which tp leaves whole on every rank
         # FSDP inside tp and etp.
         *product(["dsv3", "qwen3_moe"], ["tp2_dp2_ep2_etp2", "dp4_etp2", "ep_replicate2_tp2"]),
@@ -227,16 +223,12 @@ def test_round_trip_keeps_every_bit(name: str, mesh: str, tmp_path: Path, ranks:
 @pytest.mark.parametrize(
     ("name", "mesh"), [("dsv3", "tp2_dp2_ep2_etp2"), exhaustive("qwen3_moe_tied", "pp2_ep2_ep_shard2")]
 )
-def test_fused_experts_are_cut_as_those_one_by_one(
-    name: str, mesh: str, tmp_path: Path, ranks: RankPool
-) -> None:
+def test_fused_experts_are_cut_as_those_one_by_one(name: str, mesh: str, tmp_path: Path, ranks: RankPool) -> None:
     """Their gates and ups lie in one tensor; what leaves is the published layout."""
     save_small_hf(name, tmp_path / "fused", save_original_format=False)
     save_small_hf(name, tmp_path / "published")
     assert not any(".experts.0." in key for key in stored(tmp_path / "fused"))
-    ranks.run(
-        round_trip, world_size(MESHES[mesh]), tmp_path / "fused", tmp_path / "out", MESHES[mesh], "keep"
-    )
+    ranks.run(round_trip, world_size(MESHES[mesh]), tmp_path / "fused", tmp_path / "out", MESHES[mesh], "keep")
     before, after = stored(tmp_path / "published"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     for key, tensor in before.items():

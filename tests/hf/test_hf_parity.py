@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from automoe.config.schema import MoEConfig
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.reader import load_hf
-from automoe.hf.registry import model_config_from_hf
 from automoe.model.decoder import Decoder
+from automoe.moe.tokens import IGNORE
 from automoe.parallel.parallelize import build_decoder
-from automoe.rows import IGNORE
-from automoe.testing.hf_models import SMALL_MODELS, as_our_tensor, save_small_hf
+from tests.support.hf_models import SMALL_MODELS, as_our_tensor, save_small_hf
 
 TOLERANCE = 1e-5
 ROWS, SEQ = 3, 40

@@ -18,14 +18,14 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.config.validate import validate
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import files, transfer
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.files import INDEX_FILE, read_headers
 from automoe.hf.reader import load_hf
-from automoe.hf.registry import model_config_from_hf
-from automoe.mesh import build_meshes
 from automoe.model.decoder import Decoder
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts
-from automoe.testing.hf_models import save_small_hf
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
+from tests.support.hf_models import save_small_hf
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -161,10 +161,10 @@ def test_another_number_of_experts(tmp_path: Path, fused: bool) -> None:
     assert "model.num_experts=8" in message
 
 
-def test_quantised_tensors_are_refused(single: Path) -> None:
+def test_quantized_tensors_are_refused(single: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     edit(single, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
-    assert "quantised (F8_E4M3)" in (message := refused(single)) and name in message
+    assert "quantized (F8_E4M3)" in (message := refused(single)) and name in message
 
 
 def test_extra_tensors_that_are_known_are_passed_over(tmp_path: Path) -> None:
@@ -186,9 +186,7 @@ def test_modules_for_multi_token_prediction_are_passed_over(name: str, tmp_path:
 
     def module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         last = {key: value for key, value in tensors.items() if key.startswith("model.layers.3.")}
-        behind = {
-            key.replace("layers.3.", "layers.4."): torch.zeros_like(value) for key, value in last.items()
-        }
+        behind = {key.replace("layers.3.", "layers.4."): torch.zeros_like(value) for key, value in last.items()}
         names = {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,), "shared_head.head": (96, 32)}
         return behind | {f"model.layers.4.{key}.weight": torch.zeros(size) for key, size in names.items()}
 

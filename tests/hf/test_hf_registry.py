@@ -25,7 +25,7 @@ from published_configs import (
 from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.registry import FAMILIES, check_exportable, family_of, model_config_from_hf
+from automoe.hf.families.registry import FAMILIES, check_exportable, family_of, model_config_from_hf
 
 
 def write(folder: Path, hf: object) -> Path:
@@ -78,9 +78,7 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
 
 def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
     """GLM's default is half, where neither spelling says anything."""
-    silent = {
-        key: value for key, value in GLM45.items() if key not in ("partial_rotary_factor", "rope_theta")
-    }
+    silent = {key: value for key, value in GLM45.items() if key not in ("partial_rotary_factor", "rope_theta")}
     for share in (0.25, 1.0):
         old = silent | {"partial_rotary_factor": share, "rope_theta": 1e6}
         new = silent | {"rope_parameters": {"partial_rotary_factor": share, "rope_theta": 1e6}}
@@ -138,8 +136,7 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
         (GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24}, ["layer_types[0]=chunked_attention"]),
         (QWEN3_NEXT_80B | {"attention_bias": True}, ["attention_bias=True", "qwen3_next"]),
         (
-            QWEN3_NEXT_80B
-            | {"layer_types": ["linear_attention", "full_attention"] * 23 + ["full_attention"] * 2},
+            QWEN3_NEXT_80B | {"layer_types": ["linear_attention", "full_attention"] * 23 + ["full_attention"] * 2},
             ["layer_types[46]=full_attention", "every 2 layers", "linear_attention"],
         ),
         ([1, 2], ["not a JSON object"]),
@@ -234,7 +231,7 @@ def test_the_documented_table_is_that_of_the_families() -> None:
 def test_reading_a_config_needs_no_torch(tmp_path: Path) -> None:
     write(tmp_path, DSV3)
     script = (
-        "import sys; from automoe.hf.registry import model_config_from_hf as read; "
+        "import sys; from automoe.hf.families.registry import model_config_from_hf as read; "
         f"read({str(tmp_path)!r}); print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

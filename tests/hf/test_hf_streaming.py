@@ -16,8 +16,8 @@ import automoe
 from automoe.hf import progress, reader, transfer
 from automoe.hf.reader import load_hf
 from automoe.hf.strips import plan_units
-from automoe.testing.hf_models import save_small_hf
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
+from tests.support.hf_models import save_small_hf
 
 
 def load_counted(path: Path, mesh: str, machines: int = 1) -> tuple[int, int, int, int, int]:
@@ -132,9 +132,7 @@ def test_who_reads_is_agreed_without_talking() -> None:
     for _ in range(3):
         starts = random.integers(0, 20, (40, 2))
         sizes = random.integers(1, 12, (40, 2))
-        bounds = np.stack(
-            (starts[:, 0], starts[:, 0] + sizes[:, 0], starts[:, 1], starts[:, 1] + sizes[:, 1])
-        )
+        bounds = np.stack((starts[:, 0], starts[:, 0] + sizes[:, 0], starts[:, 1], starts[:, 1] + sizes[:, 1]))
         tables.append(np.concatenate((random.integers(0, 4, (40, 2)), bounds.T), axis=1))
 
     class Named:  # plan_units asks a strip for no more than this
@@ -153,15 +151,11 @@ def test_who_reads_is_agreed_without_talking() -> None:
     ]
     seen: dict[tuple[int, int, tuple[int, int]], set[object]] = {}
     for rank, plan, table in zip(ranks, plans, tables, strict=True):
-        assert [(u.number, u.matrix, u.rows) for u in plan] == sorted(
-            (u.number, u.matrix, u.rows) for u in plan
-        )
+        assert [(u.number, u.matrix, u.rows) for u in plan] == sorted((u.number, u.matrix, u.rows) for u in plan)
         covered = 0
         for unit in plan:
             assert rank in unit.users and unit.reader in unit.users
-            seen.setdefault((unit.number, unit.matrix, unit.rows), set()).add(
-                (unit.reader, unit.users, unit.cols)
-            )
+            seen.setdefault((unit.number, unit.matrix, unit.rows), set()).add((unit.reader, unit.users, unit.cols))
             for strip in unit.strips:
                 assert strip.rows[0] <= unit.rows[0] and unit.rows[1] <= strip.rows[1]
                 assert unit.cols[0] <= strip.cols[0] and strip.cols[1] <= unit.cols[1]
@@ -195,9 +189,7 @@ def test_a_terminal_sees_a_bar_and_a_log_sees_none(
     load_hf(model, tmp_path / "checkpoint", progress=True)
     assert capfd.readouterr() == ("", "")
     screen, real = io.StringIO(), rich.console.Console
-    monkeypatch.setattr(
-        rich.console, "Console", lambda **_: real(file=screen, force_terminal=True, width=100)
-    )
+    monkeypatch.setattr(rich.console, "Console", lambda **_: real(file=screen, force_terminal=True, width=100))
     monkeypatch.setattr(progress, "STEP_S", 0.0)
     load_hf(model, tmp_path / "checkpoint", progress=True)
     shown = screen.getvalue()

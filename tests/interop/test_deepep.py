@@ -119,9 +119,7 @@ class Buffer:
 class ElasticBuffer:
     """v2, with the parameters that 2.1.0 names."""
 
-    def __init__(
-        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0
-    ) -> None:
+    def __init__(self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0) -> None:
         assert (group.size(), num_bytes, num_max_tokens_per_rank, hidden, num_topk) == (RANKS, None, T, H, K)
         CALLS.append("build")
 

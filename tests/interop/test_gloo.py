@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
-from automoe.mesh import build_meshes
-from automoe.testing.pool import RankPool
+from automoe.parallel.mesh import build_meshes
+from automoe.verify.pool import RankPool
 
 
 def worker_threads_of_every_group() -> list[int]:

@@ -55,9 +55,7 @@ def side_by_side(tensor: torch.Tensor) -> torch.Tensor:
     dim = -2 if tensor.stride(-1) == 1 else -1
     assert tensor.stride(-1) == 1 or tensor.stride(-2) == 1
     first, second = tensor.chunk(2, dim)
-    return torch.stack((first, second), dim if dim == -1 else -2).flatten(
-        *((-2, -1) if dim == -1 else (-3, -2))
-    )
+    return torch.stack((first, second), dim if dim == -1 else -2).flatten(*((-2, -1) if dim == -1 else (-3, -2)))
 
 
 def spans(ends: torch.Tensor) -> list[slice]:
@@ -107,9 +105,7 @@ def gemm_gated(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def gemm_dgated(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = bound("gemm_dgated", args, kwargs)
     assert call.activation == "swiglu" and call.colvec_reduce and call.PreAct.stride(-1) == 1
-    assert (
-        call.colvec_scale.dtype in (torch.float32, torch.float64) and call.colvec_scale.data_ptr() % 16 == 0
-    )
+    assert call.colvec_scale.dtype in (torch.float32, torch.float64) and call.colvec_scale.data_ptr() % 16 == 0
     grad = rows_times(call, call.B)
     scaled = grad * call.colvec_scale.unsqueeze(1)
     gate, up = call.PreAct[:, ::2], call.PreAct[:, 1::2]
@@ -220,9 +216,7 @@ def test_absence_is_told_before_ranks_start(tmp_path: Path, monkeypatch: pytest.
     dense = replace(chosen, model=replace(chosen.model, first_k_dense=chosen.model.num_layers))
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "quack", None)  # it may be installed
-        with pytest.raises(
-            BackendError, match="moe.experts=quack: the package quack is not .*moe.experts=grouped_mm"
-        ):
+        with pytest.raises(BackendError, match="moe.experts=quack: the package quack is not .*moe.experts=grouped_mm"):
             check_backends(chosen, shape, "cuda")
         check_backends(dense, shape, "cuda")  # computes no experts
     (tmp_path / "quack").mkdir()

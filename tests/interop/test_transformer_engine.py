@@ -41,10 +41,10 @@ from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.dispatch.measure import HostSyncs
 from automoe.moe.experts import expert_backend, loop_experts
 from automoe.parallel.parallelize import build_decoder
-from automoe.testing.conf_models import conf_model
-from automoe.testing.one_rank import one_rank
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, run_trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, run_trajectory
+from tests.support.conf_models import conf_model
+from tests.support.one_rank import one_rank
 
 # transformer_engine 2.20.2, read from the wheel's sources: parameters of what the adapters call.
 SIGNATURES = {
@@ -201,9 +201,7 @@ def test_norms_and_attention_of_a_model_keep_names_numbers_and_gradients(zero_ce
             nn.init.normal_(parameter, 0.5, 0.3, generator=generator)
         logits = model(torch.arange(12).view(2, 6))
         logits.square().sum().backward()
-        results.append(
-            (list(model.state_dict()), logits, [parameter.grad for parameter in model.parameters()])
-        )
+        results.append((list(model.state_dict()), logits, [parameter.grad for parameter in model.parameters()]))
     assert results[0][0] == results[1][0], "a checkpoint does not see it"
     for got, expected in zip([results[1][1], *results[1][2]], [results[0][1], *results[0][2]], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from automoe.testing.command import PATIENCE_S as PATIENCE_S
-from automoe.testing.command import ROOT as ROOT
-from automoe.testing.command import TrainCommand
-from automoe.testing.command import read_until as read_until
+from tests.support.command import PATIENCE_S as PATIENCE_S
+from tests.support.command import ROOT as ROOT
+from tests.support.command import TrainCommand
+from tests.support.command import read_until as read_until
 
 RECIPES = Path(__file__).parent / "recipes"
 TWO_RANKS = ("mesh=fsdp", "launch.num_ranks=2", "launch.device=cpu")

@@ -45,9 +45,7 @@ SRUN = {
 
 
 def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
-    code, out, err = command.run(
-        "recipe_answers", "mesh=fsdp", "train.steps=7", "launch.device=cpu", before=TORCHRUN
-    )
+    code, out, err = command.run("recipe_answers", "mesh=fsdp", "train.steps=7", "launch.device=cpu", before=TORCHRUN)
     assert code == 0, err
     assert "hello from rank 0 of 2" in out
     assert read_status(command.run_dir)["objective"] == 21.0
@@ -67,9 +65,7 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
     ],
     ids=["wrong world size", "multirun", "restarts"],
 )
-def test_torchrun_is_refused_once_with_the_reason(
-    command: Command, overrides: tuple[str, ...], says: str
-) -> None:
+def test_torchrun_is_refused_once_with_the_reason(command: Command, overrides: tuple[str, ...], says: str) -> None:
     code, _, err = command.run("recipe_answers", *overrides, before=TORCHRUN)
     assert code != 0
     assert err.count(says) == 1
@@ -123,10 +119,7 @@ def test_variables_of_a_torchrun_that_is_gone(tmp_path: Path) -> None:
     command = Command(tmp_path / "run", env=AGENT | {"MASTER_PORT": str(port)})
     code, _, err = command.run("recipe_answers")
     assert code == 2
-    assert (
-        "torchrun rank 1 of 4" in err
-        and f"nothing answers at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in err
-    )
+    assert "torchrun rank 1 of 4" in err and f"nothing answers at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in err
     assert "Unset TORCHELASTIC_RUN_ID" in err
 
 
@@ -135,9 +128,7 @@ def test_detection() -> None:
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == ("torchrun", 1, 4, 1)
     assert detect_external({k: v for k, v in AGENT.items() if "TORCHELASTIC" not in k}) is None
-    task = detect_external(
-        SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a[07-09],b"}
-    )
+    task = detect_external(SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "a[07-09],b"})
     assert task is not None
     assert (task.launcher, task.rank, task.world_size, task.master_addr) == ("srun", 1, 2, "a07")
     batch_script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}

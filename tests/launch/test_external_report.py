@@ -41,9 +41,7 @@ def test_every_rank_needs_a_gpu_of_the_node_or_one_that_srun_gave_it() -> None:
     check_gpus(task, 2)
     check_gpus(task, 1)  # --gpus-per-task=1
     check_gpus(agent, 2)
-    with pytest.raises(
-        LaunchError, match="torchrun started WORLD_SIZE=4 ranks, 2 of them .* which has 1 GPUs"
-    ):
+    with pytest.raises(LaunchError, match="torchrun started WORLD_SIZE=4 ranks, 2 of them .* which has 1 GPUs"):
         check_gpus(agent, 1)
     with pytest.raises(LaunchError, match="which has 0 GPUs. Start one rank per GPU"):
         check_gpus(task, 0)

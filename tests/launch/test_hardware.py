@@ -135,9 +135,7 @@ def test_a_missing_triton_is_told_before_ranks_start(
 ) -> None:
     one_rank, found = resolve_mesh(MeshConfig(), 1), importlib.util.find_spec
     hardware.check_backends(chosen, one_rank, "cuda")
-    monkeypatch.setattr(
-        hardware.importlib.util, "find_spec", lambda name: None if name == "triton" else found(name)
-    )
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
     with pytest.raises(BackendError, match=f"{key}: the package triton is not .*set {instead}"):
         hardware.check_backends(chosen, one_rank, "cuda")
     hardware.check_backends(Config(), one_rank, "cuda")
@@ -153,9 +151,7 @@ def test_what_triton_compiles_with_is_asked_for_before_ranks_start(
     monkeypatch.delenv("CC", raising=False)
     with monkeypatch.context() as patched:
         patched.setattr(hardware.sysconfig, "get_path", lambda name: str(tmp_path))
-        with pytest.raises(
-            BackendError, match=rf"{key} .*there is no {tmp_path}/Python\.h.*or set {instead}"
-        ):
+        with pytest.raises(BackendError, match=rf"{key} .*there is no {tmp_path}/Python\.h.*or set {instead}"):
             hardware.check_backends(chosen, one_rank, "cuda")
         hardware.check_backends(Config(), one_rank, "cuda")
     monkeypatch.setenv("PATH", str(tmp_path))

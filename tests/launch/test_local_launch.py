@@ -131,14 +131,12 @@ def test_a_rank_whose_torchrun_died_while_it_started_leaves(tmp_path: Path) -> N
     rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     # A rank's parent is torchrun, a child of the launcher; here it is the launcher itself.
     env = os.environ | rank | {"AUTOMOE_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "automoe.worker", str(tmp_path)], env=env, timeout=PATIENCE_S
-    )
+    done = subprocess.run([sys.executable, "-m", "automoe.launch.worker", str(tmp_path)], env=env, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert not (tmp_path / "first_error.json").exists(), "it did not get as far as its configuration"
 
 
-@pytest.mark.parametrize("name", ["no_such_recipe", "automoe.recipes.no_such"])
+@pytest.mark.parametrize("name", ["no_such_recipe", "recipes.no_such"])
 def test_a_recipe_that_does_not_exist(command: Command, name: str) -> None:
     code, _, err = command.run(name)
     assert code == 2

@@ -55,10 +55,7 @@ def test_a_failure_while_another_rank_writes_its_status_is_final(
 
 def test_an_error_meant_for_a_person_is_shown_without_a_traceback(started: Path) -> None:
     runs.report_error(started, raised(DataError("a.jsonl line 3: no JSON")), 0)
-    assert (
-        runs.describe_error(runs.read_status(started)["error"])
-        == "rank 0: DataError: a.jsonl line 3: no JSON"
-    )
+    assert runs.describe_error(runs.read_status(started)["error"]) == "rank 0: DataError: a.jsonl line 3: no JSON"
 
 
 def test_a_new_run_forgets_the_old_outcome_and_keeps_its_files(started: Path) -> None:

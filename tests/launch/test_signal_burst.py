@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from automoe.testing.command import PATIENCE_S, ROOT
+from tests.support.command import PATIENCE_S, ROOT
 
 RANK = """
 import sys
@@ -27,9 +27,7 @@ sys.exit(0 if stop.is_set() else "the request was lost")
 def test_a_burst_of_signals_does_not_stop_the_rank_in_its_handler(tmp_path: Path) -> None:
     """With a lock in the handler this hangs: the second signal waits for what the first one holds."""
     done = tmp_path / "done"
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(done)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    rank = subprocess.Popen([sys.executable, "-c", RANK, str(done)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert rank.stdout is not None and rank.stdout.readline() == "listens\n"
     try:
         for _ in range(5000):

@@ -70,9 +70,7 @@ def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("seed", "what"), [(0, "all_to_all 4 of group world (ranks 0, 1)"), (1, "a send or receive")]
-)
+@pytest.mark.parametrize(("seed", "what"), [(0, "all_to_all 4 of group world (ranks 0, 1)"), (1, "a send or receive")])
 def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> None:
     code, _, err = command.run(
         "recipe_stays_away", *TWO_RANKS, "launch.timeout_s=30", f"train.seed={seed}", "launch.max_restarts=0"

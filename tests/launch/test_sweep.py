@@ -19,9 +19,7 @@ def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command)
     assert "mesh.ep=2" in jobs[2]["reason"] and "1*1*1*1 = 1 must equal" in jobs[2]["reason"]
     table = out[out.index("job  state") :]
     assert "done     3.0000" in table and "job 2 skipped: mesh.ep=2" in table
-    assert (command.run_dir / "0" / "config.yaml").exists() and (
-        command.run_dir / "1" / "status.json"
-    ).exists()
+    assert (command.run_dir / "0" / "config.yaml").exists() and (command.run_dir / "1" / "status.json").exists()
 
     code, out, err = command.run("recipe_answers", *sweep)
     assert code == 0, err

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from mesh_cases import Case, run_case
 
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory
 
 Reference = Callable[[Case], Trajectory]
 

@@ -20,8 +20,8 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.batch import IGNORE, StepBatch
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 
 ROWS, SEQ_LEN, VOCAB = 8, 16, 48
 STEPS = 3
@@ -51,9 +51,7 @@ MODELS = {
         rope=RopeConfig(
             interleaved=True, scaling="yarn", factor=4.0, original_seq_len=8, mscale=1.0, mscale_all_dim=1.0
         ),
-        router=RouterConfig(
-            score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5
-        ),
+        router=RouterConfig(score="sigmoid", num_groups=4, topk_groups=2, expert_bias=True, routed_scaling_factor=2.5),
         **_SIZES,
     ),
     "qwen3": ModelConfig(
@@ -147,9 +145,7 @@ MODELS["glm"] = ModelConfig(
     intermediate_size=24,
     num_experts_per_token=3,
     num_shared_experts=1,
-    attention=AttentionConfig(
-        kind="gqa", num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True
-    ),
+    attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True),
     rope=RopeConfig(theta=50.0, partial_rotary_factor=0.5),
     router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
     **_SIZES,
@@ -200,9 +196,7 @@ class Case:
                 **self.moe,
             ),
             parallel=ParallelConfig(**self.parallel),
-            train=TrainConfig(
-                seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"
-            ),
+            train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
             # A delta net's state is not reset where a document begins.
             data=DataConfig(document_mask=self.document_mask and not model.attention.linear_num_key_heads),
         )
@@ -221,9 +215,7 @@ class Case:
             f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"
             for key, value in (self.parallel | self.moe).items()
         )
-        return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace(
-            "'", ""
-        )
+        return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace("'", "")
 
 
 def batches(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
@@ -255,6 +247,4 @@ def run_case(pool: RankPool, case: Case, steps: int = STEPS) -> Trajectory:
 def float32(case: Case) -> Config:
     """The same run in float32 with ``grouped_mm``."""
     config = case.config
-    return replace(
-        config, moe=replace(config.moe, experts="grouped_mm"), train=replace(config.train, dtype="float32")
-    )
+    return replace(config, moe=replace(config.moe, experts="grouped_mm"), train=replace(config.train, dtype="float32"))

@@ -18,7 +18,7 @@ from mesh_cases import MODELS, ROWS, Case
 from mesh_mappings import FULL, GPIPE, INTERLEAVED, PARTS, PER_MICRO_BATCH
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.testing.mappings import is_legal, legal_meshes
+from tests.support.mappings import is_legal, legal_meshes
 
 DRAWS = 16
 # Those with experts, whose meshes, recomputation and capacity are drawn too.

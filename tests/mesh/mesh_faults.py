@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 import automoe.model.attention
 import automoe.moe.balance
 import automoe.moe.router
+import automoe.moe.tokens
 import automoe.parallel.context
 import automoe.parallel.parallelize
-import automoe.parallel.step
+import automoe.parallel.pipeline
 import automoe.parallel.tensor
-import automoe.rows
-import automoe.testing.trajectory
+import automoe.verify.trajectory
 from automoe.config.schema import Config
 from automoe.data.batch import IGNORE
 from automoe.model.attention import GroupedQueryAttention
@@ -36,9 +36,9 @@ from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.dispatch import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.parallel.data import fsdp_modules
+from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients
-from automoe.testing.trajectory import Batches, Trajectory, run_trajectory
+from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -73,9 +73,7 @@ def expert_gradients_divided_by_ep_shard():
 
 
 def gradients_averaged_over_replicas():
-    return _divide_gradients(
-        lambda module: not hasattr(module, "w_down"), lambda shape: float(shape.dp_replicate)
-    )
+    return _divide_gradients(lambda module: not hasattr(module, "w_down"), lambda shape: float(shape.dp_replicate))
 
 
 def balance_loss_gradient_dropped():
@@ -87,12 +85,12 @@ def norm_of_this_rank():
         local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         return torch.stack([gradient.norm() for gradient in local]).norm()
 
-    return patch.object(automoe.testing.trajectory, "global_grad_norm", local_norm)
+    return patch.object(automoe.verify.trajectory, "global_grad_norm", local_norm)
 
 
 def norm_of_this_stage():
     return _replace(
-        automoe.testing.trajectory,
+        automoe.verify.trajectory,
         "global_grad_norm",
         lambda original: lambda parameters, pp_group=None: original(parameters),
     )
@@ -113,7 +111,7 @@ def counts_summed_over_cp_twice():
 
 def padding_counted():
     return patch.object(
-        automoe.rows.Rows, "valid", property(lambda rows: torch.ones_like(rows.index, dtype=torch.bool))
+        automoe.moe.tokens.Rows, "valid", property(lambda rows: torch.ones_like(rows.index, dtype=torch.bool))
     )
 
 
@@ -126,7 +124,7 @@ def _change_inputs(change: Callable[..., None]) -> AbstractContextManager[Any]:
 
         return prepare
 
-    return _replace(automoe.testing.trajectory, "prepare_inputs", make)
+    return _replace(automoe.verify.trajectory, "prepare_inputs", make)
 
 
 def labels_made_after_the_cp_split():
@@ -182,7 +180,7 @@ def load_fractions_never_updated():
 
         return update
 
-    return _replace(automoe.testing.trajectory, "update_balance_state", make)
+    return _replace(automoe.verify.trajectory, "update_balance_state", make)
 
 
 def documents_ignored_across_cp():
@@ -207,7 +205,7 @@ def initialised_by_rank():
 
 def gradients_never_reduced():
     return _replace(
-        automoe.parallel.step,
+        automoe.parallel.pipeline,
         "defer",
         lambda original: lambda part, parallel, last: original(part, parallel, last=False),
     )
@@ -223,19 +221,17 @@ def gradients_of_the_last_micro_batch_only():
 
         return train
 
-    return _replace(automoe.parallel.step.SingleStageRunner, "train", make)
+    return _replace(automoe.parallel.pipeline.SingleStageRunner, "train", make)
 
 
 def pipeline_averages_micro_batches():
     def make(original):
         return {
-            name: lambda *args, schedule=schedule, **kwargs: schedule(
-                *args, **(kwargs | {"scale_grads": True})
-            )
+            name: lambda *args, schedule=schedule, **kwargs: schedule(*args, **(kwargs | {"scale_grads": True}))
             for name, schedule in original.items()
         }
 
-    return _replace(automoe.parallel.step, "SCHEDULES", make)
+    return _replace(automoe.parallel.pipeline, "SCHEDULES", make)
 
 
 def _left_out_of_the_optimizer(select: Callable[[str], bool]) -> AbstractContextManager[Any]:
@@ -251,7 +247,7 @@ def _left_out_of_the_optimizer(select: Callable[[str], bool]) -> AbstractContext
 
         return build
 
-    return _replace(automoe.testing.trajectory, "build_optimizer", make)
+    return _replace(automoe.verify.trajectory, "build_optimizer", make)
 
 
 def experts_left_out_of_the_optimizer():
@@ -263,9 +259,7 @@ def biases_left_out_of_the_optimizer():
 
 
 def gradients_averaged_over_expert_replicas():
-    return _divide_gradients(
-        lambda module: hasattr(module, "w_down"), lambda shape: float(shape.ep_replicate)
-    )
+    return _divide_gradients(lambda module: hasattr(module, "w_down"), lambda shape: float(shape.ep_replicate))
 
 
 def gradients_of_copies_not_summed_over_tp():
@@ -299,7 +293,7 @@ def loss_counted_by_every_tp_rank():
 
         return build
 
-    return _replace(automoe.testing.trajectory, "build_runner", make)
+    return _replace(automoe.verify.trajectory, "build_runner", make)
 
 
 def _after_tensor_parallel(change: Callable[..., None]) -> AbstractContextManager[Any]:
@@ -342,13 +336,11 @@ def key_value_heads_of_another_group():
 
 
 def terms_of_tp_ranks_not_summed():
-    return patch.object(
-        automoe.parallel.tensor.SequenceSplit, "reduce", automoe.parallel.tensor.SequenceSplit.part
-    )
+    return patch.object(automoe.parallel.tensor.SequenceSplit, "reduce", automoe.parallel.tensor.SequenceSplit.part)
 
 
 def row_balance_per_tp_rank():
-    return patch.object(automoe.rows._SplitExchange, "sum", lambda self, x: self.exchange.sum(x))
+    return patch.object(automoe.moe.tokens._SplitExchange, "sum", lambda self, x: self.exchange.sum(x))
 
 
 def tokens_of_the_first_tp_rank_believed_everywhere():
@@ -362,7 +354,7 @@ def tokens_of_the_first_tp_rank_believed_everywhere():
 
         return part
 
-    return _replace(automoe.rows.Rows, "part", make)
+    return _replace(automoe.moe.tokens.Rows, "part", make)
 
 
 def norm_of_tp_shards_summed_twice():
@@ -376,7 +368,7 @@ def norm_of_tp_shards_summed_twice():
 
         return norm
 
-    return _replace(automoe.testing.trajectory, "global_grad_norm", make)
+    return _replace(automoe.verify.trajectory, "global_grad_norm", make)
 
 
 def terms_of_etp_ranks_averaged():

@@ -117,9 +117,7 @@ MORE = [
     Case("deepseek", dict(dp_shard=2, tp=2, ep=4), rows=1, moe=DROP | dict(drop_policy="position")),
     Case("qwen3", dict(tp=4, ep=2), rows=2, moe=dict(router_jitter=0.1)),
     Case("mixtral", dict(cp=2, tp=2, ep=2), rows=2, dispatcher="allgather"),
-    Case(
-        "deepseek-direct", dict(tp=4, ep=4), rows=4, parallel=dict(recompute="full", recompute_layers=[1, 3])
-    ),
+    Case("deepseek-direct", dict(tp=4, ep=4), rows=4, parallel=dict(recompute="full", recompute_layers=[1, 3])),
     Case("qwen3", dict(dp_replicate=2, tp=2, ep=4), rows=1),
     # etp
     Case("deepseek", dict(cp=2, etp=2), rows=4),

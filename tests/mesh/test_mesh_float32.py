@@ -10,9 +10,9 @@ from mesh_cases import Case, batches, float32
 from mesh_mappings import FULL, INTERLEAVED
 
 from automoe.config.schema import Config
-from automoe.testing.compare import compare_trajectories
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.compare import compare_trajectories
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 
 TOLERANCE = 1e-5
 # Parameters are left out: Adam divides by the gradient's own size, so its first step turns the rounding
@@ -75,9 +75,7 @@ def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Cas
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(
-    ranks: RankPool, dispatcher: str
-) -> None:
+def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(ranks: RankPool, dispatcher: str) -> None:
     """Triton's, which want a pointer; in its interpreter, so one layer."""
     case = Case("mixtral", dict(dp_shard=2, ep=2), rows=4, dispatcher=dispatcher)
 
@@ -89,9 +87,7 @@ def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(
             moe=replace(config.moe, experts=experts),
         )
 
-    [expected] = ranks.run(
-        run_trajectory, 1, one_layer(case.reference, "grouped_mm"), batches, 1, record=True
-    )
+    [expected] = ranks.run(run_trajectory, 1, one_layer(case.reference, "grouped_mm"), batches, 1, record=True)
     check_first_step(ranks, case, one_layer(case, "triton"), expected)
 
 

@@ -8,8 +8,8 @@ from mesh_cases import MODELS, STEPS, Case, run_case
 from mesh_draws import draw_cases
 from mesh_mappings import CORE, MORE
 
-from automoe.testing.compare import compare_trajectories
-from automoe.testing.pool import RankPool
+from automoe.verify.compare import compare_trajectories
+from automoe.verify.pool import RankPool
 
 TOLERANCE = 1e-10
 

@@ -9,9 +9,9 @@ from mesh_faults import Fault, run_with_fault
 from mesh_mappings import FULL, PARTS
 from test_mesh_float64 import TOLERANCE
 
-from automoe.testing.compare import differences
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import merge_trajectories
+from automoe.verify.compare import differences
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import merge_trajectories
 
 FOLDED = Case("deepseek", dict(dp_shard=4, ep=2), rows=2)
 HYBRID = Case("mixtral", dict(dp_replicate=2, dp_shard=2, ep=4), rows=2)
@@ -75,14 +75,10 @@ FAULTS = [
 
 def every_third(rows: list[tuple]) -> list:
     """A third for every change; the others are exhaustive."""
-    return [
-        pytest.param(*row, marks=[] if i % 3 == 0 else pytest.mark.exhaustive) for i, row in enumerate(rows)
-    ]
+    return [pytest.param(*row, marks=[] if i % 3 == 0 else pytest.mark.exhaustive) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize(
-    "fault, case, step, kind, name", every_third(FAULTS), ids=[row[0].__name__ for row in FAULTS]
-)
+@pytest.mark.parametrize("fault, case, step, kind, name", every_third(FAULTS), ids=[row[0].__name__ for row in FAULTS])
 def test_a_fault_is_seen_where_it_acts(
     ranks: RankPool, reference, fault: Fault, case: Case, step: int, kind: str, name: str
 ) -> None:

@@ -9,9 +9,9 @@ from mesh_cases import ROWS, STEPS, Case, batches
 
 from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
-from automoe.testing.compare import differences
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import merge_trajectories, run_trajectory
+from automoe.verify.compare import differences
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import merge_trajectories, run_trajectory
 
 DROPS = dict(capacity_factor=0.75, drop_policy="probs", drop_scope="sequence")
 

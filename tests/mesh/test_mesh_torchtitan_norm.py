@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.interop.torchtitan import titan_grad_norm
-from automoe.mesh import build_meshes
 from automoe.optim.grad_norm import global_grad_norm
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.step import build_runner, prepare_inputs
-from automoe.testing.pool import RankPool
+from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.verify.pool import RankPool
 
 # All with ep: without it torchtitan stacks the norms of both meshes, which DTensor refuses.
 CASES = [

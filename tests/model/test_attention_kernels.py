@@ -50,9 +50,7 @@ def seen(kind: str) -> torch.Tensor | None:
 @pytest.mark.parametrize("dims", [(24, 16), (16, 16)], ids=["mla", "gqa"])
 @pytest.mark.parametrize("kind", ["causal", "documents"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
-def test_kernels_agree_and_each_is_the_one_that_was_named(
-    dims: tuple[int, int], kind: str, with_sinks: bool
-) -> None:
+def test_kernels_agree_and_each_is_the_one_that_was_named(dims: tuple[int, int], kind: str, with_sinks: bool) -> None:
     results = {}
     for name in ("sdpa", "flash", "math"):
         args = heads(*dims, torch.float64)
@@ -117,9 +115,7 @@ def test_where_cudnn_goes_first(
     monkeypatch.setattr(attention_kernels.torch.backends.cudnn, "version", lambda: version)
     assert cudnn_is_first() == first
     if version is None or version == 91500:
-        with pytest.raises(
-            BackendError, match=f"cuDNN {version}, .* multiple of 128; .*kernels.attention=sdpa"
-        ):
+        with pytest.raises(BackendError, match=f"cuDNN {version}, .* multiple of 128; .*kernels.attention=sdpa"):
             attention_fn("cudnn")
     else:
         attention_fn("cudnn")
@@ -158,9 +154,9 @@ def test_a_model_gets_the_kernel_of_its_configuration() -> None:
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1, intermediate_size=16)
     for name, fused in (("math", False), ("flash", True), ("sdpa", True)):
-        model = build_decoder(
-            config, MoEConfig(), torch.float32, kernels=KernelsConfig(attention=name)
-        ).to_empty(device="cpu")
+        model = build_decoder(config, MoEConfig(), torch.float32, kernels=KernelsConfig(attention=name)).to_empty(
+            device="cpu"
+        )
         for parameter in model.parameters():
             torch.nn.init.ones_(parameter)
         with Operators() as operators:

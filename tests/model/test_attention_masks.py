@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from automoe.model.attention import attend, attention_mask
-from automoe.rows import Rows, WholeRows
+from automoe.moe.tokens import Rows, WholeRows
 
 B, S, N, G, D = 2, 11, 4, 2, 6
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import automoe.config.loss_chunks
-from automoe.config.loss_chunks import chunk_tokens
+import automoe.config.schema
+from automoe.config.schema import chunk_tokens
 from automoe.model.loss import cross_entropy_sum
-from automoe.rows import IGNORE
+from automoe.moe.tokens import IGNORE
 
 T, H, V = 30, 8, 21
 
@@ -26,7 +26,7 @@ def inputs(dtype: torch.dtype, ignored: int) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("ignored", [0, 11, T - 1, T])
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1024])  # H at least
 def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int) -> None:
-    monkeypatch.setattr(automoe.config.loss_chunks, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(automoe.config.schema, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
     got = cross_entropy_sum(x, weight, labels)
     expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")

@@ -23,11 +23,11 @@ from automoe.config.schema import (
     ParallelConfig,
     RouterConfig,
 )
-from automoe.mesh import build_meshes
 from automoe.model.init import fill_normal_, initialize, normal_at
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import whole
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import whole
 
 MASK = (1 << 64) - 1
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch._decomp.decompositions import _fused_rms_norm_backward
 
-from automoe import blocks
 from automoe.model.norm import RMSNorm, _FusedRMSNorm, _RMSNorm
+from automoe.moe import activation
 
 
 def norm_with_weight(dim: int, dtype: torch.dtype) -> RMSNorm:
@@ -20,7 +20,7 @@ def norm_with_weight(dim: int, dtype: torch.dtype) -> RMSNorm:
 
 @pytest.mark.parametrize("block_elements", [1, 16, 1 << 17])  # a row, two rows and a rest, all rows
 def test_value_and_gradients_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, block_elements: int) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(activation, "BLOCK_ELEMENTS", block_elements)
     torch.manual_seed(0)
     norm = norm_with_weight(8, torch.float64)
     x = torch.randn(3, 5, 12, dtype=torch.float64)[..., 2:10].requires_grad_()  # rows with gaps between them
@@ -44,15 +44,13 @@ def test_bfloat16_is_normalised_in_float32() -> None:
 @pytest.mark.parametrize(("num_rows", "width"), [(0, 4), (1, 4), (10, 4), (3, 1 << 20)])
 def test_blocks_cover_every_row_once_in_order(num_rows: int, width: int) -> None:
     rows = torch.arange(num_rows)
-    seen = [rows[block] for block in blocks.row_blocks(num_rows, width, torch.device("cpu"))]
+    seen = [rows[block] for block in activation.row_blocks(num_rows, width, torch.device("cpu"))]
     assert torch.equal(torch.cat([rows[:0], *seen]), rows)
-    assert len(list(blocks.row_blocks(num_rows, width, torch.device("cuda")))) == (num_rows > 0)
+    assert len(list(activation.row_blocks(num_rows, width, torch.device("cuda")))) == (num_rows > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_path_over_fused_kernels_is_the_same_function(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_the_path_over_fused_kernels_is_the_same_function(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Torch has the backward kernel on GPUs alone; here its own decomposition stands in for it."""
     monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm_backward", _fused_rms_norm_backward)
     torch.manual_seed(0)
@@ -71,6 +69,4 @@ def test_the_path_over_fused_kernels_is_the_same_function(
         results.append((out, *torch.autograd.grad(out, (x, weight), grad)))
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(
-            theirs, ours, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(theirs, ours, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-5, atol=1e-6)

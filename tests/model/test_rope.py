@@ -18,9 +18,7 @@ from automoe.model.rope import (
 
 D = 16
 PLAIN = RopeConfig(theta=10000.0)
-YARN = RopeConfig(
-    theta=10000.0, scaling="yarn", factor=40.0, original_seq_len=4096, mscale=1.0, mscale_all_dim=1.0
-)
+YARN = RopeConfig(theta=10000.0, scaling="yarn", factor=40.0, original_seq_len=4096, mscale=1.0, mscale_all_dim=1.0)
 
 
 def rotated(x: torch.Tensor, position: int, config: RopeConfig = PLAIN) -> torch.Tensor:
@@ -48,9 +46,7 @@ def test_position_zero_turns_nothing(q_and_k: torch.Tensor) -> None:
     assert torch.equal(rotated(q_and_k[0], 0), q_and_k[0])
 
 
-@pytest.mark.parametrize(
-    "config", [PLAIN, RopeConfig(interleaved=True), YARN], ids=["halves", "pairs", "yarn"]
-)
+@pytest.mark.parametrize("config", [PLAIN, RopeConfig(interleaved=True), YARN], ids=["halves", "pairs", "yarn"])
 def test_products_depend_on_the_distance_alone(q_and_k: torch.Tensor, config: RopeConfig) -> None:
     q, k = q_and_k
     near, far = (rotated(q, at + 5, config) @ rotated(k, at, config) for at in (3, 40))
@@ -88,9 +84,7 @@ def test_yarn_keeps_fast_dims_stretches_slow_ones_and_blends_between() -> None:
 def test_yarn_temperature() -> None:
     assert yarn_mscale(40.0, 1.0) == pytest.approx(0.1 * math.log(40) + 1)
     assert yarn_mscale(1.0, 1.0) == 1.0
-    _, scale = inverse_frequencies(
-        RopeConfig(scaling="yarn", factor=4.0, original_seq_len=64), D, torch.device("cpu")
-    )
+    _, scale = inverse_frequencies(RopeConfig(scaling="yarn", factor=4.0, original_seq_len=64), D, torch.device("cpu"))
     assert scale == pytest.approx(0.1 * math.log(4) + 1)  # no mscale given: the paper's own
 
 

@@ -45,9 +45,7 @@ CONFIGS = {
         rope=RopeConfig(interleaved=True, scaling="yarn", factor=4.0, original_seq_len=8, mscale=1.0),
         **_SIZES,
     ),
-    "qwen3": ModelConfig(
-        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True), **_SIZES
-    ),
+    "qwen3": ModelConfig(attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True), **_SIZES),
     "qwen3-next": ModelConfig(
         attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, output_gate=True),
         rope=RopeConfig(partial_rotary_factor=0.5),
@@ -153,8 +151,7 @@ def test_gradients_that_all_heads_share_repeat_bit_for_bit(dtype: torch.dtype) -
     k_rope = normal(generator, 1, 4, 6).to(dtype).requires_grad_()
     upstream = [normal(generator, 1, 4, 33, size) for size in (14, 4)]
     runs = [
-        with_gradients(lambda *args: rope_fns("triton").join_keys(*args, 8), [kv, k_rope], upstream)
-        for _ in range(2)
+        with_gradients(lambda *args: rope_fns("triton").join_keys(*args, 8), [kv, k_rope], upstream) for _ in range(2)
     ]
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 

@@ -17,12 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from automoe.model import rope_kernels
-from automoe.moe.kernels import launches, products, scaled
-from automoe.moe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
-from automoe.optim import kernels as adamw
-from automoe.quantise import kernels as encoding
-from automoe.testing.cubins import resource_usage
+from automoe.kernels import launches, products, scaled
+from automoe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
+from automoe.kernels import rope as rope_kernels
+from automoe.kernels import stochastic_adamw as adamw
+from automoe.quantize import kernels as encoding
+from tests.support.cubins import resource_usage
 
 HEIGHT = 128
 POINTERS = {
@@ -41,9 +41,7 @@ POINTERS = {
 }
 FLOAT32 = {name: "*fp32" for name, kind in POINTERS.items() if kind == "*bf16"}
 # Of kernels with 8-bit operands, where a name means another type.
-SCALED = dict.fromkeys("a w b".split(), "*fp8e4nv") | dict.fromkeys(
-    "a_scales w_scales b_scales".split(), "*fp32"
-)
+SCALED = dict.fromkeys("a w b".split(), "*fp8e4nv") | dict.fromkeys("a_scales w_scales b_scales".split(), "*fp32")
 SIZES = {
     "hidden",
     "width",
@@ -111,7 +109,7 @@ def kernels(everything: bool):
     for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):
         constants = dict(FIND=True, BLOCK=block, HEIGHT=height) | encoding.FORMATS[torch.float8_e4m3fn]
         yield (
-            f"quantise {kind}",
+            f"quantize {kind}",
             encoding.encode_tiles,
             constants,
             Blocks(0, num_warps=encoding.WARPS, num_stages=1),

@@ -19,8 +19,8 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.batch import IGNORE, StepBatch
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 
 ROWS, SEQ_LEN, VOCAB, STEPS = 4, 16, 48, 2
 
@@ -52,9 +52,7 @@ def routing_config(
         model=replace(MODEL, router=RouterConfig(**(router or {}))),
         moe=MoEConfig(**({"experts": "loop"} | moe)),
         parallel=ParallelConfig(**(parallel or {})),
-        train=TrainConfig(
-            seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=rows, dtype="float64", seed=seed
-        ),
+        train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=rows, dtype="float64", seed=seed),
     )
 
 
@@ -68,9 +66,7 @@ def routing_batches(config: Config, step: int, dp_rank: int, dp_size: int) -> St
     size = ROWS // dp_size
     mine = slice(dp_rank * size, (dp_rank + 1) * size)
     positions = torch.arange(SEQ_LEN).expand(ROWS, SEQ_LEN)
-    return StepBatch(
-        tokens[mine, :-1], labels[mine], positions[mine], doc_ids[mine], 0, step * ROWS + dp_rank * size
-    )
+    return StepBatch(tokens[mine, :-1], labels[mine], positions[mine], doc_ids[mine], 0, step * ROWS + dp_rank * size)
 
 
 def run_routing(pool: RankPool, config: Config, **options: Any) -> Trajectory:

@@ -75,10 +75,7 @@ def test_the_loss_counts_plain_choices_and_the_bias_counts_real_ones() -> None:
     routing = router(hidden_states(), make_rows())
     assert not torch.equal(routing.ids, routing.plain_ids)
     assert router.load.totals[:E].tolist() == torch.bincount(routing.ids.flatten(), minlength=E).tolist()
-    assert (
-        router.load.totals[E : 2 * E].tolist()
-        == torch.bincount(routing.plain_ids.flatten(), minlength=E).tolist()
-    )
+    assert router.load.totals[E : 2 * E].tolist() == torch.bincount(routing.plain_ids.flatten(), minlength=E).tolist()
 
 
 def test_attaching_a_loss_changes_no_value_and_adds_its_gradient() -> None:

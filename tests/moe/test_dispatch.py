@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from automoe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from automoe.moe.dispatch.base import group_ends, sort_by_expert, sum_to_tokens
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 E, H, WORLD = 8, 5, 4
 

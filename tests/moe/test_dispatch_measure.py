@@ -12,8 +12,8 @@ from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConf
 from automoe.data.batch import StepBatch
 from automoe.moe.dispatch import LocalDispatcher
 from automoe.moe.dispatch.measure import STAGES, HostSyncs, StageTimer
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import run_trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import run_trajectory
 
 ROWS, SEQ, LAYERS = 8, 16, 2
 EXCHANGE = {"permute", "a2a_dispatch", "experts", "a2a_combine", "unpermute"}
@@ -134,9 +134,7 @@ def test_counters_nest_and_end() -> None:
     ids = torch.tensor([[0], [2]])  # 2: dropped
 
     def dispatch() -> None:
-        LocalDispatcher(2, drops=True)(
-            torch.ones(2, 3), ids, torch.ones(2, 1), lambda x, idx, offsets, probs: x[idx]
-        )
+        LocalDispatcher(2, drops=True)(torch.ones(2, 3), ids, torch.ones(2, 1), lambda x, idx, offsets, probs: x[idx])
 
     with HostSyncs() as outer:
         dispatch()

@@ -83,9 +83,7 @@ COMPUTED = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @COMPUTED
-def test_a_backend_computes_the_formula(
-    backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]
-) -> None:
+def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]) -> None:
     expected = outputs_and_gradients(row_by_row, inputs(counts, torch.float64))
     got = outputs_and_gradients(expert_backend(backend), inputs(counts, dtype))
     for name, mine, theirs in zip(("out", "x", "probs", "w_gate_up", "w_down"), got, expected, strict=True):
@@ -96,9 +94,7 @@ def test_a_backend_computes_the_formula(
 
 @pytest.mark.parametrize("counts", ["skewed", "first and last empty", "no rows"])
 @COMPUTED
-def test_biases_and_the_clamped_activation(
-    backend: str, dtype: torch.dtype, tolerance: float, counts: str
-) -> None:
+def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tolerance: float, counts: str) -> None:
     # Rounded to bfloat16, a gate may fall on the other side of the limit and lose its gradient.
     limit = LIMIT if dtype != torch.bfloat16 else 7.0
     clamped = ClampedSwiGLU(alpha=1.702, limit=limit)
@@ -146,7 +142,4 @@ def test_gate_and_up_are_a_view_of_their_fused_matrix() -> None:
     experts = GroupedExperts(E, H, WIDTH, expert_backend("loop"))
     torch.nn.init.normal_(experts.w_gate_up)  # fresh memory may hold NaN, which equals nothing
     fused = experts.w_gate_up.view(E, 2 * WIDTH, H)
-    assert (
-        torch.equal(fused[:, :WIDTH], experts.w_gate_up[:, 0])
-        and fused.data_ptr() == experts.w_gate_up.data_ptr()
-    )
+    assert torch.equal(fused[:, :WIDTH], experts.w_gate_up[:, 0]) and fused.data_ptr() == experts.w_gate_up.data_ptr()

@@ -9,7 +9,7 @@ import torch
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, best
-from automoe.rows import Rows, WholeRows
+from automoe.moe.tokens import Rows, WholeRows
 
 B, S, H, E, K = 2, 64, 32, 8, 2
 

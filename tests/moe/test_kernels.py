@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automoe.errors import BackendError
+from automoe.kernels import blocks, launches
+from automoe.kernels.tiles import row_tiles, tile_height
 from automoe.moe.experts import expert_backend, loop_experts
-from automoe.moe.kernels import blocks, launches
-from automoe.moe.kernels.tiles import row_tiles, tile_height
 
 
 def arguments(
@@ -65,9 +65,7 @@ def test_any_shape_and_any_load_equals_the_loop(counts, tokens, hidden, width, b
     if biased:
         args += [torch.randn(len(counts), 2, width).requires_grad_()]
         args += [torch.randn(len(counts), hidden).requires_grad_()]
-    for got, expected in zip(
-        run(expert_backend("triton"), args), run(loop_experts, in_float64(args)), strict=True
-    ):
+    for got, expected in zip(run(expert_backend("triton"), args), run(loop_experts, in_float64(args)), strict=True):
         assert (got.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -119,9 +117,7 @@ def test_rows_past_the_last_offset_reach_no_weight_and_no_token() -> None:
     out = expert_backend("triton")(*longer)
     upstream = torch.randn((20, 16), generator=torch.Generator().manual_seed(0))
     upstream = torch.cat((upstream, torch.full((6, 16), torch.nan)))
-    grad_x, grad_probs, *grad_weights = torch.autograd.grad(
-        out, [arg for arg in longer if arg.requires_grad], upstream
-    )
+    grad_x, grad_probs, *grad_weights = torch.autograd.grad(out, [arg for arg in longer if arg.requires_grad], upstream)
     got = [out[:20].detach(), grad_x, grad_probs[:20], *grad_weights]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -169,9 +165,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling() -> None:
         assert facts["spilled"] == 0, (name, facts)
         assert facts["shared"] <= 227 * 1024, (name, facts)
         # Hopper's matrix instructions take 64 rows; tiles of fewer run on Ampere's. None multiplies float32 in full.
-        without = name.startswith(("sum", "rope", "quantise", "adamw")) or name.endswith(
-            ("16 rows", "float32")
-        )
+        without = name.startswith(("sum", "rope", "quantize", "adamw")) or name.endswith(("16 rows", "float32"))
         assert facts["matrix_units"] or without, (name, facts)
         assert facts["exact"] or not name.startswith("adamw"), (name, facts)
 

@@ -10,7 +10,7 @@ import torch
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, expert_weights, select_experts
-from automoe.rows import Rows, WholeRows
+from automoe.moe.tokens import Rows, WholeRows
 
 B, S, H, E = 2, 12, 16, 12
 
@@ -157,9 +157,7 @@ def test_padding_is_not_counted_and_evaluation_counts_nothing() -> None:
     router, x = make_router(RouterConfig()), hidden_states()
     routing = router(x, make_rows(padding=5))
     valid = make_rows(padding=5).valid
-    assert (
-        router.load.totals[:E].tolist() == torch.bincount(routing.ids[valid].flatten(), minlength=E).tolist()
-    )
+    assert router.load.totals[:E].tolist() == torch.bincount(routing.ids[valid].flatten(), minlength=E).tolist()
     before = router.load.totals.clone()
     router.eval()
     router(x, make_rows())

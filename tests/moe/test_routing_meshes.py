@@ -9,9 +9,9 @@ import pytest
 import torch
 from routing_cases import ROWS, STEPS, routing_config, run_routing
 
-from automoe.testing.compare import differences
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory
+from automoe.verify.compare import differences
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory
 
 TOLERANCE = 1e-10
 
@@ -32,9 +32,7 @@ RULES: dict[str, dict[str, Any]] = {
         drop_policy="position",
         seq_balance_coef=0.02,
     ),
-    "padded": dict(
-        router=dict(score="sigmoid"), capacity_factor=1.0, drop_scope="sequence", pad_to_capacity=True
-    ),
+    "padded": dict(router=dict(score="sigmoid"), capacity_factor=1.0, drop_scope="sequence", pad_to_capacity=True),
     "zipf": dict(gate="zipf", capacity_factor=1.0, drop_scope="sequence"),
 }
 

@@ -16,7 +16,7 @@ from automoe.moe.balance import LOSSES
 from automoe.moe.capacity import expert_capacity, rank_within_expert
 from automoe.moe.layer import MoE
 from automoe.moe.router import Router
-from automoe.rows import Rows, WholeRows
+from automoe.moe.tokens import Rows, WholeRows
 
 COEF = 0.5
 
@@ -185,9 +185,9 @@ def test_padding_to_capacity_changes_no_output_and_no_gradient(
     for got, expected in zip(run_layer(padded_layer, x, rows), plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     tokens = size if moe["drop_scope"] == "sequence" else batch * size
-    capacity = expert_capacity(
-        moe["capacity_factor"], tokens, model.num_experts_per_token, model.num_experts
-    ) * (batch if moe["drop_scope"] == "sequence" else 1)
+    capacity = expert_capacity(moe["capacity_factor"], tokens, model.num_experts_per_token, model.num_experts) * (
+        batch if moe["drop_scope"] == "sequence" else 1
+    )
     assert computed == [[capacity * (e + 1) for e in range(model.num_experts)]], "static shapes"
 
 

@@ -12,7 +12,7 @@ from automoe.errors import DataError
 from automoe.model.decoder import Decoder
 from automoe.moe.replay import RoutingWriter, read_routing
 from automoe.parallel.parallelize import build_decoder
-from automoe.testing.compare import compare_tensors
+from automoe.verify.compare import compare_tensors
 
 B, S = 2, 8
 

@@ -45,9 +45,7 @@ def record_of(step: int, config: Config, rng: np.random.Generator) -> dict[str, 
     return record
 
 
-def counts_of(
-    step: int, num_layers: int, num_experts: int, tokens: int, rng: np.random.Generator
-) -> np.ndarray:
+def counts_of(step: int, num_layers: int, num_experts: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
     """[L, E]: unbalanced at first, nearly balanced later, with a favourite expert in the middle layer."""
     spread = 0.15 + 1.0 * math.exp(-step / 60)
     if not num_layers:  # a dense model
@@ -74,9 +72,7 @@ def write_run(
 
     run_dir.mkdir(parents=True, exist_ok=True)
     config = config or small_config(run_dir)
-    (run_dir / "config.yaml").write_text(
-        yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False)
-    )
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False))
     rng = np.random.default_rng(0)
     with MetricsLog(run_dir) as log:
         for step in range(1, steps + 1):

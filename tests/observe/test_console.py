@@ -20,9 +20,7 @@ def console_of(config) -> tuple[Console, io.StringIO]:
 def run_steps(console: Console, config, steps: int, **changes) -> None:
     rng = np.random.default_rng(0)
     for step in range(1, steps + 1):
-        console.step(
-            record_of(step, config, rng) | {"expert_max_load": 1.31} | changes.get(f"step{step}", {})
-        )
+        console.step(record_of(step, config, rng) | {"expert_max_load": 1.31} | changes.get(f"step{step}", {}))
 
 
 def test_every_cell_ends_under_its_heading(tmp_path):
@@ -34,9 +32,7 @@ def test_every_cell_ends_under_its_heading(tmp_path):
         "peak_memory_bytes": 191 * 2**30,
         "step_seconds": 7200.0,
     }
-    run_steps(
-        console, config, 120, step60={"loss": 12345.6789, "grad_norm": 9.87e12, "lr": 1e-12, **extremes}
-    )
+    run_steps(console, config, 120, step60={"loss": 12345.6789, "grad_norm": 9.87e12, "lr": 1e-12, **extremes})
     lines = out.getvalue().splitlines()
     header = lines[0]
     edges = [match.end() for match in re.finditer(r"(grad norm|max load|step time|[^ ]+)", header)]

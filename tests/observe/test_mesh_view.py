@@ -32,9 +32,7 @@ def test_fits_a_terminal(name):
     assert max(len(line) for line in render_mesh_text(shape(name)).splitlines()) < 100
 
 
-@pytest.mark.parametrize(
-    "name", ["default run", "stages only", "data only", "folded", "odd", "hsdp", "all axes"]
-)
+@pytest.mark.parametrize("name", ["default run", "stages only", "data only", "folded", "odd", "hsdp", "all axes"])
 def test_the_grid_agrees_with_the_coordinates_of_every_rank(name):
     """Reads the text back: a rank's row and column labels must be its coordinates."""
     mesh = shape(name)
@@ -49,9 +47,7 @@ def test_the_grid_agrees_with_the_coordinates_of_every_rank(name):
             for column, rank in enumerate(map(int, ranks.split())):
                 shown = {axis: int(n) for axis, n in re.findall(r"(\w+) (\d+)", label)}
                 shown |= {axis: int(positions[column]) for axis, positions in above.items()}
-                expected = {
-                    axis: n for axis, n in mesh.coordinates(rank, view).items() if getattr(mesh, axis) > 1
-                }
+                expected = {axis: n for axis, n in mesh.coordinates(rank, view).items() if getattr(mesh, axis) > 1}
                 assert shown == expected, f"{view} rank {rank}"
                 seen.append(rank)
         assert seen == list(range(mesh.world_size))

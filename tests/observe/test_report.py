@@ -71,9 +71,7 @@ def assert_a_picture(
             image.size,
         )
     assert (pixels < 128).mean() > 0.0005, f"{path.name} shows nothing"
-    border = np.concatenate(
-        [pixels[:3].ravel(), pixels[-3:].ravel(), pixels[:, :3].ravel(), pixels[:, -3:].ravel()]
-    )
+    border = np.concatenate([pixels[:3].ravel(), pixels[-3:].ravel(), pixels[:, :3].ravel(), pixels[:, -3:].ravel()])
     assert border.min() > 250, f"{path.name}: something is cut off at the edge"
 
 
@@ -239,9 +237,7 @@ def test_the_command_needs_no_torch(tmp_path):
         "import sys; from automoe.observe.report import main; code = main([sys.argv[1]]);"
         "print('torch' in sys.modules); sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(tmp_path / "report.html"), "False"]
     module = [sys.executable, "-m", "automoe.observe.report", str(tmp_path / "missing")]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from automoe.config.schema import OptimConfig
 from automoe.optim.adamw import build_optimizer, set_learning_rate
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3)
 
@@ -43,18 +43,14 @@ def train(model: Model) -> dict[str, torch.Tensor]:
                     gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
                 parameter.grad = gradient
         optimizer.step()
-    return {
-        n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in model.named_parameters()
-    }
+    return {n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in model.named_parameters()}
 
 
 def train_on_two_meshes() -> tuple[dict[str, torch.Tensor], list[tuple[str, float, list[tuple[int, ...]]]]]:
     default = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
     moe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep_shard", "ep"))
     model = Model()
-    model.experts.weight = nn.Parameter(
-        distribute_tensor(model.experts.weight.detach(), moe["ep"], [Shard(0)])
-    )
+    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), moe["ep"], [Shard(0)]))
     fully_shard(model.experts, mesh=moe["ep_shard"], shard_placement_fn=lambda _: Shard(1))
     fully_shard(model, mesh=default)
     groups = [

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from automoe.interop.torchtitan import titan_grad_norm
 from automoe.optim.grad_norm import clip_, global_grad_norm
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 E, H = 8, 12
 X = torch.linspace(-1, 1, 3 * H, dtype=torch.float64).view(3, H)
@@ -72,15 +72,11 @@ def norm_of(gradients: dict[str, torch.Tensor]) -> float:
 def build(shape: tuple[int, int, int, int, int]) -> tuple[Layer, DeviceMesh, int]:
     """This rank's stage with gradients, FSDP2 over two meshes, and the default mesh."""
     pp, dp_replicate, dp_shard, ep_shard, ep = shape
-    default = init_device_mesh(
-        "cpu", (pp, dp_replicate, dp_shard), mesh_dim_names=("pp", "dp_replicate", "dp_shard")
-    )
+    default = init_device_mesh("cpu", (pp, dp_replicate, dp_shard), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
     moe = init_device_mesh("cpu", (pp, ep_shard, ep), mesh_dim_names=("pp", "ep_shard", "ep"))
     stage = default.get_local_rank("pp")
     layer = Layer(stage)
-    layer.experts.weight = nn.Parameter(
-        distribute_tensor(layer.experts.weight.detach(), moe["ep"], [Shard(0)])
-    )
+    layer.experts.weight = nn.Parameter(distribute_tensor(layer.experts.weight.detach(), moe["ep"], [Shard(0)]))
     fully_shard(layer.experts, mesh=moe["ep_shard"], shard_placement_fn=lambda _: Shard(1))
     fully_shard(layer, mesh=default["dp_replicate", "dp_shard"])
     layer(X).backward()  # the same rows everywhere: FSDP's mean is the gradient of one process
@@ -156,9 +152,7 @@ def poisoned(value: float) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_one_bad_number_in_one_expert_reaches_every_rank_and_clips_nothing(
-    ranks: RankPool, value: float
-) -> None:
+def test_one_bad_number_in_one_expert_reaches_every_rank_and_clips_nothing(ranks: RankPool, value: float) -> None:
     for norm, unchanged in ranks.run(poisoned, 4, value):
         assert not math.isfinite(norm)
         assert math.isnan(norm) == math.isnan(value)
@@ -210,14 +204,10 @@ def test_float32_gradients_are_summed_in_float64(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)]
-)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)])
 def test_gradients_of_every_dtype_are_clipped_together(device: str, dtype: torch.dtype, rtol: float) -> None:
     """In place: a bfloat16 gradient is rounded once more, and once only."""
-    parameters = [
-        nn.Parameter(torch.zeros(50, device=device, dtype=t)) for t in (dtype, torch.float32, dtype)
-    ]
+    parameters = [nn.Parameter(torch.zeros(50, device=device, dtype=t)) for t in (dtype, torch.float32, dtype)]
     for scale, parameter in enumerate(parameters, start=1):
         parameter.grad = (scale * torch.linspace(-1, 1, 50, dtype=torch.float64)).to(parameter)
     norm = global_grad_norm(parameters)

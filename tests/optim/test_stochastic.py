@@ -20,7 +20,7 @@ from automoe.counter_random import bits_at, stream_key
 from automoe.errors import ConfigError
 from automoe.optim.adamw import build_optimizer, set_learning_rate
 from automoe.optim.stochastic import StochasticAdamW, round_stochastically
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, master_weights="stochastic")
 
@@ -174,9 +174,7 @@ def train_on_mesh_by_local_index() -> dict[str, torch.Tensor]:
 def test_roundings_by_local_index_are_seen(ranks: RankPool) -> None:
     expected = train(Model())
     for parameters in ranks.run(train_on_mesh_by_local_index, 4):
-        assert not any(
-            torch.equal(parameters[name], expected[name]) for name in ("experts.weight", "linear.weight")
-        )
+        assert not any(torch.equal(parameters[name], expected[name]) for name in ("experts.weight", "linear.weight"))
 
 
 def test_names_steps_and_seeds_round_differently() -> None:

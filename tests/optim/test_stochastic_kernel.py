@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import automoe.optim.kernels
+import automoe.kernels.stochastic_adamw
 import automoe.optim.stochastic
 from automoe.config.schema import OptimConfig
+from automoe.kernels.stochastic_adamw import update_in_one_pass
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.kernels import update_in_one_pass
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 # Of numpy, which the interpreter computes with.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
@@ -50,9 +50,7 @@ def gradient(shape: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Ten
     return torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, drawn).to(dtype)
 
 
-def trained(
-    model: nn.Module, grad_dtype: torch.dtype, moments: str = "float32", steps: int = 3
-) -> list[torch.Tensor]:
+def trained(model: nn.Module, grad_dtype: torch.dtype, moments: str = "float32", steps: int = 3) -> list[torch.Tensor]:
     """The parameter and its moments, as integers."""
     optimizer = build_optimizer([model], replace(OPTIM, moments=moments))
     weight = model.weight
@@ -108,7 +106,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 def test_a_launch_asks_for_products_and_sums_that_are_not_fused() -> None:
     """As in the test that compiles the kernel and reads that there are none; the interpreter fuses nothing anyway."""
-    with patch.object(automoe.optim.kernels, "update_part", MagicMock()) as kernel, in_one_pass():
+    with patch.object(automoe.kernels.stochastic_adamw, "update_part", MagicMock()) as kernel, in_one_pass():
         trained(module((5,), torch.bfloat16), torch.bfloat16, steps=1)
     assert kernel.__getitem__.return_value.call_args.kwargs["enable_fp_fusion"] is False
 

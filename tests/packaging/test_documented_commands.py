@@ -22,19 +22,11 @@ def commands() -> list[str]:
             if line.startswith("```"):
                 fenced = not fenced
             words = line.split("#")[0].split("  ")[0].split()
-            starts = [
-                i
-                for i, word in enumerate(words)
-                if word.removeprefix("automoe.") in ("train", "plan", "verify")
-            ]
+            starts = [i for i, word in enumerate(words) if word.removeprefix("automoe.") in ("train", "plan", "verify")]
             if not fenced or not starts or not any("automoe" in word for word in words[: starts[0] + 1]):
                 continue
             arguments = words[starts[0] + 1 :]
-            if any(
-                sign in word
-                for word in arguments
-                for sign in ("PATH", "DIR", "FILE", "=path/", "…", "...", "[")
-            ):
+            if any(sign in word for word in arguments for sign in ("PATH", "DIR", "FILE", "=path/", "…", "...", "[")):
                 continue
             if "-m" not in arguments and "--multirun" not in arguments:
                 found.append(shlex.join(arguments))

@@ -22,7 +22,7 @@ LAYERS = [
     {"launch", "parallel", "checkpoint", "hf", "data", "observe", "optim", "interop"},
     {"model"},
     {"moe"},
-    {"mesh", "blocks", "collectives", "counter_random", "quantise", "rows"},
+    {"mesh", "blocks", "collectives", "counter_random", "quantize", "rows"},
     {"config", "errors", "fault_points"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
@@ -75,9 +75,7 @@ def pins(file: str) -> dict[str, str]:
 
 def declared(*extras: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = project["dependencies"] + [
-        line for extra in extras for line in project["optional-dependencies"][extra]
-    ]
+    lines = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
     return [Requirement(line) for line in lines]
 
 
@@ -116,9 +114,7 @@ def third_party_imports(folder: str) -> set[str]:
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, extras = project["dependencies"], project["optional-dependencies"]
-    names = {
-        group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()
-    }
+    names = {group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()}
     assert third_party_imports("automoe") <= names[""] | names["gpu"]
     assert third_party_imports("tests") | third_party_imports("benchmarks") <= names[""] | names["dev"]
 

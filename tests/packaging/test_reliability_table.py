@@ -13,9 +13,7 @@ ROWS = 39
 def rows() -> dict[int, str]:
     """Number -> last column."""
     lines = (ROOT / "docs" / "reliability.md").read_text().splitlines()
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| \d", line)
-    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| \d", line)]
     assert all(len(row) == 4 for row in cells)
     return {int(row[0]): row[3] for row in cells}
 

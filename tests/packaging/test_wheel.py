@@ -46,19 +46,15 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_every_module_and_config(wheel: Path) -> None:
     package = CHECKOUT / "automoe"
     sources = {
-        path.relative_to(CHECKOUT).as_posix()
-        for path in package.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        path.relative_to(CHECKOUT).as_posix() for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"
     }
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("automoe/")}
     assert packed == sources
-    assert any(name.startswith("automoe/conf/model/") and name.endswith(".yaml") for name in packed)
+    assert any(name.startswith("conf/model/") and name.endswith(".yaml") for name in packed)
 
 
 def test_the_installed_package_trains_two_steps(installed: Path, tmp_path: Path) -> None:
-    where = call(
-        [sys.executable, "-c", "import automoe; print(automoe.__file__)"], tmp_path, PYTHONPATH=str(installed)
-    )
+    where = call([sys.executable, "-c", "import automoe; print(automoe.__file__)"], tmp_path, PYTHONPATH=str(installed))
     assert Path(where.strip()).is_relative_to(installed)
     overrides = ["train.steps=2", "train.seq_len=64", "data.max_bytes=300000", "run_dir=run"]
     call([sys.executable, "-m", "automoe.train", *overrides], tmp_path, PYTHONPATH=str(installed))

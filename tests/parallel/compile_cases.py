@@ -14,7 +14,7 @@ from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
 from automoe.parallel import parallelize
 from automoe.parallel.compile import apply_compile
-from automoe.testing.trajectory import Batches, Trajectory, run_trajectory
+from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
 
 
 @dataclass

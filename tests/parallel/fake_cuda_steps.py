@@ -1,4 +1,4 @@
-"""Optimizer steps on a GPU that computes nothing; print JSON. In a process of its own: see ``automoe.testing.fake_cuda``.
+"""Optimizer steps on a GPU that computes nothing; print JSON. In a process of its own: see ``tests.support.fake_cuda``.
 
 python fake_cuda_steps.py CASE ...   ``faults`` shows that what would fail on a GPU fails here
 """
@@ -6,7 +6,7 @@ python fake_cuda_steps.py CASE ...   ``faults`` shows that what would fail on a 
 from __future__ import annotations
 
 # isort: off
-from automoe.testing.cuda_device import SHIM as SHIM  # before torch
+from tests.support.cuda_device import SHIM as SHIM  # before torch
 # isort: on
 
 import json
@@ -22,20 +22,20 @@ import triton.language as tl
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.data.batch import StepBatch
-from automoe.mesh import build_meshes
 from automoe.model import attention
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.fp8 import update_scales
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.pipeline import build_runner, prepare_inputs
 from automoe.parallel.shared_gradients import counted_parameters
-from automoe.parallel.stats import gather_stats, update_balance_state
-from automoe.parallel.step import build_runner, prepare_inputs
-from automoe.testing.conf_models import conf_model
-from automoe.testing.cubins import resource_usage
-from automoe.testing.fake_cuda import Launch, fake_cuda, traced_launches
-from automoe.testing.pool import leave_world
+from automoe.training.stats import gather_stats, update_balance_state
+from automoe.verify.pool import leave_world
+from tests.support.conf_models import conf_model
+from tests.support.cubins import resource_usage
+from tests.support.fake_cuda import Launch, fake_cuda, traced_launches
 
 DEVICE = torch.device("cuda", 0)
 SEQ_LEN, ROWS, MICRO_ROWS = 32, 4, 2
@@ -48,12 +48,8 @@ def step_of(name: str, mesh: dict[str, int] | None = None, layers: int = 2, **pa
     config = Config(
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
         model=replace(conf_model(name), num_layers=layers),
-        moe=MoEConfig(
-            seq_balance_coef=0.1, global_balance_coef=0.1, micro_batch_balance_coef=0.1, z_loss_coef=0.1
-        ),
-        train=TrainConfig(
-            seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=MICRO_ROWS, dtype="bfloat16"
-        ),
+        moe=MoEConfig(seq_balance_coef=0.1, global_balance_coef=0.1, micro_batch_balance_coef=0.1, z_loss_coef=0.1),
+        train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=MICRO_ROWS, dtype="bfloat16"),
     )
     for part, value in parts.items():
         config = replace(config, **{part: replace(getattr(config, part), **value)})
@@ -94,7 +90,7 @@ class Traced:
 
 
 def trace(config: Config, rank: int) -> Traced:
-    """Two steps, as ``automoe.recipes.pretrain`` takes them, and a validation batch; facts of the second."""
+    """Two steps, as ``recipes.pretrain`` takes them, and a validation batch; facts of the second."""
     shape = resolve_mesh(config.mesh, None)
     with fake_cuda() as gpu, traced_launches() as launches, fake_world(rank, shape.world_size):
         meshes = build_meshes(shape, DEVICE)

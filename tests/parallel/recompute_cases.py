@@ -11,7 +11,7 @@ import torch
 
 import automoe.moe.balance
 import automoe.moe.router
-import automoe.parallel.recompute
+import automoe.parallel.activation_checkpoint
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -25,8 +25,8 @@ from automoe.config.schema import (
 )
 from automoe.data.batch import IGNORE, StepBatch
 from automoe.moe.decisions import Decisions, recomputing
-from automoe.parallel.promises import _Promise
-from automoe.testing.trajectory import Batches, Trajectory, run_trajectory
+from automoe.parallel.discard_outputs import _Promise
+from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 3, 8, 16, 48
 
@@ -149,4 +149,4 @@ def made_otherwise_again():
 def decisions_shared_by_all_micro_batches():
     """One memory for all calls of a region: what a cache on a module comes to."""
     shared = Decisions()
-    return patch.object(automoe.parallel.recompute, "Decisions", lambda: shared)
+    return patch.object(automoe.parallel.activation_checkpoint, "Decisions", lambda: shared)

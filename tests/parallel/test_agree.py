@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from automoe.errors import DataError
 from automoe.parallel.agree import same_on_all_ranks
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 
 def complaint(values: list[dict[str, object]]) -> str:

@@ -21,9 +21,9 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.batch import StepBatch
-from automoe.testing.communication import CommunicationLog, Message
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import run_trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import run_trajectory
+from tests.support.communication import CommunicationLog, Message
 
 ROWS, SEQ, HIDDEN, TOP_K, LAYERS, BYTES = 8, 32, 16, 2, 2, 8
 
@@ -45,9 +45,7 @@ def config(dispatcher: str = "alltoall", micro_batch_size: int = 1, **mesh: int)
         mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
         model=MODEL,
         moe=MoEConfig(dispatcher=dispatcher, experts="loop", gate="balanced"),
-        train=TrainConfig(
-            seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=micro_batch_size, dtype="float64"
-        ),
+        train=TrainConfig(seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=micro_batch_size, dtype="float64"),
     )
 
 
@@ -122,9 +120,7 @@ def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) ->
     tp = 2
     for messages in step_of(ranks, config(tp=tp, ep=1, ep_shard=2)):
         # FSDP's own messages over the same two ranks: the experts, which ep_shard cuts.
-        experts = (
-            3 * MODEL.num_experts * MODEL.moe_intermediate_size * HIDDEN * LAYERS * BYTES * (tp - 1) // tp
-        )
+        experts = 3 * MODEL.num_experts * MODEL.moe_intermediate_size * HIDDEN * LAYERS * BYTES * (tp - 1) // tp
         one_pass = (tp - 1) * ROWS * SEQ * HIDDEN * BYTES // tp  # over all micro-batches
         assert sent(messages, "all_gather", tp) - experts == (2 * LAYERS + 2) * one_pass
         assert sent(messages, "reduce_scatter", tp) - experts == (2 * LAYERS + 2) * one_pass

@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from automoe.config.schema import Config
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.parallelize import build_decoder
-from automoe.testing.compare import compare_trajectories
-from automoe.testing.one_rank import one_rank
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.compare import compare_trajectories
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from tests.support.one_rank import one_rank
 
 # Inductor's graphs, operation by operation: what it would make kernels of, without the time that takes.
 BACKEND = "aot_eager_decomp_partition"
@@ -32,9 +32,7 @@ def compiled(config: Config) -> Config:
 def run(
     ranks: RankPool, config: Config, steps: int = STEPS, backend: str = BACKEND, forced=None
 ) -> tuple[Trajectory, list[Compiled]]:
-    results = ranks.run(
-        run_compiled, world_size(config), compiled(config), batches, steps, backend, forced=forced
-    )
+    results = ranks.run(run_compiled, world_size(config), compiled(config), batches, steps, backend, forced=forced)
     return merge_trajectories([trajectory for trajectory, _ in results]), [facts for _, facts in results]
 
 

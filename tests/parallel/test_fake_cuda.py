@@ -42,19 +42,17 @@ def test_a_step_on_a_gpu_and_what_would_fail_there() -> None:
     assert found["dsv3"]["kernels"] == {}
     faults = found["faults"]
     assert "found at least two devices, cuda:0 and cpu" in faults["a tensor made on the CPU"]
-    assert faults["a pointer to the CPU"].startswith(
-        "ValueError: a kernel was given a pointer to memory of the cpu"
-    )
+    assert faults["a pointer to the CPU"].startswith("ValueError: a kernel was given a pointer to memory of the cpu")
     assert "ValueError: copy_one was launched over a grid of (0,)" in faults["an empty grid"]
     assert "must be long, int, byte or bool tensors" in faults["no index of floats"]
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
-    command = [sys.executable, "-c", "import automoe.testing.cuda_device"]
+    command = [sys.executable, "-c", "import tests.support.cuda_device"]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 1
-    assert "BackendError: automoe.testing.cuda_device compiles a few C++ functions with g++" in ended.stderr
+    assert "BackendError: tests.support.cuda_device compiles a few C++ functions with g++" in ended.stderr
 
 
 @pytest.mark.exhaustive

@@ -15,9 +15,9 @@ from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.validate import validate
 from automoe.cost.memory import local_numel, stage_params
 from automoe.cost.plan import make_plan
-from automoe.mesh import build_meshes
-from automoe.parallel.data import defer
 from automoe.parallel.fake_world import fake_world, local_shards
+from automoe.parallel.fsdp import defer
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.plan import build_heaviest, main
 
@@ -63,9 +63,7 @@ def test_every_shard_of_every_rank_is_as_planned(overrides: list[str]) -> None:
     for rank in range(mesh.world_size):
         position = mesh.coordinates(rank, "default")
         fsdp_rank = position["dp_shard"] * mesh.cp + position["cp"]
-        params = [
-            param for stage in owned[position["pp"]] for param in stage_params(config.model, layers, stage)
-        ]
+        params = [param for stage in owned[position["pp"]] for param in stage_params(config.model, layers, stage)]
         built = local_shards(config, mesh, rank)
         size = {"float32": 4, "bfloat16": 4}[config.train.dtype]
         assert {name: num_bytes for name, (_, num_bytes) in built.items()} == {
@@ -113,9 +111,7 @@ def test_plan_build_compares_with_the_real_model(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("policy", ["step", "micro_batch"])
-def test_a_deferred_step_keeps_the_weights_and_gradients_that_the_plan_counts(
-    policy: str, dtype: str
-) -> None:
+def test_a_deferred_step_keeps_the_weights_and_gradients_that_the_plan_counts(policy: str, dtype: str) -> None:
     """Between two micro-batches a module's registered parameters are the gathered ones, or the shards."""
     policies = [f"parallel.reshard={policy}", f"parallel.grad_sync={policy}", f"train.dtype={dtype}"]
     config, mesh = world("mesh.pp=1", "mesh.dp_shard=4", "mesh.ep=1", "mesh.ep_shard=4", *policies)

@@ -12,33 +12,31 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 
-import automoe.moe.kernels.launches
-import automoe.optim.kernels
-import automoe.parallel.step
+import automoe.kernels.launches
+import automoe.kernels.stochastic_adamw
+import automoe.parallel.pipeline
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.data.batch import StepBatch
-from automoe.mesh import build_meshes
 from automoe.optim.adamw import build_optimizer, set_learning_rate
 from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fake_world import fake_world
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
-from automoe.parallel.recompute import apply_recompute
+from automoe.parallel.pipeline import SingleStageRunner, prepare_inputs
 from automoe.parallel.shared_gradients import counted_parameters
-from automoe.parallel.stats import gather_stats, update_balance_state
-from automoe.parallel.step import SingleStageRunner, prepare_inputs
-from automoe.testing.conf_models import conf_model
-from automoe.testing.host_syncs import DEVICE, HostSyncFinder
+from automoe.training.stats import gather_stats, update_balance_state
+from tests.support.conf_models import conf_model
+from tests.support.host_syncs import DEVICE, HostSyncFinder
 
 ROWS, MICRO_ROWS, SEQ_LEN = 4, 2, 32
-COEFFICIENTS = dict(
-    seq_balance_coef=0.1, global_balance_coef=0.1, micro_batch_balance_coef=0.1, z_loss_coef=0.1
-)
+COEFFICIENTS = dict(seq_balance_coef=0.1, global_balance_coef=0.1, micro_batch_balance_coef=0.1, z_loss_coef=0.1)
 STATS = {"parallel/stats.py:gather_stats": 1}  # docs/parallelism.md: once a step, and the norm
 
 
 def places_of_a_step(config: Config) -> Counter[str]:
-    """Everything that ``automoe.recipes.pretrain`` gives the device in a step but the norm's read.
+    """Everything that ``recipes.pretrain`` gives the device in a step but the norm's read.
 
     The model is as it is within FSDP, and not sharded: FSDP wants streams.
     """
@@ -58,11 +56,11 @@ def places_of_a_step(config: Config) -> Counter[str]:
                 exp_avg=torch.zeros_like(parameter),
                 exp_avg_sq=torch.zeros_like(parameter),
             )
-        stack.enter_context(patch.object(automoe.parallel.step, "defer"))  # FSDP's switches
+        stack.enter_context(patch.object(automoe.parallel.pipeline, "defer"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
         # A launch wants storage; the kernels themselves cannot wait for themselves.
-        stack.enter_context(patch.object(automoe.moe.kernels.launches, "products", MagicMock()))
-        stack.enter_context(patch.object(automoe.optim.kernels, "update_part", MagicMock()))
+        stack.enter_context(patch.object(automoe.kernels.launches, "products", MagicMock()))
+        stack.enter_context(patch.object(automoe.kernels.stochastic_adamw, "update_part", MagicMock()))
         finder = stack.enter_context(HostSyncFinder())
         inputs, _ = prepare_inputs(batch, meshes, config, DEVICE)
         loss_share = SingleStageRunner(part, meshes, config).train(inputs)
@@ -94,9 +92,7 @@ CASES = {
     "stochastic": one_gpu("small_dsv3", optim={"master_weights": "stochastic"}),
 }
 MORE_CASES = {
-    "padded": one_gpu(
-        "small_dsv3", {"capacity_factor": 1.0, "pad_to_capacity": True}, data={"document_mask": False}
-    ),
+    "padded": one_gpu("small_dsv3", {"capacity_factor": 1.0, "pad_to_capacity": True}, data={"document_mask": False}),
     "dense": one_gpu("small_llama"),
     "recomputed": one_gpu("small_dsv3", {"router_jitter": 0.1}, parallel={"recompute": "full"}),
     "qwen3": one_gpu("small_qwen3_moe", {"gate": "zipf"}),

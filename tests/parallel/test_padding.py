@@ -15,8 +15,8 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.batch import IGNORE, StepBatch
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import run_trajectory
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import run_trajectory
 
 ROWS, SEQ, PADDING, TOP_K = 2, 16, 6, 2
 

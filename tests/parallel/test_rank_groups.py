@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
-from automoe.mesh import build_meshes, rank_groups
 from automoe.parallel.fake_world import fake_world
-from automoe.testing.pool import RankPool
+from automoe.parallel.mesh import build_meshes, rank_groups
+from automoe.verify.pool import RankPool
 
 MESHES = [
     dict(pp=2, dp_shard=2, cp=2, ep=4),

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from automoe.config.recompute import MODULES, PROMISED
 from automoe.config.schema import Config, ModelConfig
+from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
 from automoe.parallel.parallelize import build_decoder
-from automoe.parallel.recompute import Recomputed, apply_recompute
-from automoe.testing.compare import compare_trajectories, differences
-from automoe.testing.pool import RankError, RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.compare import compare_trajectories, differences
+from automoe.verify.pool import RankError, RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 
 TOLERANCE = 1e-10
 INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)
@@ -63,22 +63,14 @@ CASES = [
     make_config(QWEN3, dict(dp_shard=2, tp=2, ep=2, etp=2), 4, recompute="full"),
     # choices dropped, experts padded
     make_config(DEEPSEEK, dict(cp=2, ep=2), 4, DROPPING, recompute="full"),
-    make_config(
-        DEEPSEEK, dict(dp_shard=2, ep=2), 2, DROPPING | dict(pad_to_capacity=True), recompute=["moe"]
-    ),
+    make_config(DEEPSEEK, dict(dp_shard=2, ep=2), 2, DROPPING | dict(pad_to_capacity=True), recompute=["moe"]),
 ]
 
 
 def name_of(config: Config) -> str:
     mesh = {axis: size for axis, size in vars(config.mesh).items() if size not in (1, -1)}
-    parallel = {
-        key: value for key, value in vars(config.parallel).items() if value != vars(Config().parallel)[key]
-    }
-    moe = {
-        key: value
-        for key, value in vars(config.moe).items()
-        if key in (*DROPPING, "pad_to_capacity") and value
-    }
+    parallel = {key: value for key, value in vars(config.parallel).items() if value != vars(Config().parallel)[key]}
+    moe = {key: value for key, value in vars(config.moe).items() if key in (*DROPPING, "pad_to_capacity") and value}
     words = [config.model.family, *(f"{k}{v}" for k, v in mesh.items()), config.moe.dispatcher, *moe]
     words += [str(value).replace("'", "").replace(" ", "") for value in parallel.values()]
     return "-".join(words)
@@ -104,8 +96,7 @@ def reference(ranks: RankPool) -> Callable[[Config], Trajectory]:
 
 
 EVERY_SECOND = [
-    pytest.param(case, marks=pytest.mark.exhaustive if i % 2 else [], id=name_of(case))
-    for i, case in enumerate(CASES)
+    pytest.param(case, marks=pytest.mark.exhaustive if i % 2 else [], id=name_of(case)) for i, case in enumerate(CASES)
 ]
 
 
@@ -122,9 +113,7 @@ def test_recomputed_layers_train_like_kept_ones(ranks: RankPool, reference, conf
 
 @pytest.mark.parametrize("mesh", [{}, dict(dp_shard=2, ep=2), dict(pp=2)], ids=["one", "ep2", "pp2"])
 @pytest.mark.parametrize("recompute", [EVERYTHING, "full"], ids=["modules", "full"])
-def test_bfloat16_is_equal_to_the_bit(
-    ranks: RankPool, mesh: dict[str, int], recompute: list[str] | str
-) -> None:
+def test_bfloat16_is_equal_to_the_bit(ranks: RankPool, mesh: dict[str, int], recompute: list[str] | str) -> None:
     """Rounding is the same the second time, and no top-k flips: the router's unit and its weight are wide."""
     config = make_config(DEEPSEEK, mesh, 2)
     config = replace(
@@ -140,9 +129,7 @@ def test_bfloat16_is_equal_to_the_bit(
 
 
 @pytest.mark.parametrize("mesh", [{}, dict(pp=2, dp_shard=2)], ids=["one", "pp2_dp2"])
-def test_outputs_made_otherwise_the_second_time_are_seen(
-    ranks: RankPool, reference, mesh: dict[str, int]
-) -> None:
+def test_outputs_made_otherwise_the_second_time_are_seen(ranks: RankPool, reference, mesh: dict[str, int]) -> None:
     config = make_config(DEEPSEEK, mesh, 2, recompute=PROMISED_NAMES)
     size = world_size(config)
     broken = ranks.run(run_with_fault, size, config, batches, STEPS, cases.made_otherwise_again)
@@ -229,7 +216,7 @@ def test_nothing_of_a_micro_batch_outlives_its_backward_pass(monkeypatch: pytest
             super().__init__()
             made.append(weakref.ref(self.recomputation))
 
-    monkeypatch.setattr("automoe.parallel.recompute.Decisions", Watched)
+    monkeypatch.setattr("automoe.parallel.activation_checkpoint.Decisions", Watched)
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
     loss = model(tokens, labels=tokens).sum()

@@ -12,13 +12,13 @@ from recompute_cases import DEEPSEEK, ROWS, STEPS, batches, make_config, world_s
 import automoe.parallel.parallelize
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, OptimConfig
-from automoe.mesh import build_meshes
-from automoe.parallel.data import fsdp_modules
 from automoe.parallel.fake_world import fake_world
+from automoe.parallel.fsdp import fsdp_modules
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
-from automoe.testing.compare import compare_trajectories
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.compare import compare_trajectories
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 
 
 def stochastic(mesh: dict[str, int], rows: int, seed: int = 0, master_weights: str = "stochastic") -> Config:
@@ -44,9 +44,7 @@ def run(pool: RankPool, config: Config) -> Trajectory:
     ],
     ids=["one-pp2", "dp_shard2-dp_replicate2", "dp2-pp2_dp2"],
 )
-def test_parameters_are_equal_to_the_bit(
-    ranks: RankPool, mesh: dict[str, int], other: dict[str, int]
-) -> None:
+def test_parameters_are_equal_to_the_bit(ranks: RankPool, mesh: dict[str, int], other: dict[str, int]) -> None:
     """Sums of two terms, and of micro-batches in one order, do not depend on who adds them."""
     first, second = (run(ranks, stochastic(axes, 2)) for axes in (mesh, other))
     assert len(first.parameters) == len(first.gradients[0]) > 40
@@ -85,7 +83,5 @@ def test_training_stays_near_that_with_wider_copies(ranks: RankPool) -> None:
     for ours, theirs in zip(narrow.losses, wide.losses, strict=True):
         assert abs(ours - theirs) < 0.02
     for name, parameter in wide.parameters.items():
-        unit = (
-            2.0**-7 * parameter.abs() + 2e-3
-        )  # and two steps to the other side where a gradient is almost zero
+        unit = 2.0**-7 * parameter.abs() + 2e-3  # and two steps to the other side where a gradient is almost zero
         assert ((narrow.parameters[name] - parameter).abs() <= STEPS * unit).all(), name

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
-from automoe.mesh import build_meshes
-from automoe.testing.pool import RankPool
+from automoe.parallel.mesh import build_meshes
+from automoe.verify.pool import RankPool
 
 
 def leave_a_peer_waiting(axis: str) -> str:

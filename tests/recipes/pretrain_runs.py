@@ -30,10 +30,10 @@ from automoe.config.schema import (
 )
 from automoe.errors import AutomoeError
 from automoe.launch.ranks import RunContext
-from automoe.parallel.step import build_runner
-from automoe.recipes import pretrain
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import named_parameters, whole
+from automoe.parallel.pipeline import build_runner
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import named_parameters, whole
+from recipes import pretrain
 
 MODEL = ModelConfig(
     vocab_size=264,
@@ -107,9 +107,7 @@ def run_rank(config: Config, fault: str, at: tuple[int, ...], stop: bool) -> Out
     def faulty_runner(*args: Any) -> FaultyRunner:
         return FaultyRunner(args, fault, at, outcome)
 
-    context = RunContext(
-        dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"), run_dir
-    )
+    context = RunContext(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"), run_dir)
     if stop:
         context.stop.set()
     log = run_dir / f"said{context.rank}"

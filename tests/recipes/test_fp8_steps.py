@@ -15,9 +15,9 @@ from pretrain_runs import config, run_rank
 
 from automoe.config.schema import Config
 from automoe.parallel.fp8 import update_scales
-from automoe.quantise.scaling import Delayed, X
-from automoe.recipes import pretrain
-from automoe.testing.pool import RankPool
+from automoe.quantize.scaling import Delayed, X
+from automoe.verify.pool import RankPool
+from recipes import pretrain
 
 
 def remembered(settings: Config, at: tuple[int, ...]) -> list[torch.Tensor]:
@@ -77,9 +77,7 @@ def one_scale_too_small(settings: Config) -> int:
     return 3 * len(found)
 
 
-def test_a_scale_that_is_too_small_is_in_the_record_whichever_stage_has_it(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_scale_that_is_too_small_is_in_the_record_whichever_stage_has_it(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, steps=2, pp=2)
     settings = replace(
         settings,

@@ -66,9 +66,7 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(tmp_path: Path) -> N
     first, last = (records[step - 1]["val_bits_per_byte"] for step in (3, 6))
     assert 0 < last < first
     assert last < UNIFORM, "a model that learned nothing guesses evenly"
-    assert read_status(run_dir) | {"state": "done", "objective": records[-1]["val_loss"]} == read_status(
-        run_dir
-    )
+    assert read_status(run_dir) | {"state": "done", "objective": records[-1]["val_loss"]} == read_status(run_dir)
     assert "bits per byte" in said and "warning" not in said
 
     report = (run_dir / "report.html").read_text()

@@ -10,7 +10,7 @@ from pretrain_runs import config, run
 
 from automoe.config.schema import CheckpointConfig, Config
 from automoe.observe.metrics import read_jsonl
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 
 def saving(settings: Config, run_dir: Path, **checkpoint: object) -> Config:
@@ -24,9 +24,7 @@ def test_a_run_that_starts_from_another_has_a_record_of_its_own(ranks: RankPool,
     assert [record["step"] for record in straight] == [1, 2, 3, 4]
     assert [record["checkpoint_share"] > 0 for record in straight] == [False, False, True, False]
 
-    branch = saving(
-        settings, tmp_path / "branch", resume=str(tmp_path / "first/checkpoints/step-2"), async_save=True
-    )
+    branch = saving(settings, tmp_path / "branch", resume=str(tmp_path / "first/checkpoints/step-2"), async_save=True)
     (tmp_path / "branch").mkdir()
     # Of an earlier attempt, killed before it had a checkpoint: steps that will be run again.
     (tmp_path / "branch" / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
@@ -41,9 +39,7 @@ def test_a_run_that_starts_from_another_has_a_record_of_its_own(ranks: RankPool,
     ]
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_weights_are_read(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_is_found_before_weights_are_read(ranks: RankPool, tmp_path: Path) -> None:
     """The weights are not there at all, which nobody notices."""
     settings = saving(config(tmp_path, steps=2, dp_shard=2), tmp_path / "run")
     settings = replace(settings, model=replace(settings.model, hf_path=str(tmp_path / "nowhere")))

@@ -26,7 +26,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.launch.ranks import RunContext
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 CONFIG = Config(
     model=ModelConfig(
@@ -46,7 +46,7 @@ CONFIG = Config(
 
 def run_pretrain(config: Config) -> None:
     """The recipe on a rank of the pool."""
-    from automoe.recipes.pretrain import main
+    from recipes.pretrain import main
 
     rank = dist.get_rank()
     run_dir = Path(config.run_dir)
@@ -89,15 +89,11 @@ def test_recorded_routing_is_replayed_on_another_mesh(pretrain, tmp_path: Path) 
 
 def test_what_is_dropped_and_the_z_loss_are_recorded(pretrain) -> None:
     runs = [
-        pretrain(
-            name, mesh, capacity_factor=1.0, drop_scope="sequence", pad_to_capacity=pad, z_loss_coef=1e-3
-        )
+        pretrain(name, mesh, capacity_factor=1.0, drop_scope="sequence", pad_to_capacity=pad, z_loss_coef=1e-3)
         for name, mesh, pad in (("one", {}, False), ("two", dict(cp=2, ep=2), True))
     ]
     for record in runs[0] + runs[1]:
-        assert (
-            all(0.01 < share < 1 for share in record["dropped_share"]) and len(record["dropped_share"]) == 2
-        )
+        assert all(0.01 < share < 1 for share in record["dropped_share"]) and len(record["dropped_share"]) == 2
         assert record["z_loss"] > 0
     first, other = runs[0][0], runs[1][0]
     assert other["dropped_share"] == pytest.approx(first["dropped_share"], abs=0.02)

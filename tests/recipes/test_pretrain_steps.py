@@ -10,7 +10,7 @@ import pytest
 import torch
 from pretrain_runs import NOT_FINITE, Outcome, config, run
 
-from automoe.testing.pool import RankPool
+from automoe.verify.pool import RankPool
 
 
 def unchanged(outcome: Outcome, step: int) -> list[bool]:
@@ -55,9 +55,7 @@ def test_a_run_that_never_recovers_ends(ranks: RankPool, tmp_path: Path) -> None
         assert "the last step 4: loss nan" in outcome.error and "rows 24-31" in outcome.error
 
 
-def test_a_loss_spike_is_skipped_and_its_batch_named_also_right_after_a_resume(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_loss_spike_is_skipped_and_its_batch_named_also_right_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, steps=8, pp=2)
     settings.train.spike_factor, settings.train.spike_window = 6.0, 4
     settings.optim.schedule = "constant"

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from automoe.testing.command import MESHES as MESHES
-from automoe.testing.command import PATIENCE_S, TINY, TrainCommand
+from tests.support.command import MESHES as MESHES
+from tests.support.command import PATIENCE_S, TINY, TrainCommand
 
 SIX_STEPS = ("train.steps=6", "checkpoint.every=2")
 

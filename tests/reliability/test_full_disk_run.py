@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from reliability_runs import job, uninterrupted, wait_for_hold
 
-from automoe.testing.command import read_until
+from tests.support.command import read_until
 
 pytestmark = pytest.mark.faults
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

@@ -28,9 +28,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_joined_record_is_that_of_the_uninterrupted_run(
-    straight: Path, tmp_path: Path, mesh: str
-) -> None:
+def test_the_joined_record_is_that_of_the_uninterrupted_run(straight: Path, tmp_path: Path, mesh: str) -> None:
     expected = uninterrupted(straight, mesh)
     command = job(tmp_path / "run", mesh)
     for kill, left in KILLS:

@@ -17,9 +17,9 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.batch import IGNORE, StepBatch
-from automoe.testing.compare import differences
-from automoe.testing.pool import RankPool
-from automoe.testing.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.compare import differences
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 
 ROWS, SEQ, STEPS, EXPERTS = 4, 8, 3, 4
 DISPATCHERS = ("alltoall", "allgather")
@@ -32,9 +32,7 @@ def batches(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
     labels[:2] = IGNORE
     mine = slice(dp_rank * ROWS // dp_size, (dp_rank + 1) * ROWS // dp_size)
     positions = torch.arange(SEQ).expand(ROWS, SEQ)
-    return StepBatch(
-        tokens[mine, :-1], labels[mine], positions[mine], torch.zeros_like(positions)[mine], 0, mine.start
-    )
+    return StepBatch(tokens[mine, :-1], labels[mine], positions[mine], torch.zeros_like(positions)[mine], 0, mine.start)
 
 
 def train(ranks: RankPool, gate: str, top_k: int, dispatcher: str = "alltoall", **mesh: int) -> Trajectory:
@@ -66,9 +64,7 @@ def train(ranks: RankPool, gate: str, top_k: int, dispatcher: str = "alltoall", 
     [("empty", 1, [3]), ("one_hot", 2, [2, 3]), ("one_hot", 1, [1, 2, 3])],
     ids=["an expert without a token", "a rank without a token", "all tokens on one expert"],
 )
-def test_training_is_that_of_one_rank(
-    ranks: RankPool, gate: str, top_k: int, idle: list[int], dispatcher: str
-) -> None:
+def test_training_is_that_of_one_rank(ranks: RankPool, gate: str, top_k: int, idle: list[int], dispatcher: str) -> None:
     """On dp2 x ep2 rank 1 holds experts 2 and 3; its first micro-batch, rank 0's, trains nothing."""
     one = train(ranks, gate, top_k)
     two = train(ranks, gate, top_k, dispatcher, dp_shard=2, ep=2)

@@ -9,7 +9,7 @@ import pytest
 from reliability_runs import job, uninterrupted, wait_for_hold
 
 from automoe.launch.run_dir import read_status
-from automoe.testing.command import kill
+from tests.support.command import kill
 
 pytestmark = pytest.mark.faults
 MESH = "cp2-ep2"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from automoe.collectives import all_gather, reduce_scatter
 from automoe.moe.dispatch.base import Experts, group_ends, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
+from automoe.parallel.collectives import all_gather, reduce_scatter
 
 
 class AllGatherDispatcher:

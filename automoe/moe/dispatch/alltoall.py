@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from automoe.collectives import all_to_all
 from automoe.moe.dispatch.base import Experts, group_ends, regroup_by_expert, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
+from automoe.parallel.collectives import all_to_all
 
 
 class AllToAllDispatcher:
@@ -58,22 +58,16 @@ class AllToAllDispatcher:
         with stage("unpermute"):
             return sum_to_tokens(returned, token_idx, x.shape[0])
 
-    def _sizes(
-        self, counts: torch.Tensor, rows_per_expert: int | None
-    ) -> tuple[torch.Tensor, list[int], list[int]]:
+    def _sizes(self, counts: torch.Tensor, rows_per_expert: int | None) -> tuple[torch.Tensor, list[int], list[int]]:
         """[P, L] flat: rows from each rank for each of my experts; rows sent to and received from each rank."""
         if rows_per_expert is not None:
             splits = [rows_per_expert * self.num_experts // self.num_ranks] * self.num_ranks
             return torch.full_like(counts, rows_per_expert), splits, splits
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
-        per_rank = torch.stack(
-            (counts.view(self.num_ranks, -1).sum(1), received.view(self.num_ranks, -1).sum(1))
-        )
+        per_rank = torch.stack((counts.view(self.num_ranks, -1).sum(1), received.view(self.num_ranks, -1).sum(1)))
         sent_splits, received_splits = on_host(per_rank)
         return received, sent_splits, received_splits
 
-    def _exchange(
-        self, rows: torch.Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> torch.Tensor:
+    def _exchange(self, rows: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
         return wait_if_timed(all_to_all(rows, output_splits, input_splits, self.group))

@@ -39,9 +39,7 @@ class Received:
 class TokenExchange(Protocol):
     """What ``automoe.interop.deepep`` makes of either line of the library."""
 
-    def dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
-    ) -> Received:
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Received:
         """x [T, H], ids [T, K] int64 with -1 for none, weights [T, K] float32."""
         ...
 
@@ -109,9 +107,7 @@ class DeepEPDispatcher:
             ids = ids.masked_fill(ids >= self.num_experts, -1)
             out: list[Received] = []
             count_host_sync()
-            rows, row_weights = _Dispatch.apply(
-                x, weights.to(torch.float32), ids, self.num_experts, self.exchange, out
-            )
+            rows, row_weights = _Dispatch.apply(x, weights.to(torch.float32), ids, self.num_experts, self.exchange, out)
             received = out[0]
         with stage("permute"):
             local = received.ids.to(torch.int64)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from automoe.collectives import all_to_all
 from automoe.moe.dispatch.base import Dispatcher, Experts, group_ends, regroup_by_expert
 from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
+from automoe.parallel.collectives import all_to_all
 
 
 class ExpertTensorDispatcher:
@@ -78,6 +78,4 @@ class ExpertTensorDispatcher:
 
     def _gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """[R, ...] of each rank -> [sum of sizes, ...], rank after rank."""
-        return wait_if_timed(
-            all_to_all(x.repeat(self.num_ranks, 1), sizes, [x.shape[0]] * self.num_ranks, self.group)
-        )
+        return wait_if_timed(all_to_all(x.repeat(self.num_ranks, 1), sizes, [x.shape[0]] * self.num_ranks, self.group))

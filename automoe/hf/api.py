@@ -1,0 +1,128 @@
+"""Checkpoints as modules, on one process or sharded: ``automoe.from_hf`` and ``automoe.to_hf``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.validate import check_model
+from automoe.errors import ConfigError
+from automoe.hf.catalog import check_catalog
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.reader import load_hf
+from automoe.hf.writer import Written, export_model
+from automoe.model.decoder import Decoder
+from automoe.parallel.collectives import all_gather
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_decoder, parallelize
+
+_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def from_hf(
+    path: str | Path,
+    mesh: MeshConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """The model of a HuggingFace checkpoint directory, ready to run, in evaluation mode.
+
+    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V].
+
+    Args:
+        mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the process
+            group is initialised, every rank calls this (and, later, the model) together, and each one feeds its own rows; ranks of
+            a tp group feed the same ones, whose length tp divides, and all get the whole logits. Experts are cut over ep, etp and
+            ep_shard, everything else over dp_shard and tp.
+        dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
+            training does.
+        device: where this rank's part lives.
+
+    Raises:
+        ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of the model
+            or of a row, or a mesh that does not divide the model.
+        CheckpointError: files missing, damaged, or not those of the model that config.json describes.
+    """
+    config = model_config_from_hf(path)
+    if dtype not in _NAMES:
+        raise ConfigError("dtype", dtype, f"must be one of {', '.join(_NAMES.values())}", "Use torch.float32")
+    catalog = None
+    if mesh is None:
+        model = build_decoder(config, MoEConfig(experts=_expert_backend(config, dtype)), dtype)
+        catalog = check_catalog(path, config)  # other ranks, where there are some, take no part in it
+    else:
+        model = _on_mesh(config, mesh, dtype, torch.device(device))
+    model.to_empty(device=device)
+    load_hf(model, path, catalog)
+    return model.eval()
+
+
+def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
+    for axis in ("pp", "cp"):
+        if getattr(shape, axis) > 1:
+            raise ConfigError(
+                f"mesh.{axis}",
+                getattr(shape, axis),
+                "from_hf gives one module that maps whole rows to logits",
+                f"Set mesh.{axis}=1; automoe.train runs the others",
+            )
+    moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
+    on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
+    on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
+    check_model(on_mesh, shape)
+    model = build_decoder(config, moe, torch.float32 if dtype == torch.bfloat16 else dtype)
+    meshes = build_meshes(shape, device)
+    parallelize(model, meshes, on_mesh)
+    if (tp := meshes.group("tp")) is not None:
+        model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))
+        model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))
+    return model
+
+
+def _check_length(tokens: torch.Tensor, tp: int) -> None:
+    size = tokens.shape[1]
+    if size % tp:
+        raise ConfigError(
+            "tokens",
+            list(tokens.shape),
+            f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}",
+            f"Add {-size % tp} tokens behind the rows, whose logits are not needed",
+        )
+
+
+def to_hf(
+    model: Decoder,
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "keep",
+    fp8: bool = False,
+    tokenizer: str | None = None,
+    overwrite: bool = False,
+) -> Written:
+    """Write ``model`` as a HuggingFace checkpoint directory, compare it with the model and transformers. Collective.
+
+    Args:
+        dtype: ``keep``, ``bfloat16`` or ``float32``, or torch's own name of these two.
+        fp8: the matrices of layers as block-FP8.
+        tokenizer: directory whose tokenizer files go along; None takes those that the model came with.
+        overwrite: replace a checkpoint directory that is there.
+
+    Raises:
+        ConfigError: another dtype, or ``fp8`` of a family that has no such checkpoints.
+        CheckpointError: it cannot be written, or is not equal; nothing is left under ``path`` then.
+    """
+    dtype = str(dtype).removeprefix("torch.")
+    return export_model(model, path, dtype=dtype, fp8=fp8, tokenizer=tokenizer, overwrite=overwrite)
+
+
+def _expert_backend(config: ModelConfig, dtype: torch.dtype, etp: int = 1) -> Literal["grouped_mm", "loop"]:
+    """grouped_mm where it can: it has no float64, and wants rows of a multiple of 16 bytes."""
+    widths = (config.hidden_size, config.moe_intermediate_size // etp)
+    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
+    return "grouped_mm" if aligned and dtype != torch.float64 else "loop"

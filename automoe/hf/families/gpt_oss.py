@@ -1,0 +1,77 @@
+"""GPT-OSS (arXiv 2508.10925): ``config.json`` and key map. Published in MXFP4, which the reader undoes."""
+
+from __future__ import annotations
+
+from automoe.hf.families.family import Family, Field, HFConfig, common_fields, full_interval, layer_types
+from automoe.hf.keys import KeyMap
+
+
+def _window(keys: int | None, hf: HFConfig) -> int:
+    """None where no layer has one, whatever number config.json gives."""
+    kinds = hf.get("layer_types")
+    return 0 if kinds is not None and "sliding_attention" not in kinds else keys or 0
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=common_fields(norm_eps=1e-5)
+    | {
+        "num_experts": Field("num_local_experts", aliases=("num_experts",)),
+        "moe_intermediate_size": Field("intermediate_size"),  # there are no dense layers
+        "swiglu_alpha": Field("swiglu_alpha", 1.702),
+        "swiglu_limit": Field("swiglu_limit", 7.0),
+        "attention.head_dim": Field("head_dim", 64),
+        "attention.qkv_bias": Field("attention_bias", True),
+        "attention.o_bias": Field("attention_bias", True),
+        "attention.full_attention_interval": Field(
+            "layer_types",
+            None,
+            read=full_interval("sliding_attention", 2),
+            write=layer_types("sliding_attention"),
+        ),
+        "attention.sliding_window": Field(
+            # transformers makes a mask of it even where no layer has a window.
+            "sliding_window",
+            128,
+            read=_window,
+            write=lambda keys, config: keys or 128,
+        ),
+    },
+    fixed={
+        "attention.kind": "gqa",
+        "attention.qk_norm": False,
+        "attention.sinks": True,
+        "biased_experts": True,
+        "expert_activation": "clamped_swiglu",
+        "first_k_dense": 0,
+        "num_shared_experts": 0,
+        "rope.interleaved": False,
+        "router.score": "softmax",
+        "router.softmax_after_topk": True,
+        "router.norm_topk_prob": True,
+        "router.logit_bias": True,
+        "router.expert_bias": False,
+        "router.num_groups": 1,
+        "router.routed_scaling_factor": 1.0,
+    },
+    only={"hidden_act": "silu"},
+    keys=KeyMap(
+        router="mlp.router.weight",
+        router_bias="mlp.router.bias",
+        gate="mlp.experts.gate_up_proj",
+        up="mlp.experts.gate_up_proj",
+        down="mlp.experts.down_proj",
+        fused=True,
+        transposed=True,
+    ),
+    rope_theta=150000.0,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+)

@@ -1,0 +1,37 @@
+"""Mixtral (arXiv 2401.04088): ``config.json`` and key map."""
+
+from __future__ import annotations
+
+from automoe.hf.families.family import Family, Field, common_fields, head_dim
+from automoe.hf.keys import KeyMap
+
+FAMILY = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=common_fields(norm_eps=1e-5)
+    | {
+        "num_experts": Field("num_local_experts", aliases=("num_experts",)),
+        "moe_intermediate_size": Field("intermediate_size"),  # there are no dense layers
+        "attention.head_dim": Field("head_dim", None, read=head_dim),
+    },
+    fixed={
+        "attention.kind": "gqa",
+        "attention.qk_norm": False,
+        "first_k_dense": 0,
+        "num_shared_experts": 0,
+        "rope.interleaved": False,
+        "router.score": "softmax",
+        "router.norm_topk_prob": True,
+        "router.expert_bias": False,
+        "router.num_groups": 1,
+        "router.routed_scaling_factor": 1.0,
+    },
+    only={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
+    keys=KeyMap(
+        router="block_sparse_moe.gate.weight",
+        gate="block_sparse_moe.experts.{expert}.w1.weight",
+        up="block_sparse_moe.experts.{expert}.w3.weight",
+        down="block_sparse_moe.experts.{expert}.w2.weight",
+    ),
+    rope_theta=1e6,
+)

@@ -1,0 +1,72 @@
+"""The families that are known, picked by ``model_type``. No torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import ConfigError
+from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe, qwen3_next
+from automoe.hf.families.family import Family
+
+_MODULES = (deepseek_v3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, gpt_oss, qwen3_next, llama, qwen3)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+BY_MODEL_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.known_as}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The declaration of ``config.family``."""
+    return FAMILIES[config.family]
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """The content of ``config.json`` in a checkpoint directory.
+
+    Raises:
+        ConfigError: there is none, or it is not a JSON object.
+    """
+    file = Path(path).expanduser() / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            "model.hf_path", path, "there is no config.json in it", "Name a HuggingFace checkpoint directory"
+        ) from None
+    except OSError as error:
+        rule = f"its config.json cannot be read: {error.strerror}"
+        raise ConfigError("model.hf_path", path, rule, "Make it readable") from None
+    except ValueError as error:
+        remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"
+        raise ConfigError("model.hf_path", path, f"its config.json is not JSON: {error}", remedy) from None
+    if not isinstance(content, dict):
+        raise ConfigError("model.hf_path", path, "its config.json is not a JSON object", "Copy it again")
+    return content
+
+
+def model_config_from_hf(path: str | Path) -> ModelConfig:
+    """The model that a HuggingFace checkpoint directory holds, with ``hf_path`` set to it.
+
+    Raises:
+        ConfigError: no readable config.json, an unknown model_type (the known ones are listed), or
+            something in it that the family here does not compute.
+    """
+    hf = read_hf_config(path)
+    family = BY_MODEL_TYPE.get(str(hf.get("model_type")))
+    if family is None:
+        raise ConfigError(
+            "model.hf_path",
+            path,
+            f"its config.json has model_type={hf.get('model_type')}, which is not a known family",
+            f"Known ones: {', '.join(BY_MODEL_TYPE)}",
+        )
+    return family.read_config(hf, str(path))
+
+
+def check_exportable(config: ModelConfig) -> None:
+    """Raise ``ConfigError`` where the family's config.json cannot say what this model computes.
+
+    Cheap, and worth asking before a run that ends in an export.
+    """
+    family_of(config).write_config(config)

@@ -1,0 +1,200 @@
+"""Each product of the experts' kernels as a function of tensors. Shapes as in ``products``; all contiguous.
+
+Where rows and tensors begin at multiples of 16 bytes, the tensor memory accelerator copies what is not
+gathered, if ``Blocks.tma`` says so; else threads copy. Both give the same numbers.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from automoe.kernels import products
+from automoe.kernels.blocks import INTERPRETED, Blocks, blocks_of
+from automoe.kernels.tiles import RowTiles
+from automoe.moe.activation import Activation, ClampedSwiGLU
+
+_SUM_COLUMNS = 1024
+
+
+def gather_up_activate(
+    x: torch.Tensor,
+    gather_idx: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    b_gate_up: torch.Tensor | None,
+    probs: torch.Tensor,
+    tiles: RowTiles,
+    activation: Activation,
+    blocks: Blocks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
+    (num_rows,), (_, _, width, hidden) = gather_idx.shape, w_gate_up.shape
+    pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
+    step = _step(x, w_gate_up, act)
+    blocks = blocks or blocks_of("up", x.dtype, step > 1)
+    weights = w_gate_up
+    if tma := blocks.tma and step > 1:
+        weights = _described(w_gate_up.flatten(0, 1), (2, blocks.columns, blocks.summed))
+    _over_rows(
+        products.gather_up_activate, tiles, width, blocks, x.dtype,
+        x, gather_idx, weights, _or(b_gate_up, w_gate_up), probs, pre, act,
+        sizes=(hidden, width, *_constants(activation)),
+        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU), STEP=step, TMA=tma,
+    )  # fmt: skip
+    return pre, act
+
+
+def down(
+    act: torch.Tensor,
+    w_down: torch.Tensor,
+    b_down: torch.Tensor | None,
+    probs: torch.Tensor,
+    tiles: RowTiles,
+    blocks: Blocks | None = None,
+) -> torch.Tensor:
+    """[R, H]: act times each row's ``w_down``, and ``probs`` times its bias."""
+    return _rows_times_weights("down", act, w_down, b_down, probs, tiles, blocks)
+
+
+def grad_down_activate(
+    grad_out: torch.Tensor,
+    w_down: torch.Tensor,
+    probs: torch.Tensor,
+    pre: torch.Tensor,
+    tiles: RowTiles,
+    activation: Activation,
+    blocks: Blocks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
+    step = _step(grad_out, w_down)
+    blocks = blocks or blocks_of("back", pre.dtype, step > 1)
+    _, hidden, width = w_down.shape
+    grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
+    shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
+    if tma := blocks.tma and step > 1:
+        grad_out = _described(grad_out, (tiles.height, blocks.summed))
+        w_down = _described(w_down, (1, blocks.summed, blocks.columns))
+    _over_rows(
+        products.grad_down_activate, tiles, width, blocks, pre.dtype,
+        grad_out, w_down, probs, pre, grad_pre, act, shares,
+        sizes=(hidden, width, *_constants(activation)),
+        CLAMPED=isinstance(activation, ClampedSwiGLU), STEP=step, TMA=tma,
+        COLUMNS_AT_ONCE=blocks.columns_at_once,
+    )  # fmt: skip
+    return grad_pre, act, shares
+
+
+def grad_rows(
+    grad_pre: torch.Tensor, w_gate_up: torch.Tensor, tiles: RowTiles, blocks: Blocks | None = None
+) -> torch.Tensor:
+    """[R, H]: the gradient of the gathered rows."""
+    return _rows_times_weights("grad_rows", grad_pre, w_gate_up.flatten(1, 2), None, grad_pre, tiles, blocks)
+
+
+def grad_weights(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    gather_idx: torch.Tensor | None,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    blocks: Blocks | None = None,
+) -> torch.Tensor:
+    """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through ``gather_idx`` if given."""
+    gathered, step = gather_idx is not None, _step(left, right)
+    blocks = blocks or blocks_of("grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1)
+    m, n = left.shape[1], right.shape[1]
+    grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
+    products.grad_weights[(grid,)](
+        left, right, _or(gather_idx, offsets), out, offsets, m, n,
+        GATHERED=gathered, STEP=step, PRECISION=_precision(left.dtype),
+        BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def sum_of_tokens(rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[R, H] gradients of gathered rows -> [N, H] of what they were read from."""
+    num_tokens, hidden = x.shape
+    # Rows past the last offset were never computed: they belong to a token that there is not.
+    row = torch.arange(gather_idx.numel(), device=x.device)
+    token = gather_idx.masked_fill(row >= offsets[-1], num_tokens)
+    tokens, order = torch.sort(token, stable=True)
+    first = torch.searchsorted(tokens, torch.arange(num_tokens + 1, device=x.device))
+    out = torch.empty_like(x)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(hidden, _SUM_COLUMNS))
+        products.sum_rows_of_token[grid](
+            rows, order, first, out, hidden, PRECISION=_precision(x.dtype), BLOCK_H=_SUM_COLUMNS
+        )
+    return out
+
+
+def _rows_times_weights(
+    product: str,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    probs: torch.Tensor,
+    tiles: RowTiles,
+    blocks: Blocks | None,
+) -> torch.Tensor:
+    """rows [R, K] times [E, N, K] (``down``) or [E, K, N] of each row's expert."""
+    by_columns = product == "down"
+    num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
+    out = rows.new_empty(rows.shape[0], num_columns)
+    step = _step(rows, weights, out)
+    blocks = blocks or blocks_of(product, rows.dtype, step > 1)
+    if tma := blocks.tma and step > 1:
+        box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
+        described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
+    _over_rows(
+        products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
+        *(described if tma else (rows, weights)), _or(bias, weights), probs, out,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, STEP=step, TMA=tma,
+    )  # fmt: skip
+    return out
+
+
+def _over_rows(
+    kernel: Any, tiles: RowTiles, num_columns: int, blocks: Blocks, dtype: torch.dtype, *operands: Any,
+    sizes: tuple[float, ...], **constants: int,
+) -> None:  # fmt: skip
+    """One program for each tile of rows and block of columns."""
+    kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
+        *operands,
+        tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
+        *sizes, **constants, PRECISION=_precision(dtype),
+        BLOCK_M=tiles.height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+
+
+def _step(*tensors: torch.Tensor) -> int:
+    """Numbers in 16 bytes if all rows of all of them begin at multiples of that, else 1. Memory itself comes aligned."""
+    step = 16 // tensors[0].element_size()
+    starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
+    return step if all(start % step == 0 for start in starts) else 1
+
+
+def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]  # its own may lie where a dim is 1
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Full float32 where float32 is asked for; half precision has one way to be multiplied on a GPU."""
+    return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
+
+
+def _constants(activation: Activation) -> tuple[float, float]:
+    return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (1.0, 0.0)
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A kernel wants a pointer even for what it does not read."""
+    return other if tensor is None else tensor

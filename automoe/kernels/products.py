@@ -1,0 +1,409 @@
+"""The matrix products of the routed experts, each with what stands before and after it fused in.
+
+Every product runs over tiles of rows that belong to one expert (``automoe.kernels.tiles``), accumulates in
+float32 and writes each number once: no atomics, so a run repeats bit for bit. Shapes: R rows sorted by
+expert, E experts, H hidden, I expert width; ``pre`` is gate and up before the activation, [R, 2I].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Tiles of rows that share their weights stay together while all columns are computed: the weights of an
+# expert come from L2 then, and not once a tile from memory.
+_TILES_TOGETHER = tl.constexpr(8)
+
+
+@triton.jit
+def _tile_and_column(num_tiles, num_columns):
+    """Program id -> (tile of rows, block of columns)."""
+    pid = tl.program_id(0)
+    together = _TILES_TOGETHER * num_columns
+    first = (pid // together) * _TILES_TOGETHER
+    height = tl.minimum(num_tiles - first, _TILES_TOGETHER)
+    return first + (pid % together) % height, (pid % together) // height
+
+
+@triton.jit
+def _known(size, STEP: tl.constexpr):
+    """``size``, which the compiler then knows to be a multiple of STEP. By itself it sees multiples of 16 alone, and moves
+    rows of another length number by number.
+    """
+    return size // STEP * STEP
+
+
+@triton.jit
+def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr):
+    """Of this program: expert (``num_experts`` if it has no tile), block of columns, first row, rows after it, which of
+    them are real. Addresses are a start of 64 bits and 32 bits within the tile: twice those would spill.
+    """
+    tile, column = _tile_and_column(num_tiles, num_columns)
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    row = tl.arange(0, BLOCK_M)
+    end = tl.load(offsets + expert, mask=expert < num_experts, other=0)
+    return expert, column, first.to(tl.int64), row, row < end - first
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] -> its left and its right half of columns, without leaving the registers."""
+    return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b. ``ieee``: in full float32, which is also how the interpreter has to take bfloat16."""
+    if PRECISION == "ieee":
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
+    """``value`` (float32) as ``to``, to nearest even: GPUs do it so, the interpreter cuts bfloat16 off."""
+    if PRECISION == "ieee" and to == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return value.to(to)
+
+
+@triton.jit
+def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """The activation, and its derivatives by gate and by up."""
+    if CLAMPED:
+        low = tl.minimum(gate, limit)
+        raised = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        sigmoid = tl.sigmoid(alpha * low)
+        swish = low * sigmoid
+        by_gate = tl.where(gate <= limit, raised * (sigmoid + alpha * swish * (1.0 - sigmoid)), 0.0)
+        return raised * swish, by_gate, tl.where(tl.abs(up) <= limit, swish, 0.0)
+    sigmoid = tl.sigmoid(gate)
+    swish = gate * sigmoid
+    return swish * up, up * (sigmoid + swish * (1.0 - sigmoid)), swish
+
+
+@triton.jit
+def gather_up_activate(
+    x,  # [N, H]
+    gather_idx,  # [R]
+    w_gate_up,  # [E, 2, I, H]; if TMA its descriptor as [2E, I, H]
+    b_gate_up,  # [E, 2, I], read if BIASED
+    probs,  # [R]
+    pre,  # [R, 2I], written
+    act,  # [R, I], written: probs * activation
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    hidden,
+    width,
+    alpha,
+    limit,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows are read through ``gather_idx`` into the product: there is no permuted copy of x."""
+    hidden, width = _known(hidden, STEP), _known(width, STEP)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(width, BLOCK_N), BLOCK_M
+    )
+    if expert >= num_experts:
+        return
+    source = tl.load(gather_idx + first + row, mask=real, other=0).to(tl.int64)
+    from_x = x + source[:, None] * hidden
+    # Gate's columns and up's in one product: as two, each would read the rows from shared memory again.
+    if TMA:
+        product = _described_product(
+            from_x, first, real, w_gate_up, 2 * expert, column * BLOCK_N, hidden,
+            True, True, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
+        both = column * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
+        from_w = w_gate_up + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden
+        product = _product(from_x, from_w, real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+    gate, up = _halves(product, BLOCK_M, 2 * BLOCK_N)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < width
+    if BIASED:
+        bias = b_gate_up + expert * 2 * width + cols
+        gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + width, mask=inside, other=0.0).to(tl.float32)[None, :]
+    mask = real[:, None] & inside[None, :]
+    to = pre + first * 2 * width + row[:, None] * (2 * width) + cols[None, :]
+    # What the backward will read is what is activated here.
+    gate, up = _narrow(gate, pre.dtype.element_ty, PRECISION), _narrow(up, pre.dtype.element_ty, PRECISION)
+    tl.store(to, gate, mask=mask)
+    tl.store(to + width, up, mask=mask)
+    value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
+    value *= tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        act + first * width + row[:, None] * width + cols[None, :],
+        _narrow(value, act.dtype.element_ty, PRECISION),
+        mask=mask,
+    )
+
+
+@triton.jit
+def rows_times_weights(
+    a,  # [R, K]; if TMA its descriptor
+    w,  # [E, N, K], or [E, K, N] if not BY_COLUMNS; if TMA its descriptor
+    bias,  # [E, N], read if BIASED, weighted by probs
+    probs,  # [R], read if BIASED
+    out,  # [R, N], written
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    K,
+    N,
+    BY_COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out = a @ w of each row's expert: the down projection, and the gradient of the gathered rows."""
+    K, N = _known(K, STEP), _known(N, STEP)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, BLOCK_N), BLOCK_M
+    )
+    if expert >= num_experts:
+        return
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < N
+    if TMA:
+        acc = _described_product(
+            a, first, real, w, expert, column * BLOCK_N, K,
+            False, BY_COLUMNS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        from_w = w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * (K if BY_COLUMNS else 1)
+        acc = _product(
+            a + first * K + row[:, None] * K, from_w, real, inside, K, 1 if BY_COLUMNS else N,
+            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if BIASED:
+        weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)
+        acc += weight[:, None] * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + first * N + row[:, None] * N + cols[None, :],
+        _narrow(acc, out.dtype.element_ty, PRECISION),
+        mask=real[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def _product(
+    a, w, real, inside, K, stride_w_k,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] of rows that start at ``a`` [BLOCK_M, 1] times columns at ``w`` [1, BLOCK_N]."""
+    k = tl.arange(0, BLOCK_K)
+    a += k[None, :]
+    w += k[:, None].to(tl.int64) * stride_w_k
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_k = k < K - start
+        acc = _dot(
+            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
+            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
+            acc,
+            PRECISION,
+        )
+        a += BLOCK_K
+        w += BLOCK_K * stride_w_k
+    return acc
+
+
+@triton.jit
+def _described_product(
+    a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As ``_product``, blocks copied by the tensor memory accelerator: one instruction for each and no addresses.
+
+    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` [R, K], or is where rows start if GATHERED. What it
+    reads past the last real row is another row or zeros, which add nothing to the real ones.
+    """
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if GATHERED:
+            rows = tl.load(a + start + k[None, :], mask=real[:, None] & (k < K - start)[None, :], other=0.0)
+        else:
+            rows = a.load([first.to(tl.int32), start])
+        if BY_COLUMNS:
+            columns = w.load([expert, col, start]).reshape(COLUMNS, BLOCK_K).T
+        else:
+            columns = w.load([expert, start, col]).reshape(BLOCK_K, COLUMNS)
+        acc = _dot(rows, columns, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def grad_down_activate(
+    grad_out,  # [R, H]; if TMA its descriptor
+    w_down,  # [E, H, I]; if TMA its descriptor
+    probs,  # [R]
+    pre,  # [R, 2I]
+    grad_pre,  # [R, 2I], written
+    act,  # [R, I], written: probs * activation, for the gradient of w_down
+    grad_probs,  # [R, blocks of columns] float32, written: shares of each row's sum
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    hidden,
+    width,
+    alpha,
+    limit,
+    CLAMPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
+):
+    """The gradient of the activation never leaves the chip; the router's is its product with the activation."""
+    hidden, width = _known(hidden, STEP), _known(width, STEP)
+    num_columns = tl.cdiv(width, BLOCK_N)
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M
+    )
+    if expert >= num_experts:
+        return
+    if TMA:
+        grad = _described_product(
+            grad_out, first, real, w_down, expert, column * BLOCK_N, hidden,
+            False, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        from_w = w_down + expert.to(tl.int64) * hidden * width + cols[None, :]
+        grad = _product(
+            grad_out + first * hidden + row[:, None] * hidden, from_w, real, cols < width, hidden, width,
+            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    share = _grad_activation(
+        grad, row, real, column * BLOCK_N, probs + first, pre + first * 2 * width, grad_pre + first * 2 * width,
+        act + first * width, width, alpha, limit, CLAMPED, PRECISION, BLOCK_M, BLOCK_N, COLUMNS_AT_ONCE,
+    )  # fmt: skip
+    tl.store(grad_probs + (first + row) * num_columns + column, share, mask=real)
+
+
+@triton.jit
+def _grad_activation(
+    grad, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit,
+    CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes the columns' gradients and activation, returns their share of the gradient of probs.
+
+    Gate, up and four results of all columns would not fit the registers beside the accumulator.
+    """
+    if COLUMNS > COLUMNS_AT_ONCE:
+        left, right = _halves(grad, BLOCK_M, COLUMNS)
+        share = _grad_activation(
+            left, row, real, first_col, probs, pre, grad_pre, act, width, alpha, limit,
+            CLAMPED, PRECISION, BLOCK_M, COLUMNS // 2, COLUMNS_AT_ONCE,
+        )  # fmt: skip
+        return share + _grad_activation(
+            right, row, real, first_col + COLUMNS // 2, probs, pre, grad_pre, act, width, alpha, limit,
+            CLAMPED, PRECISION, BLOCK_M, COLUMNS // 2, COLUMNS_AT_ONCE,
+        )  # fmt: skip
+    cols = first_col + tl.arange(0, COLUMNS)
+    mask = real[:, None] & (cols < width)[None, :]
+    at = row[:, None] * (2 * width) + cols[None, :]
+    gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pre + width + at, mask=mask, other=0.0).to(tl.float32)
+    value, by_gate, by_up = _activate(gate, up, alpha, limit, CLAMPED)
+    share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
+    weight = tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        act + row[:, None] * width + cols[None, :],
+        _narrow(value * weight, act.dtype.element_ty, PRECISION),
+        mask=mask,
+    )
+    grad *= weight
+    tl.store(grad_pre + width + at, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    return share
+
+
+@triton.jit
+def grad_weights(
+    left,  # [R, M]
+    right,  # [R, N], or [tokens, N] read through gather_idx
+    gather_idx,  # [R], read if GATHERED
+    out,  # [E, M, N], written, zeros for an expert without rows
+    offsets,
+    M,
+    N,
+    GATHERED: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """out[e] = left.T @ right over the rows of e."""
+    M, N = _known(M, STEP), _known(N, STEP)
+    num_columns = tl.cdiv(N, BLOCK_N)
+    blocks = tl.cdiv(M, BLOCK_M) * num_columns
+    expert = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    first = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
+    m = (block // num_columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (block % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, end, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        real = rows < end
+        rows = rows.to(tl.int64)
+        source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
+        acc = _dot(
+            tl.load(left + rows[None, :] * M + m[:, None], mask=real[None, :] & (m < M)[:, None], other=0.0),
+            tl.load(right + source[:, None] * N + n[None, :], mask=real[:, None] & (n < N)[None, :], other=0.0),
+            acc,
+            PRECISION,
+        )
+    to = out + expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def sum_rows_of_token(
+    rows,  # [R, H]
+    order,  # [R], rows sorted by the token that they were read from
+    first,  # [N + 1], where each token's rows begin in ``order``
+    out,  # [N, H], written
+    hidden,
+    PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Each token's gradient from its copies, added in the order of the experts."""
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros((BLOCK_H,), tl.float32)
+    for at in range(tl.load(first + token), tl.load(first + token + 1)):
+        row = tl.load(order + at).to(tl.int64)
+        acc += tl.load(rows + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < hidden)

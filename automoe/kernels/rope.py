@@ -1,0 +1,271 @@
+"""``kernels.rope=triton``: heads are rotated where they are copied anyway, and keys of MLA are put together once.
+
+    rotate_heads   x [B, S, N, D] -> the same with R dims from ``start`` on turned, laid out in halves
+    join_keys      kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
+
+Each number is read once and written once, in both passes; gradients of kv, k_rope and x need no sum over views. The
+gradient of k_rope is summed over heads by one program, in order: a run repeats bit for bit. Angles and products
+are float32. The kernels have compiled for Hopper and run in Triton's interpreter; they have not run on a GPU
+yet. Shapes: B rows, S positions, N heads, D head dim, P and V dims of a head of keys that do not turn and of
+values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from automoe.errors import BackendError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HEADS = 16  # of one program, or of one turn of its loop
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _narrow(value, to: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``value`` (float32) as ``to``, to nearest even: GPUs do it so, the interpreter cuts bfloat16 off."""
+    if INTERPRETED and to == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return value.to(to)
+
+
+@triton.jit
+def turn_heads(
+    x,  # [B, S, N, D] by its strides, the last dim dense
+    cos,  # [B * S, R / 2]
+    sin,
+    out,  # [B * S, N, D], written
+    seq_len,
+    num_heads,
+    stride_b,
+    stride_s,
+    stride_n,
+    DIM: tl.constexpr,
+    START: tl.constexpr,
+    HALF: tl.constexpr,  # R / 2
+    FROM_PAIRS: tl.constexpr,  # pairs (2i, 2i + 1) are read, else (i, i + R/2)
+    TO_PAIRS: tl.constexpr,  # the same of what is written
+    BACK: tl.constexpr,  # turns the other way
+    INTERPRETED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_KEPT: tl.constexpr,
+):
+    """Programs: tokens x blocks of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    real = (head < num_heads)[:, None]
+    source = x + (token // seq_len) * stride_b + (token % seq_len) * stride_s + head[:, None].to(tl.int64) * stride_n
+    target = out + (token * num_heads + head[:, None]) * DIM
+    i = tl.arange(0, BLOCK_HALF)
+    in_half = i < HALF
+    c = tl.load(cos + token * HALF + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * HALF + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    if BACK:
+        s = -s
+    i = i[None, :]
+    mask = real & (i < HALF)
+    first = START + (2 * i if FROM_PAIRS else i)
+    second = START + (2 * i + 1 if FROM_PAIRS else i + HALF)
+    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    first = START + (2 * i if TO_PAIRS else i)
+    second = START + (2 * i + 1 if TO_PAIRS else i + HALF)
+    to = out.dtype.element_ty
+    tl.store(target + first, _narrow(a * c - b * s, to, INTERPRETED), mask=mask)
+    tl.store(target + second, _narrow(b * c + a * s, to, INTERPRETED), mask=mask)
+    if DIM > 2 * HALF:
+        kept = tl.arange(0, BLOCK_KEPT)[None, :]
+        mask = real & (kept < DIM - 2 * HALF)
+        kept = tl.where(kept < START, kept, kept + 2 * HALF)
+        tl.store(target + kept, tl.load(source + kept, mask=mask), mask=mask)
+
+
+@triton.jit
+def join_heads(
+    kv,  # [B, S, N, KEEP + VALUES] by its strides, the last dim dense
+    k_rope,  # [B, S, TURN] by its strides
+    k,  # [B * S, N, KEEP + TURN], written
+    seq_len,
+    num_heads,
+    stride_b,
+    stride_s,
+    stride_n,
+    rope_stride_b,
+    rope_stride_s,
+    KEEP: tl.constexpr,
+    TURN: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_KEEP: tl.constexpr,
+    BLOCK_TURN: tl.constexpr,
+):
+    """Programs: tokens x blocks of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    row, place = token // seq_len, token % seq_len
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    real = head < num_heads
+    target = k + (token * num_heads + head) * (KEEP + TURN)
+    i = tl.arange(0, BLOCK_KEEP)[None, :]
+    mask = real & (i < KEEP)
+    source = kv + row * stride_b + place * stride_s + head.to(tl.int64) * stride_n
+    tl.store(target + i, tl.load(source + i, mask=mask), mask=mask)
+    i = tl.arange(0, BLOCK_TURN)[None, :]
+    shared = tl.load(k_rope + row * rope_stride_b + place * rope_stride_s + i, mask=i < TURN)
+    tl.store(target + KEEP + i, tl.broadcast_to(shared, (HEADS, BLOCK_TURN)), mask=real & (i < TURN))
+
+
+@triton.jit
+def part_heads(
+    grad_k,  # [B, S, N, KEEP + TURN] by its strides, the last dim dense
+    grad_v,  # [B, S, N, VALUES] by its strides
+    grad_kv,  # [B * S, N, KEEP + VALUES], written
+    grad_k_rope,  # [B * S, TURN], written
+    seq_len,
+    num_heads,
+    k_stride_b,
+    k_stride_s,
+    k_stride_n,
+    v_stride_b,
+    v_stride_s,
+    v_stride_n,
+    KEEP: tl.constexpr,
+    TURN: tl.constexpr,
+    VALUES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_KEEP: tl.constexpr,
+    BLOCK_TURN: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+):
+    """Programs: tokens. All heads of one are added up by its program."""
+    token = tl.program_id(0).to(tl.int64)
+    row, place = token // seq_len, token % seq_len
+    of_k = grad_k + row * k_stride_b + place * k_stride_s
+    of_v = grad_v + row * v_stride_b + place * v_stride_s
+    keep, turn, value = tl.arange(0, BLOCK_KEEP), tl.arange(0, BLOCK_TURN), tl.arange(0, BLOCK_VALUES)
+    acc = tl.zeros((BLOCK_TURN,), tl.float32)
+    for start in range(0, num_heads, HEADS):
+        head = (start + tl.arange(0, HEADS))[:, None].to(tl.int64)
+        real = head < num_heads
+        target = grad_kv + (token * num_heads + head) * (KEEP + VALUES)
+        mask = real & (keep < KEEP)[None, :]
+        read = tl.load(of_k + head * k_stride_n + keep[None, :], mask=mask)
+        tl.store(target + keep[None, :], read, mask=mask)
+        mask = real & (value < VALUES)[None, :]
+        read = tl.load(of_v + head * v_stride_n + value[None, :], mask=mask)
+        tl.store(target + KEEP + value[None, :], read, mask=mask)
+        mask = real & (turn < TURN)[None, :]
+        read = tl.load(of_k + head * k_stride_n + KEEP + turn[None, :], mask=mask, other=0.0)
+        acc += tl.sum(read.to(tl.float32), axis=0)
+    acc = _narrow(acc, grad_k_rope.dtype.element_ty, INTERPRETED)
+    tl.store(grad_k_rope + token * TURN + turn, acc, mask=turn < TURN)
+
+
+def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int) -> torch.Tensor:
+    """``automoe.model.rope.rotate`` in one kernel; bfloat16, float16 and float32, on CUDA.
+
+    Raises:
+        BackendError: tensors on the CPU, or of another dtype.
+    """
+    _check(x)
+    return _RotateHeads.apply(x, cos, sin, interleaved, start)
+
+
+def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as ``rotate_heads``."""
+    _check(kv)
+    return _JoinKeys.apply(kv, k_rope, nope_dim)
+
+
+def _check(x: torch.Tensor) -> None:
+    if x.dtype not in _DTYPES:
+        raise BackendError(
+            f"kernels.rope=triton computes in bfloat16, float16 and float32, and the heads are {x.dtype}. "
+            "kernels.rope=torch takes any dtype"
+        )
+    if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise BackendError(
+            f"kernels.rope=triton needs a CUDA device, and the model is on {x.device}. Choose kernels.rope=torch, "
+            "or set TRITON_INTERPRET=1 to try the kernels out, very slowly"
+        )
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved, start):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.start = interleaved, start
+        return _turn(x, cos, sin, start, interleaved, False, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True), None, None, None, None
+
+
+def _turn(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: int,
+    from_pairs: bool,
+    to_pairs: bool,
+    back: bool,
+) -> torch.Tensor:
+    x = _dense(x)
+    batch, seq_len, num_heads, dim = x.shape
+    half = cos.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        turn_heads[(batch * seq_len, triton.cdiv(num_heads, _HEADS))](
+            x, cos.contiguous(), sin.contiguous(), out, seq_len, num_heads, *x.stride()[:3],
+            DIM=dim, START=start, HALF=half, FROM_PAIRS=from_pairs, TO_PAIRS=to_pairs, BACK=back,
+            INTERPRETED=triton.knobs.runtime.interpret, HEADS=_HEADS,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_KEPT=triton.next_power_of_2(max(dim - 2 * half, 1)), num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return out
+
+
+class _JoinKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kv, k_rope, nope_dim):
+        ctx.nope_dim, ctx.turn = nope_dim, k_rope.shape[-1]
+        kv, k_rope = _dense(kv), _dense(k_rope)
+        batch, seq_len, num_heads, _ = kv.shape
+        k = kv.new_empty(batch, seq_len, num_heads, nope_dim + ctx.turn)
+        if k.numel():
+            join_heads[(batch * seq_len, triton.cdiv(num_heads, _HEADS))](
+                kv, k_rope, k, seq_len, num_heads, *kv.stride()[:3], *k_rope.stride()[:2],
+                KEEP=nope_dim, TURN=ctx.turn, HEADS=_HEADS, BLOCK_KEEP=triton.next_power_of_2(nope_dim),
+                BLOCK_TURN=triton.next_power_of_2(ctx.turn), num_warps=_NUM_WARPS,
+            )  # fmt: skip
+        return k, kv[..., nope_dim:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_k, grad_v):
+        grad_k, grad_v = _dense(grad_k), _dense(grad_v)
+        batch, seq_len, num_heads, values = grad_v.shape
+        grad_kv = grad_k.new_empty(batch, seq_len, num_heads, ctx.nope_dim + values)
+        grad_k_rope = grad_k.new_empty(batch, seq_len, ctx.turn)
+        if grad_k.numel():
+            part_heads[(batch * seq_len,)](
+                grad_k, grad_v, grad_kv, grad_k_rope, seq_len, num_heads,
+                *grad_k.stride()[:3], *grad_v.stride()[:3],
+                KEEP=ctx.nope_dim, TURN=ctx.turn, VALUES=values, INTERPRETED=triton.knobs.runtime.interpret,
+                HEADS=_HEADS, BLOCK_KEEP=triton.next_power_of_2(ctx.nope_dim),
+                BLOCK_TURN=triton.next_power_of_2(ctx.turn), BLOCK_VALUES=triton.next_power_of_2(values),
+                num_warps=_NUM_WARPS,
+            )  # fmt: skip
+        return grad_kv, grad_k_rope, None
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with its last dim dense, a copy only where it is not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

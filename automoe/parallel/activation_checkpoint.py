@@ -1,0 +1,108 @@
+"""Recomputation (activation checkpointing, arXiv 1604.06174) of whole layers or of parts of them.
+
+A region keeps its inputs and runs again when its backward pass begins. Regions lie inside the FSDP units
+of their layers, whose weights are then gathered; experts are a unit of their own and run whole, hooks and
+all, both times. Collectives inside a region run again too, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from automoe.config.recompute import FULL, PROMISED, recomputed_modules
+from automoe.config.schema import ParallelConfig
+from automoe.model.decoder import Decoder
+from automoe.model.mlp import MLP
+from automoe.moe.decisions import Decisions
+from automoe.moe.layer import MoE
+from automoe.moe.tokens import WholeTokens
+from automoe.parallel.discard_outputs import Region, Remade
+
+
+class Recomputed:
+    """``fn`` with its intermediate results dropped after the forward pass; same arguments, same result.
+
+    Args:
+        to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP unit
+            inside ``fn`` wants it: left in the middle, it would still believe itself in its forward pass.
+        decides: ``fn`` decides something that must not be decided twice (``automoe.moe.decisions``).
+    """
+
+    def __init__(self, fn: Callable[..., torch.Tensor], to_end: bool = False, decides: bool = False) -> None:
+        self.fn, self.to_end = fn, to_end
+        self.passes = _passes if decides else noop_context_fn
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # of the parts that are compiled none has an FSDP unit or decides
+            return checkpoint(self.fn, *args, use_reentrant=False)
+        return checkpoint(
+            self.fn,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing in a layer draws from a generator's state
+            early_stop=not self.to_end,
+            context_fn=self.passes,
+        )
+
+
+def _passes() -> tuple[Any, Any]:
+    decisions = Decisions()  # of this call: other micro-batches have their own
+    return decisions.first_pass, decisions.recomputation
+
+
+def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
+    """Put regions around what ``parallel.recompute`` names in the layers that it names.
+
+    After the axes, whose collectives belong into the regions, and before FSDP, whose hooks stay outside.
+    """
+    for name, block in model.layers.items():
+        modules = recomputed_modules(parallel, int(name))
+        if FULL in modules:
+            _recompute_forward(block, to_end=True, decides=True)
+            _keep_on_one_stream(block)
+        if "core_attn" in modules:
+            block.attention.attend = Recomputed(block.attention.attend)
+        if "mlp" in modules and isinstance(block.mlp, MLP):
+            _recompute_forward(block.mlp)
+        if isinstance(block.mlp, MoE):
+            if "moe" in modules:
+                block.mlp.run_experts = Recomputed(block.mlp.run_experts, to_end=True)
+            if "shared_experts" in modules and block.mlp.shared_experts is not None:
+                _recompute_forward(block.mlp.shared_experts)
+        if "layernorm" in modules:
+            _promise_norms(block)
+        if "mla_up_proj" in modules:
+            block.attention.project_up = Remade(block.attention.project_up)
+        if modules.intersection(PROMISED):
+            block.forward = Region(block.forward)
+
+
+def _promise_norms(block: nn.Module) -> None:
+    for norm in (block.input_layernorm, block.post_attention_layernorm):
+        norm.forward = Remade(norm.forward)
+    for module in block.modules():
+        # What projections keep under tp is gathered: made again, it need not be kept either.
+        split = getattr(module, "split", None)
+        if split is not None and not isinstance(split, WholeTokens):
+            module.split = copy(split)
+            module.split.gather = Remade(split.gather)
+    _keep_on_one_stream(block)
+
+
+def _keep_on_one_stream(block: nn.Module) -> None:
+    # Autograd runs a region again on the stream of whichever node asks first, and nodes on the other would not
+    # wait for it. So a layer whose shared experts read what is made again is on one stream.
+    if isinstance(block.mlp, MoE):
+        block.mlp.moe = replace(block.mlp.moe, overlap_shared_experts=False)
+
+
+def _recompute_forward(module: nn.Module, **options: bool) -> None:
+    # Its forward and not a wrapping module: parameters keep their names, and hooks stay outside.
+    module.forward = Recomputed(module.forward, **options)

@@ -1,0 +1,101 @@
+"""Data parallelism: FSDP2 and HSDP, experts on their own axis, sums instead of averages.
+
+The loss is already divided by the global batch's token count, so gradients are summed over ranks and
+nothing depends on how many there are (the reason for the divide factor of one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from automoe.config.schema import ParallelConfig
+from automoe.model.decoder import Decoder
+from automoe.moe.experts import GroupedExperts
+from automoe.moe.layer import MoE
+from automoe.parallel.mesh import Meshes
+
+PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
+COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
+    """Where FSDP cuts each parameter of ``experts``: by rows, I of w_gate_up [E, 2, I, H] and H of w_down [E, H, I].
+
+    A row shard of one expert's matrix is contiguous in a HuggingFace checkpoint; and dim 0 already
+    belongs to the ep axis.
+    """
+    shards = {parameter: Shard(experts.ROW_DIMS[name]) for name, parameter in experts.named_parameters()}
+    return lambda parameter: shards[parameter]
+
+
+class DataRanksSum:
+    """The ``BatchSum`` over the data-parallel axes."""
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        for group in self.groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+
+def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig, dtype: str) -> None:
+    """Wrap experts, layers and the model itself with ``fully_shard``, in that order.
+
+    The root is wrapped too, so that a pipeline stage is an ``FSDPModule`` and torch defers gradient
+    reduction and resharding over its micro-batches.
+    """
+    groups = [meshes.group(axis) for axis in ("dp_shard", "dp_replicate")]
+    model.batch_sum = DataRanksSum([group for group in groups if group is not None])
+    compute, reduce = COMPUTE_DTYPES[dtype], PARAM_DTYPES[dtype]
+    keep = parallel.reshard == "step"
+    # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not here.
+    as_is = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    wide = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
+    dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for block in model.layers.values():
+        for module in block.modules():
+            if isinstance(module, MoE):
+                fully_shard(
+                    module.experts,
+                    mesh=meshes.expert_fsdp,
+                    mp_policy=as_is,
+                    reshard_after_forward=not keep,
+                    shard_placement_fn=_row_shards(module.experts),
+                )
+                if compute != reduce:
+                    # The router multiplies in float32; in a unit of its own its weight stays unrounded.
+                    fully_shard(module.router, mesh=meshes.fsdp, mp_policy=wide, reshard_after_forward=not keep)
+        fully_shard(block, mesh=meshes.fsdp, mp_policy=dense, reshard_after_forward=not keep)
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=dense, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # gloo has no pre-multiplied sum, which any other factor would use.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
+    """Every FSDP unit of the model, the root first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
+    """Before a micro-batch without pipelining: reduce and free now, or leave it to the step's last one.
+
+    Deferred, weights and gradients stay whole on the rank for the length of the step; that is the
+    price of one gather and one reduction a step, and the plan counts it. A model without FSDP has nothing to reduce.
+    """
+    if not isinstance(model, FSDPModule):
+        assert last, "FSDP sums micro-batches: config.unsharded"
+        return
+    model.set_requires_gradient_sync(last or parallel.grad_sync == "micro_batch")
+    model.set_reshard_after_backward(last or parallel.reshard == "micro_batch")
+    model.set_is_last_backward(last)

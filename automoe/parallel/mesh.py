@@ -1,0 +1,91 @@
+"""The two DeviceMeshes over one set of ranks, and every group that comes from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.mesh_shape import rank_groups as rank_groups
+
+# FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
+_ALWAYS_PRESENT = ("dp_shard", "ep_shard")
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Both views of this rank's world.
+
+    Attributes:
+        default: pp x dp_replicate x dp_shard x cp x tp, axes of size one left out (dp_shard stays).
+        moe: pp x ep_replicate x ep_shard x ep x etp, likewise (ep_shard stays).
+        fsdp: mesh of non-expert parameters, (dp_shard and cp flattened), under dp_replicate if any.
+        expert_fsdp: mesh of expert parameters, ep_shard, under ep_replicate if any.
+    """
+
+    shape: MeshShape
+    default: DeviceMesh
+    moe: DeviceMesh
+    fsdp: DeviceMesh
+    expert_fsdp: DeviceMesh
+    timeout: timedelta | None = None  # of every group that comes from here; None: torch's own
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """This rank's group along ``axis``, or None where the axis has one rank."""
+        if getattr(self.shape, axis) == 1:
+            return None
+        return (self.default if axis in DEFAULT_AXES else self.moe).get_group(axis)
+
+    def axis(self, axis: str) -> DeviceMesh | None:
+        """The one-axis submesh, or None where the axis has one rank."""
+        if getattr(self.shape, axis) == 1:
+            return None
+        return (self.default if axis in DEFAULT_AXES else self.moe)[axis]
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's position on ``axis``."""
+        view = "default" if axis in DEFAULT_AXES else "moe"
+        return self.shape.coordinates(dist.get_rank(), view)[axis]
+
+    @property
+    def dp_rank(self) -> int:
+        """Which slice of the global batch's rows this rank reads, 0 ... dp - 1."""
+        return self.coordinate("dp_replicate") * self.shape.dp_shard + self.coordinate("dp_shard")
+
+
+def build_meshes(shape: MeshShape, device: torch.device, timeout: timedelta | None = None) -> Meshes:
+    """Both DeviceMeshes of the initialised process group.
+
+    Args:
+        timeout: after which a collective of any of their groups fails. Groups do not take the world's:
+            left alone they wait for torch's default of half an hour.
+
+    Raises:
+        ValueError: the process group has another number of ranks than the shape.
+    """
+    if dist.get_world_size() != shape.world_size:
+        sizes = "*".join(map(str, shape.sizes("default")))
+        raise ValueError(
+            f"pp*dp_replicate*dp_shard*cp*tp = {sizes} = {shape.world_size}, but there are "
+            f"{dist.get_world_size()} ranks"
+        )
+
+    def view(axes: tuple[str, ...]) -> DeviceMesh:
+        kept = [axis for axis in axes if getattr(shape, axis) > 1 or axis in _ALWAYS_PRESENT]
+        return init_device_mesh(device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept))
+
+    default, moe = view(DEFAULT_AXES), view(MOE_AXES)
+    fsdp = default["dp_shard", "cp"]._flatten("fsdp") if shape.cp > 1 else default["dp_shard"]
+    if shape.dp_replicate > 1:
+        fsdp = DeviceMesh._concatenate([default["dp_replicate"], fsdp])
+    expert_fsdp = moe["ep_replicate", "ep_shard"] if shape.ep_replicate > 1 else moe["ep_shard"]
+    if timeout is not None:
+        for mesh in (default, moe, fsdp, expert_fsdp):
+            for group in mesh.get_all_groups():
+                _set_pg_timeout(timeout, group)
+    return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)

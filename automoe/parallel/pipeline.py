@@ -1,0 +1,207 @@
+"""One step's forward and backward over all micro-batches, with or without a pipeline.
+
+Shapes: M micro-batches of B rows, S positions of this rank (R of the whole row), L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from automoe.config.schema import Config
+from automoe.data.batch import StepBatch
+from automoe.model.decoder import Decoder
+from automoe.parallel.context import head_tail_index
+from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.shared_gradients import SharedGradients
+
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+
+Inputs = dict[str, torch.Tensor]
+
+
+def prepare_inputs(
+    batch: StepBatch,
+    meshes: Meshes,
+    config: Config,
+    device: torch.device,
+    forced_ids: torch.Tensor | None = None,
+) -> tuple[Inputs, int]:
+    """What this rank feeds its model for one step, and the tokens trained in the whole global batch.
+
+    Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
+    chunk's last position predicts. Counts are known before the first forward.
+
+    Args:
+        batch: rows of this data-parallel rank, whole.
+        forced_ids: [rows of this rank, R, L, 2, K] routing to repeat.
+    """
+    num_rows, seq_len = batch.tokens.shape
+    # Summed where they are, over gloo: on the device, reading them would wait for the step before.
+    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum())])
+    for axis in ("dp_shard", "dp_replicate"):
+        if (group := meshes.group(axis)) is not None:
+            dist.all_reduce(counts, group=group)
+    index = torch.arange(seq_len)
+    if meshes.shape.cp > 1:
+        index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
+    whole = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
+    whole["not_padding"] = batch.doc_ids >= 0
+    if config.data.document_mask:
+        whole["doc_ids"] = batch.doc_ids
+    if forced_ids is not None:
+        whole["forced_ids"] = forced_ids
+    inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
+    inputs["index"] = _send(index.expand(num_rows, -1), device)
+    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
+    inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
+    inputs["token_counts"] = _send(counts.expand(num_rows, 2), device)
+    return inputs, int(counts[0])
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
+    tensor = tensor.contiguous()
+    if device.type != "cpu" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class StepRunner(Protocol):
+    """Runs all micro-batches of a step on this rank's part of the model."""
+
+    def train(self, inputs: Inputs) -> torch.Tensor:
+        """Forward and backward; gradients are summed over the global batch when it returns.
+
+        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and on
+        all tp ranks but the first, which have the same.
+        """
+
+    def evaluate(self, inputs: Inputs) -> torch.Tensor:
+        """Forward alone, no gradient, nothing counted; the loss share as ``train``."""
+
+
+class SingleStageRunner:
+    """The whole model on this rank: a loop over micro-batches."""
+
+    def __init__(self, part: Decoder, meshes: Meshes, config: Config) -> None:
+        self.part, self.config = part, config
+        self.shared = SharedGradients({0: part}, meshes)
+        self.reports_loss = meshes.coordinate("tp") == 0
+
+    def train(self, inputs: Inputs) -> torch.Tensor:
+        micro_batches = self._split(inputs)
+        total = torch.zeros((), dtype=torch.float64, device=inputs["tokens"].device)
+        for i, micro_batch in enumerate(micro_batches):
+            defer(self.part, self.config.parallel, last=i == len(micro_batches) - 1)
+            loss = self.part(micro_batch.pop("tokens"), **micro_batch).sum()
+            loss.backward()
+            total += loss.detach()
+        self.shared.sum()
+        return total * self.reports_loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs) -> torch.Tensor:
+        self.part.eval()
+        losses = [self.part(micro_batch.pop("tokens"), **micro_batch).sum() for micro_batch in self._split(inputs)]
+        self.part.train()
+        _reshard([self.part])
+        return torch.stack(losses).to(torch.float64).sum() * self.reports_loss
+
+    def _split(self, inputs: Inputs) -> list[Inputs]:
+        size = self.config.train.micro_batch_size
+        parts = {name: tensor.split(size) for name, tensor in inputs.items()}
+        return [{name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
+
+
+class PipelineRunner:
+    """This rank's stages under one of torch's pipeline schedules.
+
+    Stages get static metadata: left to infer it, torch would run a real forward and backward on
+    uninitialised activations and pollute the expert counts.
+    """
+
+    def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
+        self.parts, self.device = parts, device
+        self.shared = SharedGradients(parts, meshes)
+        self.reports_loss = meshes.coordinate("tp") == 0
+        num_stages = meshes.shape.pp * config.parallel.stages_per_rank
+        train = config.train
+        num_rows = train.global_batch_size // meshes.shape.dp
+        rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
+        tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+        hidden = torch.empty(
+            rows,
+            seq // meshes.shape.tp,
+            config.model.hidden_size,
+            dtype=COMPUTE_DTYPES[train.dtype],
+            device="meta",
+            requires_grad=True,
+        )
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                part,
+                stage,
+                num_stages,
+                device,
+                input_args=tokens if stage == 0 else hidden,
+                output_args=loss if stage == num_stages - 1 else hidden,
+                group=meshes.group("pp"),
+            )
+            for stage, part in parts.items()
+        ]
+        schedule = SCHEDULES[config.parallel.schedule]
+        self.first, self.last = 0 in parts, num_stages - 1 in parts
+        self.schedule = schedule(
+            stages if config.parallel.schedule == "Interleaved1F1B" else stages[0],
+            n_microbatches=num_rows // rows,
+            loss_fn=lambda loss, _: loss.sum(),
+            scale_grads=False,
+        )
+
+    def train(self, inputs: Inputs) -> torch.Tensor:
+        loss = self._run(self.schedule.step, inputs)
+        self.shared.sum()
+        return loss
+
+    def evaluate(self, inputs: Inputs) -> torch.Tensor:
+        for part in self.parts.values():
+            part.eval()
+        loss = self._run(self.schedule.eval, inputs)
+        for part in self.parts.values():
+            part.train()
+        _reshard(self.parts.values())
+        return loss
+
+    def _run(self, run, inputs: Inputs) -> torch.Tensor:
+        beside = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
+        losses: list[torch.Tensor] = []
+        run(
+            *([inputs["tokens"]] if self.first else []),
+            target=inputs["labels"] if self.last else None,
+            losses=losses,
+            **beside,
+        )
+        if not losses or not self.reports_loss:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(losses).detach().to(torch.float64).sum()
+
+
+def _reshard(parts) -> None:
+    # A forward without a backward leaves gathered weights behind, and a checkpoint would save those.
+    for part in parts:
+        for module in fsdp_modules(part):
+            module.reshard()
+
+
+def build_runner(parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> StepRunner:
+    """The runner for this rank's stages."""
+    if meshes.shape.pp == 1:
+        return SingleStageRunner(parts[0], meshes, config)
+    return PipelineRunner(parts, meshes, config, device)

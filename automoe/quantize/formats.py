@@ -1,0 +1,124 @@
+"""Numbers in 8 bits with one scale a tile: what is rounded, and how, in plain torch on any device.
+
+A scale is a power of two. It then moves exponents alone: a number that is in a code's normal range is rounded
+the same whatever its scale, so what shares a tile with it does not matter, nor does it when a number is
+quantized again along the other dim. Only numbers that a scale pushes below the normal range
+(2**-15 of the tile's largest for e4m3, 2**-30 for e5m2) lose bits to it.
+
+Letters: R rows, C columns of a matrix; leading dims are a batch of matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+SIDE = 128
+WHOLE = (0, 0)  # one scale for the matrix
+LINE = (1, SIDE)  # one for 128 numbers of a row
+BLOCK = (SIDE, SIDE)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix, or a batch of them, as codes and scales; a number is its code times its tile's scale.
+
+    Attributes:
+        codes: [..., R, C] float8.
+        scales: [..., tiles down, tiles across] float32; [..., 1, 1] where the tile is the whole matrix.
+        tile: rows and columns under one scale, counted from the first row and column; ``WHOLE`` for all.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tile: tuple[int, int]
+
+
+def largest_of_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """[..., R, C] -> [..., tiles down, tiles across] largest magnitude, float32; zero where there is none."""
+    x = x.detach()
+    if tile == WHOLE:
+        if x.numel() == 0:
+            return x.new_zeros(*x.shape[:-2], 1, 1, dtype=torch.float32)
+        low, high = x.flatten(-2).aminmax(dim=-1)  # one pass, and no copy
+        return torch.maximum(high, -low).to(torch.float32).unsqueeze(-1).unsqueeze(-1)
+    x = x.to(torch.float32)
+    rows, cols = x.shape[-2:]
+    down, across = -(-rows // tile[0]), -(-cols // tile[1])
+    padded = F.pad(x, (0, across * tile[1] - cols, 0, down * tile[0] - rows))
+    return padded.abs().view(*x.shape[:-2], down, tile[0], across, tile[1]).amax(dim=(-3, -1))
+
+
+def scales_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest powers of two that take ``largest`` into the range of ``dtype``; one for zero, NaN if not finite.
+
+    Never below 2**-126, so that dividing by it and multiplying with it are exact.
+    """
+    mantissa, exponent = torch.frexp((largest / LARGEST[dtype]).clamp_min(2.0**-126))
+    scales = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scales = torch.where(largest == 0, torch.ones_like(scales), scales)
+    return torch.where(largest.isfinite(), scales, torch.full_like(scales, torch.nan))
+
+
+def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+    """``x`` [..., R, C] with scales that are given. What they leave out of range becomes the largest code.
+
+    An infinite number does not, but becomes NaN, so that the step that made it is still seen to have failed.
+    Codes are laid out by rows, however ``x`` is.
+    """
+    if x.is_cuda:
+        return _in_one_pass(x, scales, dtype, tile)
+    numbers = x.detach().to(torch.float32) / _spread(scales, tile, x.shape)
+    limit = LARGEST[dtype]
+    numbers = numbers.clamp(-limit, limit).masked_fill(numbers.isinf(), torch.nan)
+    return Quantized(numbers.contiguous().to(dtype), scales, tile)
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+    """``x`` [..., R, C] with the scales that its own tiles ask for."""
+    if x.is_cuda and tile != WHOLE:
+        return _in_one_pass(x, None, dtype, tile)
+    return encode(x, scales_for(largest_of_tiles(x, tile), dtype), dtype, tile)
+
+
+def dequantize(q: Quantized) -> torch.Tensor:
+    """[..., R, C] float32, exact."""
+    return q.codes.to(torch.float32) * _spread(q.scales, q.tile, q.codes.shape)
+
+
+def transposed(q: Quantized) -> Quantized:
+    """The transposed matrix, laid out by rows.
+
+    Tiles that are as high as wide keep their codes. Lines do not turn: their numbers are quantized again in
+    lines along the other dim (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
+    """
+    if q.tile == LINE:
+        return quantize(dequantize(q).transpose(-2, -1), q.codes.dtype, LINE)
+    codes, scales = q.codes.transpose(-2, -1).contiguous(), q.scales.transpose(-2, -1).contiguous()
+    return Quantized(codes, scales, q.tile)
+
+
+def _in_one_pass(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+    from automoe.kernels.quantize import encode_in_one_pass
+
+    if tile == WHOLE:  # the kernel knows blocks, all of which have this scale then
+        assert scales is not None
+        grid = (-(-x.shape[-2] // SIDE), -(-x.shape[-1] // SIDE))
+        codes, _ = encode_in_one_pass(x, scales.expand(*scales.shape[:-2], *grid), dtype, LARGEST[dtype], SIDE)
+        return Quantized(codes, scales, tile)
+    codes, scales = encode_in_one_pass(x, scales, dtype, LARGEST[dtype], tile[0])
+    return Quantized(codes, scales, tile)
+
+
+def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Scales as a factor of each number, or what broadcasts to it."""
+    if tile == WHOLE:
+        return scales
+    down, across = scales.shape[-2:]
+    spread = scales.unsqueeze(-2).unsqueeze(-1).expand(*scales.shape[:-2], down, tile[0], across, tile[1])
+    return spread.flatten(-2).flatten(-3, -2).narrow(-2, 0, shape[-2]).narrow(-1, 0, shape[-1])

@@ -1,0 +1,93 @@
+"""Where ``conf/`` and ``recipes/`` lie: folders, not modules, that ship with the package and stand beside it in a checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from automoe.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped_folder(name: str) -> Path:
+    """``conf`` or ``recipes``: in the installed package, else beside it in the checkout."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def list_recipes() -> list[str]:
+    """Names that ``recipe=NAME`` accepts wherever it is typed."""
+    return sorted(path.stem for path in shipped_folder("recipes").glob("*.py") if path.stem != "__init__")
+
+
+def find_recipe(recipe: str) -> Path | str:
+    """The file that ``recipe`` names, or the dotted name of an importable module.
+
+    ``pretrain`` is ``./recipes/pretrain.py`` where the working directory has one, else the shipped file;
+    ``my.py`` is a path.
+
+    Raises:
+        ConfigError: there is no such file or module.
+    """
+    if recipe.endswith(".py"):
+        path = Path(recipe).expanduser().absolute()
+        if path.is_file():
+            return path
+        raise ConfigError("recipe", recipe, f"no such file (looked from {Path.cwd()})", "Name a file that is there")
+    if recipe.isidentifier():
+        for folder in (Path.cwd() / "recipes", shipped_folder("recipes")):
+            if (folder / f"{recipe}.py").is_file():
+                return folder / f"{recipe}.py"
+    try:
+        if find_spec(recipe) is not None:  # finds, and imports its packages only
+            return recipe
+    except (ModuleNotFoundError, ValueError):  # a package on the way is missing; an empty name
+        pass
+    raise ConfigError(
+        "recipe",
+        recipe,
+        f"no such recipe (looked from {Path.cwd()})",
+        f"Name one of {', '.join(list_recipes())}, a file such as my_recipe.py, or an importable module",
+    )
+
+
+def load_recipe(recipe: str) -> ModuleType:
+    """The module that ``recipe`` names, with its ``main(config, shape, context)``.
+
+    Raises:
+        ConfigError: no such recipe, or one without ``main``.
+    """
+    found = find_recipe(recipe)
+    if isinstance(found, str):
+        module = importlib.import_module(found)
+    else:
+        name = f"automoe_recipe_{found.stem}"
+        spec = importlib.util.spec_from_file_location(name, found)
+        assert spec is not None and spec.loader is not None, found
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        sys.path.append(str(found.parent))  # a recipe may have helpers beside it
+        spec.loader.exec_module(module)
+    if not hasattr(module, "main"):
+        raise ConfigError("recipe", recipe, "it has no main(config, shape, context)", "Define it")
+    return module
+
+
+def copy_recipe(name: str, to: str | None = None) -> Path:
+    """Copy a shipped recipe to ``./recipes/NAME.py``, or to the file ``to``, for a user to own; returns its path.
+
+    Raises:
+        ConfigError: no such recipe, or a file that is there already.
+    """
+    if name not in list_recipes():
+        raise ConfigError("recipe", name, "no such recipe", f"There are: {', '.join(list_recipes())}")
+    path = Path("recipes", f"{name}.py") if to is None else Path(to)
+    if path.exists() or path.is_symlink():
+        raise ConfigError("recipe", str(path), "the file is there already", "Move it away, or name another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(shipped_folder("recipes") / f"{name}.py", path)
+    return path

@@ -1,1 +1,0 @@
-"""What tests of distributed code need; nothing here is imported by training."""

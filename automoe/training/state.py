@@ -1,0 +1,75 @@
+"""Everything a training run is at one step, as one object that names its own tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from automoe.data.loader import Loader
+from automoe.model.decoder import Decoder
+from automoe.optim.stochastic import first_state
+
+
+@dataclass
+class TrainState:
+    """Model parts, optimizer, loader and counters of this rank.
+
+    Attributes:
+        parts: this rank's pipeline stages, {stage number: part}; names inside are global.
+        step: optimizer steps done (skipped ones included).
+        tokens: tokens trained so far (labels that count), over all ranks.
+        skipped: steps in a row that were skipped.
+        recent_losses: what the next step's loss is compared with (``automoe.training.skip``).
+    """
+
+    parts: dict[int, Decoder]
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters, in a fixed order."""
+        return [parameter for part in self.parts.values() for parameter in part.parameters()]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts.
+
+        Moments exist from the first step on; before it they are made, as AdamW would, with zeros.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for part in self.parts.values():
+            for name, tensor in part.state_dict().items():
+                tensors[f"model.{name}"] = tensor
+            for name, parameter in part.named_parameters():
+                state = self.optimizer.state[parameter]
+                if not state:
+                    moments = self.optimizer.defaults.get("moments", torch.float32)
+                    state.update(first_state(parameter, moments))
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    tensors[f"optimizer.{key}.{name}"] = state[key]
+        return tensors
+
+    def counters(self) -> dict[str, Any]:
+        """What is not a tensor, as plain JSON values, equal on every rank."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "recent_losses": list(self.recent_losses),  # JSON keeps a float to the bit
+            "loader": self.loader.state_dict(),
+        }
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Undo ``counters``.
+
+        Raises:
+            DataError: the data changed since the checkpoint.
+        """
+        self.loader.load_state_dict(counters["loader"])
+        self.step, self.tokens, self.skipped = (counters[key] for key in ("step", "tokens", "skipped"))
+        self.recent_losses = list(counters.get("recent_losses", []))  # checkpoints of 0.1 lack it

@@ -1,0 +1,5 @@
+import sys
+
+from automoe.verify import main
+
+sys.exit(main())

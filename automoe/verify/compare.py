@@ -1,0 +1,108 @@
+"""Two trajectories side by side: every number that both runs must share, and how far apart it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, nan
+
+import torch
+
+from automoe.verify.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor or number of both runs.
+
+    Attributes:
+        kind: what it is: ``loss``, ``gradient``, ``parameter``, ...
+        name: of the parameter or buffer; empty for a number of the whole model.
+        step: optimizer step it belongs to, counted from 0.
+        error: ||got - expected|| / ||expected||; infinite if one side lacks the tensor or its shape
+            differs, or if only one side is zero.
+        index, got, expected: the element that is farthest off, and its two values.
+    """
+
+    kind: str
+    name: str
+    step: int
+    error: float
+    index: tuple[int, ...] = ()
+    got: float = nan
+    expected: float = nan
+    absent: str = ""
+
+    def within(self, tolerance: float) -> bool:
+        """Equal at ``tolerance``; an error of NaN is not."""
+        return self.error <= tolerance
+
+    def __str__(self) -> str:
+        what = f"step {self.step} {self.kind}" + (f" of {self.name}" if self.name else "")
+        if self.absent:
+            return f"{what}: {self.absent}"
+        where = f" at {list(self.index)}" if self.index else ""
+        return f"{what}: relative error {self.error:.2e}; got {self.got!r}, expected {self.expected!r}{where}"
+
+
+def compare_tensors(
+    kind: str, name: str, step: int, got: torch.Tensor | None, expected: torch.Tensor | None
+) -> Comparison:
+    """Compare one tensor of the two runs; None is a tensor that this side does not have."""
+    if got is None or expected is None:
+        missing = "absent here, present in the reference" if got is None else "present here, absent in the reference"
+        return Comparison(kind, name, step, inf, absent=missing)
+    if got.shape != expected.shape:
+        return Comparison(kind, name, step, inf, absent=f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    got, expected = got.to(torch.float64), expected.to(torch.float64)
+    delta = got - expected
+    size, off = float(expected.norm()), float(delta.norm())
+    error = off / size if size else (0.0 if off == 0 else inf if off == off else nan)
+    if delta.numel() == 0:
+        return Comparison(kind, name, step, error)
+    flat = int(delta.abs().nan_to_num(nan=inf).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), delta.shape))
+    return Comparison(kind, name, step, error, index, float(got[index]), float(expected[index]))
+
+
+def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparison]:
+    """Every number and tensor of both runs, in the order in which a step makes them."""
+    return list(_compare(got, expected))
+
+
+def differences(got: Trajectory, expected: Trajectory, tolerance: float) -> list[Comparison]:
+    """What differs by more than ``tolerance``, in the order in which a step makes it."""
+    return [c for c in compare_trajectories(got, expected) if not c.within(tolerance)]
+
+
+def _compare(got: Trajectory, expected: Trajectory) -> Iterator[Comparison]:
+    steps = len(expected.losses)
+    assert steps and len(got.losses) == steps, "runs of different lengths"
+    for step in range(steps):
+        for kind, mine, theirs in (
+            ("loss", got.losses, expected.losses),
+            ("sequence balance loss", got.sequence_balance, expected.sequence_balance),
+            ("lagged balance loss", got.lagged_balance, expected.lagged_balance),
+            ("micro-batch balance loss", got.micro_batch_balance, expected.micro_batch_balance),
+            ("z-loss", got.z_loss, expected.z_loss),
+        ):
+            yield _compare_numbers(kind, step, mine[step], theirs[step])
+        yield _compare_numbers("dropped share", step, got.dropped_share[step], expected.dropped_share[step])
+        yield compare_tensors("expert counts", "", step, got.expert_counts[step], expected.expert_counts[step])
+        yield from _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
+        yield _compare_numbers("gradient norm", step, got.grad_norms[step], expected.grad_norms[step])
+    yield from _compare_named("updated parameter", steps - 1, got.parameters, expected.parameters)
+    yield from _compare_named("expert bias", steps - 1, got.biases, expected.biases)
+
+
+def _compare_numbers(kind: str, step: int, got: float | list[float], expected: float | list[float]) -> Comparison:
+    return compare_tensors(
+        kind, "", step, torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    )
+
+
+def _compare_named(
+    kind: str, step: int, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> Iterator[Comparison]:
+    for name in expected | got:
+        yield compare_tensors(kind, name, step, got.get(name), expected.get(name))

@@ -1,0 +1,270 @@
+"""One pool of gloo ranks that outlives a test session, so that torch is imported once and not once a test.
+
+Workers fork from a server that has torch imported. Each case gets a process group of its own, on a fresh
+store prefix, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
+costs dozens of file descriptors and threads a rank, and an equal mesh of a later case would be answered
+with the earlier one's dead groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+]
+_DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class RankError(RuntimeError):
+    """A rank of a case raised, died or did not answer in time.
+
+    Attributes:
+        rank: the rank whose failure was seen first, or the lowest one that is still busy.
+        kind: name of the exception type on that rank; ``died`` or ``timeout`` where it raised none.
+    """
+
+    def __init__(self, rank: int, kind: str, message: str) -> None:
+        self.rank, self.kind = rank, kind
+        super().__init__(message)
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: connection.Connection
+    lifeline: connection.Connection  # closes with this process, and takes the worker with it
+
+
+class RankPool:
+    """Up to ``max_ranks`` processes that run functions as ranks of a gloo world.
+
+    Args:
+        max_ranks: largest world; workers start when a case first needs them.
+        timeout_s: a case that takes longer is a hang: its ranks are killed and named. A safety net, so it
+            is far above what any case needs.
+    """
+
+    def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
+        self.max_ranks, self.timeout_s = max_ranks, timeout_s
+        self._workers: list[_Worker] = []
+        self._store: Any = None
+        self._case = 0
+        atexit.register(self.close)
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on ranks 0..world_size-1 and return their results in rank order.
+
+        ``fn`` is a function of a module (not a closure: ranks import it), called with
+        ``torch.distributed`` initialised for exactly ``world_size`` gloo ranks, seed 0, float32 as the
+        default dtype and one CPU thread. Results travel as pickles: return local tensors, not DTensors.
+
+        Raises:
+            RankError: the first failure among the ranks, with its traceback; the pool starts afresh.
+        """
+        if not 1 <= world_size <= self.max_ranks:
+            raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
+        payload = pickle.dumps((fn, args, kwargs))
+        self._start(world_size)
+        self._case += 1
+        workers = self._workers[:world_size]
+        finished = False
+        try:
+            for rank, worker in enumerate(workers):
+                # pytest adds directories to sys.path while it collects: ranks import tests from them too
+                worker.pipe.send((self._case, rank, world_size, self._store.port, sys.path, self.timeout_s))
+                worker.pipe.send_bytes(payload)
+            results = self._gather(workers)
+            for worker in workers:  # only now may groups go: a peer could still be reading from this rank
+                worker.pipe.send("release")
+            self._gather(workers)
+            finished = True
+        finally:
+            if not finished:
+                self.close()
+        return [pickle.loads(result) for result in results]
+
+    def close(self) -> None:
+        """Kill the workers. The next ``run`` starts new ones."""
+        workers, self._workers, self._store = self._workers, [], None
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
+            worker.process.close()
+            worker.pipe.close()
+            worker.lifeline.close()
+
+    def _start(self, world_size: int) -> None:
+        from torch.distributed import TCPStore
+
+        if self._store is None:  # port 0: the system chooses, so that two sessions never collide
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        if len(self._workers) < world_size:
+            before = {name: os.environ.get(name) for name in _THREADS}
+            os.environ.update(_THREADS)
+            context.set_forkserver_preload(_PRELOAD)
+            forkserver.ensure_running()
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        for index in range(len(self._workers), world_size):
+            pipe, theirs = context.Pipe()
+            their_lifeline, lifeline = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(theirs, their_lifeline), name=f"rank-{index}", daemon=True)
+            process.start()
+            theirs.close()
+            their_lifeline.close()
+            self._workers.append(_Worker(process, pipe, lifeline))
+
+    def _gather(self, workers: list[_Worker]) -> list[bytes]:
+        """One successful answer from each worker, or the first failure."""
+        deadline = time.monotonic() + self.timeout_s
+        answers: dict[int, bytes] = {}
+        while len(answers) < len(workers):
+            busy = {workers[rank].pipe: rank for rank in range(len(workers)) if rank not in answers}
+            ready = connection.wait(list(busy), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                ranks = list(busy.values())
+                raise RankError(
+                    ranks[0],
+                    "timeout",
+                    f"ranks {ranks} of {len(workers)} did not finish in {self.timeout_s} s",
+                )
+            for rank in [rank for pipe, rank in busy.items() if pipe in ready]:
+                try:
+                    kind, body = workers[rank].pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    raise _death(rank, workers[rank]) from None
+                if kind is not None:
+                    # A rank that dies makes its peers raise, and they may be heard first.
+                    processes = {worker.process.sentinel: r for r, worker in enumerate(workers)}
+                    for sentinel in connection.wait(list(processes), _DEATH_NOTICE_S):
+                        raise _death(processes[sentinel], workers[processes[sentinel]])
+                    raise RankError(rank, kind, f"rank {rank} of {len(workers)} raised\n{body}")
+                answers[rank] = body
+        return [answers[rank] for rank in range(len(workers))]
+
+
+def _death(rank: int, worker: _Worker) -> RankError:
+    worker.process.join()
+    return RankError(rank, "died", f"rank {rank} died with exit code {worker.process.exitcode}")
+
+
+def _work(pipe: connection.Connection, lifeline: connection.Connection) -> None:
+    """One worker: cases until the pipe closes."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
+    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+    torch.set_num_threads(1)
+    imported = torch_caches()
+    gc.freeze()  # what is imported by now stays: leave it out of the collection after each case
+    while True:
+        try:
+            case, rank, world_size, port, path, timeout_s = pipe.recv()
+        except EOFError:
+            return
+        payload = pipe.recv_bytes()
+        sys.path[:] = path
+        try:
+            _join_world(case, rank, world_size, port, timeout_s)
+            fn, args, kwargs = pickle.loads(payload)
+            answer = pickle.dumps(fn(*args, **kwargs))
+        except BaseException as error:  # handed to the parent, which ends this process
+            pipe.send((type(error).__name__, traceback.format_exc()))
+            continue
+        pipe.send((None, answer))
+        pipe.recv()
+        del answer, payload, fn, args, kwargs
+        leave_world(imported)
+        pipe.send((None, b""))
+
+
+def _die_with_parent(lifeline: connection.Connection) -> None:
+    """A rank that hangs in a collective would otherwise outlive a killed pytest."""
+    try:
+        lifeline.recv_bytes()
+    except EOFError:
+        os._exit(1)
+
+
+@functools.cache
+def _store_client(port: int) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False)
+
+
+def _join_world(case: int, rank: int, world_size: int, port: int, timeout_s: float) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from automoe.interop.gloo import use_one_worker
+
+    use_one_worker()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"case{case}", _store_client(port)),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def torch_caches() -> list[Any]:
+    """Every ``functools`` cache of torch.distributed; their names change between releases."""
+    return [
+        found
+        for found in gc.get_objects()
+        if type(found) is functools._lru_cache_wrapper
+        and (getattr(found, "__module__", None) or "").startswith("torch.distributed.")
+    ]
+
+
+def leave_world(imported_caches: list[Any]) -> None:
+    """Destroy every process group of this process, with all that remembers a mesh.
+
+    ``imported_caches`` are those of ``torch_caches()`` that a ``gc.freeze()`` has hidden since.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # DTensor answers operations from caches keyed by meshes that compare equal across cases but name
+    # groups that are gone.
+    _clear_sharding_prop_cache()
+    for cached in imported_caches + torch_caches():
+        cached.cache_clear()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    clear_planners = getattr(redistribute, "clear_redistribute_planner_cache", None)
+    if clear_planners is not None:  # not in every torch release
+        clear_planners()
+    gc.collect()  # modules, hooks and schedules hold meshes in cycles
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()  # torch 2.11 keeps meshes that FSDP has seen, out of reach

@@ -1,0 +1,185 @@
+"""A small stand-in for a configuration that is too large to run here: same structure, small numbers. No torch.
+
+Every axis, kind of layer, routing rule, schedule and backend stays; sizes shrink. What was cut is part
+of the result, so that nobody takes the stand-in for the thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass, replace
+from math import gcd
+from typing import Any
+
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, resolve_mesh
+from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
+from automoe.config.validate_fp8 import BLOCK
+
+MAX_AXIS = 2
+MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
+MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
+MAX_WINDOW = 16
+# Of a width in which blocks of 8-bit scales must meet, so that there is more than one.
+MAX_BLOCKED = 2 * BLOCK
+
+
+def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:
+    """Cut every mesh axis to at most 2, and the model, rows and batch to what a laptop runs in seconds.
+
+    Args:
+        config: a configuration that is valid with ``shape``; not changed.
+        num_token_ids: of its tokenizer, all of which the embedding must hold.
+
+    Returns:
+        The proxy and its resolved mesh: at most 2 ranks on an axis, ``ep_shard`` whatever is left.
+    """
+    sizes = {a: min(getattr(shape, a), MAX_AXIS) for a in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
+    small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
+    parallel = config.parallel
+    num_stages = small.pp * parallel.stages_per_rank
+    blocked = config.train.fp8 == "blockwise"
+    model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)
+    if parallel.layers_per_stage is not None:
+        # Stages of different sizes stay of different sizes.
+        parallel = replace(parallel, layers_per_stage=[model.num_layers - num_stages + 1] + [1] * (num_stages - 1))
+    if isinstance(parallel.recompute_layers, list):
+        # Some layers recompute, and where only later ones did, the last one.
+        there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
+        parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
+    return (
+        replace(
+            config,
+            mesh=MeshConfig(**asdict(small)),
+            model=model,
+            parallel=parallel,
+            train=_cut_train(config, shape, small),
+            data=replace(config.data, on_long="split"),
+        ),
+        small,
+    )
+
+
+def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
+    """(key, value in ``full``, value in ``proxy``) of every key that differs, in the schema's order."""
+    return list(_differing("", full, proxy))
+
+
+def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool) -> ModelConfig:
+    num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
+    num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
+    router = _cut_router(model, num_experts)
+    reachable = num_experts // router.num_groups * router.topk_groups
+    return replace(
+        model,
+        vocab_size=min(model.vocab_size, _multiple(num_token_ids + 7, 8)),
+        # Rows that every ep_shard divides, in multiples of the 16 bytes that grouped_mm wants.
+        hidden_size=_multiple(min(model.hidden_size, MAX_BLOCKED if blocked else 64), 8),
+        num_layers=num_layers,
+        intermediate_size=min(model.intermediate_size, MAX_BLOCKED if blocked else 96),
+        # One dense layer stands for several, and none for none.
+        first_k_dense=num_layers if model.first_k_dense == model.num_layers else min(model.first_k_dense, 1),
+        num_experts=num_experts,
+        num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, reachable),
+        moe_intermediate_size=_multiple(min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8),
+        num_shared_experts=min(model.num_shared_experts, 2),
+        attention=_cut_blocked(model.attention, small.tp) if blocked else _cut_attention(model.attention),
+        router=router,
+    )
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The largest multiple of ``unit`` up to ``size``, at least one unit."""
+    return max(size // unit, 1) * unit
+
+
+def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
+    heads = min(attention.num_heads, 4)
+    if attention.kind == "mla":
+        q_rank = attention.q_lora_rank
+        return replace(
+            attention,
+            num_heads=heads,
+            num_kv_heads=min(attention.num_kv_heads, heads),
+            q_lora_rank=None if q_rank is None else min(q_rank, 24),
+            kv_lora_rank=min(attention.kv_lora_rank, 16),
+            qk_nope_head_dim=min(attention.qk_nope_head_dim, 16),
+            qk_rope_head_dim=min(attention.qk_rope_head_dim, 8),
+            v_head_dim=min(attention.v_head_dim, 16),
+        )
+    if attention.num_kv_heads == attention.num_heads:
+        kv_heads = heads
+    else:
+        kv_heads = 1 if attention.num_kv_heads == 1 else max(heads // 2, 1)
+    return replace(
+        attention,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=min(attention.head_dim, 16),
+        full_attention_interval=min(attention.full_attention_interval, MAX_LAYERS),
+        sliding_window=min(attention.sliding_window, MAX_WINDOW),
+        linear_num_key_heads=min(attention.linear_num_key_heads, 2),
+        linear_num_value_heads=min(attention.linear_num_value_heads, 4),
+        linear_key_head_dim=min(attention.linear_key_head_dim, 8),
+        linear_value_head_dim=min(attention.linear_value_head_dim, 8),
+    )
+
+
+def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
+    """Heads as wide as they are, and so few of them that tp just cuts where blocks of 8-bit scales meet."""
+    few = replace(
+        _cut_attention(attention),
+        head_dim=attention.head_dim,
+        q_lora_rank=attention.q_lora_rank and min(attention.q_lora_rank, MAX_BLOCKED),
+        kv_lora_rank=min(attention.kv_lora_rank, MAX_BLOCKED),
+        qk_nope_head_dim=attention.qk_nope_head_dim,
+        qk_rope_head_dim=attention.qk_rope_head_dim,
+        v_head_dim=attention.v_head_dim,
+        linear_key_head_dim=attention.linear_key_head_dim,
+        linear_value_head_dim=attention.linear_value_head_dim,
+    )
+    if attention.kind == "mla":
+        no_position, value = attention.qk_nope_head_dim, attention.v_head_dim
+        widths = [no_position + attention.qk_rope_head_dim, no_position + value, value]
+    else:
+        widths = [attention.head_dim]
+    of_a_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)  # heads that fill whole blocks
+    if attention.kind == "mla" or attention.num_kv_heads == attention.num_heads:
+        heads = min(max(few.num_heads, of_a_rank * tp), attention.num_heads)
+        return replace(few, num_heads=heads, num_kv_heads=heads)
+    kv_heads = min(max(few.num_kv_heads, of_a_rank * tp), attention.num_kv_heads)
+    return replace(few, num_heads=min(2 * kv_heads, attention.num_heads), num_kv_heads=kv_heads)
+
+
+def _cut_router(model: ModelConfig, num_experts: int) -> RouterConfig:
+    router = model.router
+    groups = max(n for n in range(1, min(router.num_groups, MAX_GROUPS) + 1) if num_experts % n == 0)
+    limits = router.topk_groups < router.num_groups
+    return replace(
+        router,
+        num_groups=groups,
+        topk_groups=max(1, groups // 2) if limits else groups,
+        group_score_topk=min(router.group_score_topk, num_experts // groups),
+    )
+
+
+def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig:
+    train = config.train
+    unit = 2 * small.cp
+    micro_batches = train.global_batch_size // (full.dp * train.micro_batch_size)
+    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), small.pp)  # as interleaving wants them
+    rows = min(train.micro_batch_size, 2)
+    return replace(
+        train,
+        seq_len=min(train.seq_len, MAX_SEQ_LEN) // unit * unit,
+        micro_batch_size=rows,
+        global_batch_size=small.dp * rows * micro_batches,
+    )
+
+
+def _differing(prefix: str, full: Any, proxy: Any) -> Iterator[tuple[str, object, object]]:
+    for f in fields(full):
+        before, after = getattr(full, f.name), getattr(proxy, f.name)
+        if is_dataclass(before):
+            yield from _differing(f"{prefix}{f.name}.", before, after)
+        elif before != after:
+            yield f"{prefix}{f.name}", before, after

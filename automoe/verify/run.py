@@ -1,0 +1,300 @@
+"""``python -m automoe.verify``: does a configuration's mesh train like one rank?
+
+python -m automoe.verify --config-name X mesh.ep=4
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from automoe.errors import AutomoeError, ConfigError
+
+if TYPE_CHECKING:
+    from automoe.config.mesh_shape import MeshShape
+    from automoe.config.schema import Config
+    from automoe.data.batch import StepBatch
+    from automoe.verify.compare import Comparison
+    from automoe.verify.pool import RankPool
+    from automoe.verify.trajectory import Trajectory
+
+EXIT_DIFFERENT, EXIT_WRONG, EXIT_FAILED = 1, 2, 3
+
+MAX_RANKS = 8
+MAX_PARAMETERS = 16_000_000  # every tensor of both runs is kept whole, in float64
+MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # of one step; a row
+
+# ||difference|| / ||reference|| of every tensor. float64 leaves nothing but the order of sums; bfloat16
+# has 8 bits, and what it rounds depends on how a sum is cut.
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
+# In 8 bits, below float64: a rounding tips a code to its neighbour, an eighth away, and the next product tips more
+# (docs/fp8.md). Of a mean over all tokens it moves little. The rounding of bfloat16 tips more codes than that of float32.
+FP8_TOLERANCE = 0.02
+FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
+# Of gradients: where scales of 128 tokens hold other tokens, what is far below the largest differs.
+FP8_LINES = 1e-5
+GRADIENTS = ("gradient", "gradient norm")
+# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the rounding of a gradient that is
+# almost zero becomes a whole learning rate.
+AMPLIFIED = ("updated parameter",)
+
+USAGE = """usage: python -m automoe.verify [--config-name NAME] [--proxy] [key=value ...]
+
+Trains one step on one rank and one on the configured mesh, from the same initial weights and the same
+rows of the configuration's own data, and compares loss, balance losses, tokens per expert, gradient
+norm and every gradient: first in float64 (and there the updated parameters too), with train.fp8 a second
+time with its 8-bit products in float64, then in train.dtype with the routing of the one-rank run
+repeated. Names the first difference.
+
+Runs on the CPU, up to 8 ranks. A configuration too large for that is verified by its proxy: every mesh
+axis cut to at most 2, widths and depth shrunk, structure kept; the output lists what was cut.
+
+  --config-name NAME   a primary configuration (default: config)
+  --config-dir DIR     look for configurations here too
+  --proxy              verify the proxy even if the configuration itself would fit
+  --help               this text
+
+Overrides are those of automoe.train. Exit status: 0 equal, 1 different, 2 the configuration
+is wrong, 3 a rank failed.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Verify the configuration that ``argv`` names; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    force_proxy = "--proxy" in argv
+    argv = [word for word in argv if word != "--proxy"]
+    try:
+        from automoe.config.compose import compose_config, parse_arguments
+
+        args = parse_arguments(argv)
+        if args.help:
+            print(USAGE, end="")
+            return 0
+        if args.multirun:
+            raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
+        config = compose_config(args.config_name, args.overrides, args.config_dir)
+        runnable, shape, cuts = make_runnable(config, force_proxy)
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG
+
+    from automoe.data.prepare import prepare_data
+    from automoe.verify.pool import RankError, RankPool
+    from automoe.verify.view import VerifyView
+
+    view = VerifyView()
+    view.start(runnable, shape, cuts)
+    pool = RankPool(max_ranks=shape.world_size)
+    try:
+        prepare_data(runnable)
+        results = []
+        for config_pass in passes(runnable):
+            with view.working(config_pass):
+                results.append(verify_pass(config_pass, shape, pool))
+            view.show(results[-1])
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG
+    except RankError as error:
+        print(f"error: the step failed: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    finally:
+        pool.close()
+    view.verdict(results, shape)
+    return EXIT_DIFFERENT if any(result.different for result in results) else 0
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """One dtype's comparison of the mesh with one rank.
+
+    Attributes:
+        gradient_tolerance: of gradients and their norm; ``tolerance`` is that of everything else.
+        compared: every number and tensor, in the order in which a step makes them.
+    """
+
+    dtype: str
+    fp8: str
+    experts: str
+    forced: bool
+    tolerance: float
+    gradient_tolerance: float
+    compared: list[Comparison]
+
+    @property
+    def different(self) -> list[Comparison]:
+        """What is off by more than its tolerance; the first of them is where to look."""
+        return [c for c in self.compared if not self.equal(c)]
+
+    def equal(self, comparison: Comparison) -> bool:
+        return comparison.within(self.gradient_tolerance if comparison.kind in GRADIENTS else self.tolerance)
+
+
+def make_runnable(
+    config: Config, force_proxy: bool = False
+) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
+    """The configuration, or its proxy if it is too large, ready to run on CPU ranks with random weights.
+
+    Returns:
+        The configuration to run, its mesh, and what was changed: (key, configured, here); nothing if the
+        configuration runs as it is.
+
+    Raises:
+        ConfigError: the configuration is not valid, or depends on the mesh by intention.
+    """
+    from automoe.config.mesh_shape import resolve_mesh
+    from automoe.config.schema import MeshConfig
+    from automoe.config.validate import validate
+    from automoe.data.tokenizer import tokenizer_vocab_size
+    from automoe.launch.hardware import default_num_ranks, resolve_device
+    from automoe.verify.proxy import list_cuts, make_proxy
+
+    _refuse_what_depends_on_the_mesh(config)
+    device = resolve_device(config)
+    shape = validate(config, default_num_ranks(config, device), device)
+    sized = replace(config, mesh=MeshConfig(**asdict(shape)))
+    here = replace(
+        sized,
+        model=replace(sized.model, hf_path=None),
+        moe=replace(sized.moe, record_routing=None, replay_routing=None),
+        # Ring attention needs CUDA; gathering keys and values is the same arithmetic.
+        parallel=replace(sized.parallel, context="gather"),
+        launch=replace(sized.launch, device="cpu"),
+    )
+    if here.moe.dispatcher == "deepep":  # needs CUDA too, and sums the same rows
+        here = replace(here, moe=replace(here.moe, dispatcher="alltoall"))
+    here = _with_kernels_of_a_cpu(here)
+    if force_proxy or too_large(config, shape):
+        here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
+    validate(here, None, "cpu")
+    assert resolve_mesh(here.mesh, None) == shape
+    cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
+    return here, shape, cuts
+
+
+def _with_kernels_of_a_cpu(config: Config) -> Config:
+    """Torch's own in the place of kernels that need CUDA; Triton's stay where they are interpreted."""
+    kernels, experts = config.kernels, config.moe.experts
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels.attention in ("cudnn", "te"):
+        kernels = replace(kernels, attention="sdpa")
+    if kernels.rope == "triton" and not interpreted:
+        kernels = replace(kernels, rope="torch")
+    if experts in ("te", "quack") or (experts == "triton" and not interpreted):
+        experts = "grouped_mm"
+    return replace(config, kernels=replace(kernels, norm="torch"), moe=replace(config.moe, experts=experts))
+
+
+def _refuse_what_depends_on_the_mesh(config: Config) -> None:
+    moe = config.moe
+    if moe.capacity_factor and moe.drop_scope == "rank":
+        raise ConfigError(
+            "moe.drop_scope",
+            moe.drop_scope,
+            "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
+            "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify",
+        )
+    if moe.micro_batch_balance_coef:
+        raise ConfigError(
+            "moe.micro_batch_balance_coef",
+            moe.micro_batch_balance_coef,
+            "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
+            "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay",
+        )
+
+
+def too_large(config: Config, shape: MeshShape) -> bool:
+    """Whether both runs of the whole configuration are more than a laptop's CPU does in a minute or two."""
+    from automoe.cost.params import count_params
+
+    train = config.train
+    return (
+        shape.world_size > MAX_RANKS
+        or train.seq_len > MAX_SEQ_LEN
+        or train.seq_len * train.global_batch_size > MAX_TOKENS
+        or count_params(config.model).total > MAX_PARAMETERS
+    )
+
+
+def passes(config: Config) -> list[Config]:
+    """The configuration in float64 with the reference experts and rotation, then in its own dtype and backend.
+
+    With ``train.fp8`` also in float64 around its 8-bit products: there no order of sums tips a code to its neighbour.
+    """
+    around = replace(
+        config,
+        train=replace(config.train, dtype="float64"),
+        optim=replace(config.optim, master_weights="float32"),
+        kernels=replace(config.kernels, rope="torch"),  # Triton's has no float64
+    )
+    exact = replace(around, train=replace(around.train, fp8="off"), moe=replace(config.moe, experts="loop"))
+    eight = [around] if config.train.fp8 != "off" else []
+    return [exact, *eight] + ([config] if config.train.dtype != "float64" else [])
+
+
+def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
+    """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape``; docs/fp8.md has the reasons."""
+    dtype = config.train.dtype
+    exact = TOLERANCES[dtype]
+    if config.train.fp8 == "off":
+        return exact, exact
+    if dtype != "float64":
+        return max(FP8_TOLERANCE, exact), FP8_GRADIENTS[dtype]
+    # Ranks that make keys and values of the same latents, each for queries of its own, round their terms of a gradient.
+    if shape.cp > 1 and config.model.attention.kind == "mla":
+        return exact, FP8_GRADIENTS[dtype]
+    return exact, FP8_LINES if config.train.fp8 == "blockwise" else exact
+
+
+def verify_pass(
+    config: Config, shape: MeshShape, pool: RankPool, run: Callable[..., Trajectory] | None = None
+) -> PassResult:
+    """One step on one rank and one on ``shape``, compared.
+
+    Args:
+        config: as ``passes`` gives it; the dtype decides on tolerance and forced routing.
+        run: what a rank of the mesh does, with the signature of ``run_trajectory``, which is the default.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    from automoe.config.schema import MeshConfig, ParallelConfig
+    from automoe.verify.compare import compare_trajectories
+    from automoe.verify.trajectory import meeting_order, merge_trajectories, run_trajectory
+
+    train = config.train
+    routed = config.model.first_k_dense < config.model.num_layers
+    forced = train.dtype != "float64" and routed
+    # One micro-batch of all rows, or, where a scale is that of a micro-batch, the mesh's, with the same rows in each.
+    together = train.global_batch_size if train.fp8 == "off" else shape.dp * train.micro_batch_size
+    one_rank = replace(
+        config,
+        mesh=MeshConfig(dp_shard=1),
+        parallel=ParallelConfig(),
+        train=replace(train, micro_batch_size=together),
+    )
+    order = meeting_order(train.global_batch_size, shape.dp, together // shape.dp)
+    [expected] = pool.run(run_trajectory, 1, one_rank, loader_rows, 1, record=forced, order=order)
+    choices: dict[str, Any] = {"forced": expected.choices} if forced else {}
+    ranks = pool.run(run or run_trajectory, shape.world_size, config, loader_rows, 1, **choices)
+    compared = compare_trajectories(merge_trajectories(ranks), expected)
+    within, of_gradients = tolerances(config, shape)
+    if of_gradients > TOLERANCES["float64"]:
+        compared = [c for c in compared if c.kind not in AMPLIFIED]
+    return PassResult(train.dtype, train.fp8, config.moe.experts, forced, within, of_gradients, compared)
+
+
+def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
+    """The first rows that training on this configuration would read."""
+    from automoe.data.loader import Loader
+
+    assert step == 0
+    return Loader(config, dp_rank, dp_size).next_step()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

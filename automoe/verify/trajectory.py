@@ -1,0 +1,153 @@
+"""A few optimizer steps on one mesh, everything kept: what mesh comparisons are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.schema import Config
+from automoe.data.batch import StepBatch
+from automoe.model.decoder import Decoder
+from automoe.moe.replay import RoutingRecorder
+from automoe.optim.adamw import build_optimizer
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.parallel.fp8 import update_scales
+from automoe.parallel.mesh import Meshes, build_meshes
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.parallel.routing import record_routing, replayed_routing
+from automoe.parallel.shared_gradients import counted_parameters
+from automoe.training.stats import gather_stats, update_balance_state
+
+Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
+
+
+@dataclass
+class Trajectory:
+    """What one rank saw; ``merge_trajectories`` joins the pipeline stages of a world.
+
+    Tensors are whole (gathered over the mesh) and on the CPU; gradients are unclipped.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    sequence_balance: list[float] = field(default_factory=list)
+    lagged_balance: list[float] = field(default_factory=list)
+    micro_batch_balance: list[float] = field(default_factory=list)
+    z_loss: list[float] = field(default_factory=list)
+    dropped_share: list[list[float]] = field(default_factory=list)  # [L] a step
+    grad_norms: list[float] = field(default_factory=list)
+    expert_counts: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # one dict a step
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
+    choices: list[torch.Tensor] = field(default_factory=list)  # recorded routing, one tensor a step
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the CPU, gathered if it is a DTensor (then a collective)."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def named_parameters(parts: dict[int, Decoder]) -> dict[str, nn.Parameter]:
+    """Global name -> parameter of this rank's stages."""
+    return {name: parameter for part in parts.values() for name, parameter in part.named_parameters()}
+
+
+def run_trajectory(
+    config: Config,
+    batches: Batches,
+    steps: int,
+    *,
+    record: bool = False,
+    forced: list[torch.Tensor] | None = None,
+    keep_tensors: bool = True,
+    device: str = "cpu",
+    order: torch.Tensor | None = None,
+) -> Trajectory:
+    """Train ``steps`` steps on ``config.mesh`` over the initialised process group, and keep everything.
+
+    Args:
+        batches: gives one data-parallel rank's rows of a step.
+        record: keep every step's routing (one rank, one stage only).
+        forced: per step [global rows, R, L, 2, K] routing to repeat.
+        keep_tensors: gather gradients and parameters too.
+        order: [rows] of this data-parallel rank as its micro-batches take them; as they come where None.
+    """
+    shape: MeshShape = resolve_mesh(config.mesh, None)
+    meshes: Meshes = build_meshes(shape, torch.device(device))
+    parts = build_parts(config, meshes)
+    materialize(parts, config, torch.device(device))
+    runner = build_runner(parts, meshes, config, torch.device(device))
+    optimizer = build_optimizer(list(parts.values()), config.optim, config.train.seed)
+    seen = Trajectory()
+    keeps = keep_tensors and _leads_its_stage(meshes)
+    for step in range(steps):
+        batch = batches(config, step, meshes.dp_rank, shape.dp)
+        if forced is None:
+            forced_ids = replayed_routing(config, batch, step)
+        else:
+            forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank]
+        inputs, _ = prepare_inputs(batch, meshes, config, torch.device(device), forced_ids)
+        if order is not None:
+            inputs = {name: tensor[order] for name, tensor in inputs.items()}
+        recorder = RoutingRecorder(parts[0]) if record else nullcontext()
+        with recorder, record_routing(config, parts.values(), step):
+            loss = runner.train(inputs)
+        if isinstance(recorder, RoutingRecorder):
+            choices = recorder.choices()
+            seen.choices.append(choices if order is None else choices[order.argsort()])
+        stats = gather_stats(loss, parts.values(), config)
+        parameters = named_parameters(parts)
+        norm = global_grad_norm(counted_parameters(parts.values()), meshes.group("pp"))
+        if keep_tensors:
+            gradients = {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+            seen.gradients.append(gradients if keeps else {})
+        clip_(parameters.values(), norm, config.train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        update_balance_state(stats, parts.values(), config)
+        update_scales(parts.values(), meshes, stepped=True)
+        seen.losses.append(stats.loss)
+        seen.sequence_balance.append(stats.sequence_balance)
+        seen.lagged_balance.append(stats.lagged_balance)
+        seen.micro_batch_balance.append(stats.micro_batch_balance)
+        seen.z_loss.append(stats.z_loss)
+        seen.dropped_share.append(stats.dropped_share)
+        seen.grad_norms.append(float(norm))
+        seen.expert_counts.append(stats.expert_counts)
+    if keep_tensors:
+        final = {name: whole(parameter) for name, parameter in named_parameters(parts).items()}
+        buffers = {name: whole(b) for part in parts.values() for name, b in part.named_buffers()}
+        if keeps:
+            seen.parameters = final
+            seen.biases = {name: buffer for name, buffer in buffers.items() if name.endswith("expert_bias")}
+    return seen
+
+
+def _leads_its_stage(meshes: Meshes) -> bool:
+    return all(meshes.coordinate(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
+
+
+def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
+    """Rank 0's scalars with the tensors of every pipeline stage."""
+    merged = ranks[0]
+    for other in ranks[1:]:
+        for mine, theirs in zip(merged.gradients, other.gradients, strict=True):
+            mine.update(theirs)
+        merged.parameters.update(other.parameters)
+        merged.biases.update(other.biases)
+    return merged
+
+
+def meeting_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
+    """[num_rows] of a global batch in the order in which ``dp`` ranks take them, one micro-batch of each at a time.
+
+    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has in each the rows that meet there.
+    """
+    return torch.arange(num_rows).view(dp, -1, micro_batch_size).transpose(0, 1).flatten()

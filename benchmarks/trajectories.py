@@ -1,0 +1,172 @@
+"""Losses, gradient norms and trained tensors of many small runs, to hold one commit against another, bit for bit.
+
+    python benchmarks/trajectories.py record before.json     # on one commit
+    python benchmarks/trajectories.py compare before.json    # on another: runs them again
+
+A run is started by the command that users type, so the same script serves commits whose insides differ. It keeps
+what ``metrics.jsonl`` says of each step and the SHA-256 of each tensor of the last checkpoint: parameters, moments of
+the optimizer, balance state, scales. Bits depend on the processor and on torch, so both sides run on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+SIZES = (
+    "train.steps=4 train.seq_len=64 train.global_batch_size=8 train.micro_batch_size=2 train.val_every=2 "
+    "train.val_batches=1 data.max_bytes=200000 checkpoint.every=4 checkpoint.export_hf=false observe.report=false "
+    "optim.warmup_steps=2"
+)
+ONE = "mesh.pp=1 mesh.ep=1 launch.num_ranks=1"
+KEPT = (
+    "loss", "grad_norm", "lr", "tokens", "skipped", "val_loss", "val_bits_per_byte", "seq_balance_loss",
+    "global_balance_loss", "micro_batch_balance_loss", "z_loss", "dropped_share", "fp8_clipped_share",
+)  # fmt: skip
+
+# name: what is typed behind `automoe train`
+CASES = {
+    "default": "",
+    "one_rank": ONE,
+    "float64_loop": f"{ONE} train.dtype=float64 moe.experts=loop",
+    "bfloat16": "train.dtype=bfloat16",
+    "bfloat16_stochastic": "train.dtype=bfloat16 optim.master_weights=stochastic optim.moments=bfloat16",
+    "one_rank_stochastic": f"{ONE} train.micro_batch_size=8 train.dtype=bfloat16 optim.master_weights=stochastic",
+    "fsdp_ep4": "mesh.pp=1 mesh.ep=4",
+    "hsdp": "mesh=hsdp2_ep2",
+    "tp2_etp2": "mesh.pp=1 mesh.tp=2 mesh.etp=2 mesh.ep=1",
+    "cp2_ep4": "mesh=cp2_ep4",
+    "interleaved": "experiment=interleaved train.micro_batch_size=1 mesh.ep=1",
+    "gpipe": "parallel.schedule=GPipe",
+    "allgather": "mesh.pp=1 mesh.ep=2 moe.dispatcher=allgather",
+    "reshard_micro_batch": "mesh.pp=1 mesh.ep=2 parallel.reshard=micro_batch parallel.grad_sync=micro_batch",
+    "qwen3_moe": "model=small_qwen3_moe mesh.pp=1 mesh.ep=2",
+    "qwen2_moe": "model=small_qwen2_moe",
+    "mixtral": "model=small_mixtral mesh.pp=1 mesh.ep=2 mesh.tp=2",
+    "glm4_moe": "model=small_glm4_moe",
+    "gpt_oss": "model=small_gpt_oss mesh.pp=1 mesh.ep=2",
+    "qwen3_next": "model=small_qwen3_next mesh.pp=1 mesh.ep=2 data.document_mask=false",
+    "llama": "model=small_llama mesh.pp=1 mesh.ep=1 mesh.tp=2",
+    "recompute_full": "parallel.recompute=full",
+    "recompute_named": "parallel.recompute=[core_attn,moe_act,layernorm,mla_up_proj,mlp]",
+    "recompute_moe": "mesh.pp=1 mesh.ep=2 parallel.recompute=[moe,shared_experts]",
+    "drop_sequence": "moe.capacity_factor=1.0 moe.drop_scope=sequence",
+    "drop_rank_padded": "mesh.pp=1 mesh.ep=2 moe.capacity_factor=1.2 moe.pad_to_capacity=true",
+    "all_balance_losses": (
+        "moe.global_balance_coef=1e-2 moe.micro_batch_balance_coef=1e-2 moe.z_loss_coef=1e-3 moe.router_jitter=0.1"
+    ),
+    "fp8_tensorwise": "train.dtype=bfloat16 train.fp8=tensorwise mesh.pp=1 mesh.ep=2",
+    "fp8_delayed": "train.dtype=bfloat16 train.fp8=delayed",
+    "fp8_blockwise": "train.fp8=blockwise mesh.pp=1 mesh.ep=2 model.hidden_size=256 model.moe_intermediate_size=128",
+    "skipped_steps": "train.spike_factor=0.01 train.spike_window=4 train.steps=8 checkpoint.every=8 optim.lr=1e-2",
+    "compiled_zipf": "moe.gate=zipf mesh.pp=1 mesh.ep=4",
+}
+
+
+def run(name: str, folder: Path) -> dict[str, object]:
+    """Train one case in ``folder``: its records and the hash of each tensor of its checkpoint."""
+    words = [*SIZES.split(), *CASES[name].split(), f"run_dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "automoe.train", *words],
+        cwd=HERE,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        return {"error": "\n".join(done.stdout.strip().splitlines()[-5:])}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [{key: line[key] for key in KEPT if key in line} for line in lines]
+    [step] = (folder / "checkpoints").glob("step-*")
+    return {"records": records, "tensors": hash_tensors(step)}
+
+
+def hash_tensors(step: Path) -> dict[str, str]:
+    """SHA-256 of each tensor of a checkpoint by its name, whatever mesh wrote it."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, object] = {}
+    [folder] = {path.parent for path in step.rglob(".metadata")}
+    _load_state_dict(state, FileSystemReader(folder), _EmptyStateDictLoadPlanner(), no_dist=True)
+    hashes: dict[str, str] = {}
+
+    def visit(path: str, value: object) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                visit(f"{path}.{key}" if path else str(key), inner)
+        elif isinstance(value, torch.Tensor) and not path.startswith("rng"):
+            data = value.contiguous().view(torch.uint8) if value.dim() else value.view(1).view(torch.uint8)
+            hashes[path] = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+
+    visit("", state)
+    return hashes
+
+
+def differences(before: dict, after: dict) -> list[str]:
+    """What is not the same of two runs of one case, a line each."""
+    if "error" in before or "error" in after:
+        return [f"{side}: {run['error']}" for side, run in (("before", before), ("after", after)) if "error" in run]
+    found = []
+    for step, (old, new) in enumerate(zip(before["records"], after["records"], strict=True), start=1):
+        found += [f"step {step} {k}: {old.get(k)} -> {new.get(k)}" for k in old | new if old.get(k) != new.get(k)]
+    old, new = before["tensors"], after["tensors"]
+    found += [f"{name}: {old.get(name)} -> {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+    return found
+
+
+def main() -> int:
+    """0: recorded without an error, or equal to what was recorded."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--keep", type=Path, help="compare: write what was compared to this file")
+    args = parser.parse_args()
+    sys.path.insert(0, str(HERE))
+    from benchmarks import provenance
+
+    expected = json.loads(args.file.read_text()) if args.action == "compare" else None
+    results, wrong = {}, 0
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as scratch:
+            results[name] = run(name, Path(scratch) / "run")
+        found = differences(expected["cases"][name], results[name]) if expected else []
+        if "error" in results[name]:
+            found = found or [str(results[name]["error"])]
+        wrong += bool(found)
+        print(f"{name}: {'DIFFERENT' if found else 'ok'}", flush=True)
+        for line in found[:5]:
+            print(f"    {line}", flush=True)
+    content = {
+        "provenance": {"commit": provenance.commit("../automoe"), "cpu": provenance.cpu_model()},
+        "sizes": SIZES,
+        "commands": CASES,
+        "cases": results,
+    }
+    if args.action == "record":
+        args.file.write_text(json.dumps(content, indent=1) + "\n")
+    elif args.keep:
+        args.keep.write_text(
+            json.dumps({"provenance": [expected["provenance"], content["provenance"]], "different": wrong,
+                        "sizes": SIZES, "commands": CASES,
+                        "losses": {n: [r["loss"] for r in c.get("records", [])] for n, c in results.items()},
+                        "grad_norms": {n: [r["grad_norm"] for r in c.get("records", [])] for n, c in results.items()},
+                        "num_tensors": {n: len(c.get("tensors", [])) for n, c in results.items()}}, indent=1) + "\n"
+        )  # fmt: skip
+    print(f"{len(results) - wrong} of {len(results)} without a difference or an error")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

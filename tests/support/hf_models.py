@@ -1,0 +1,315 @@
+"""Small random models of every family, made by ``transformers``: what adapters are compared with."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automoe.config.schema import ModelConfig
+from automoe.hf.families.registry import family_of
+from automoe.hf.keys import hf_pieces
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+_MLA: dict[str, Any] = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+_MIXTRAL: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_QWEN2: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+_GLM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 0,
+}
+_DENSE: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 48}
+_GPT_OSS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "intermediate_size": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_theta": 150000.0,
+}
+_QWEN3_NEXT: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    # A row's first token reads beta (q.k) v from the state: where q and k are almost orthogonal, less would
+    # let the norm behind it blow rounding up.
+    "rms_norm_eps": 1e-3,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name -> (model_type, keys of config.json besides the sizes above)
+SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dsv3": ("deepseek_v3", _MLA),
+    "dsv3_groups_yarn": (
+        "deepseek_v3",
+        _MLA
+        | {"q_lora_rank": None, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+        | {"rope_theta": 50000.0, "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "dsv3_odd": (
+        "deepseek_v3",
+        _MLA
+        | {"vocab_size": 101, "kv_lora_rank": 18, "intermediate_size": 37, "n_routed_experts": 6}
+        | {"moe_intermediate_size": 20, "rms_norm_eps": 1e-5, "rope_interleave": False}
+        | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "norm_topk_prob": False},
+    ),
+    "qwen3_moe": ("qwen3_moe", _QWEN),
+    "qwen3_moe_tied": (
+        "qwen3_moe",
+        _QWEN | {"tie_word_embeddings": True, "norm_topk_prob": False, "vocab_size": 101},
+    ),
+    "qwen3_moe_yarn": (
+        "qwen3_moe",
+        _QWEN
+        | {"rope_scaling": _YARN, "num_key_value_heads": 1}
+        # Top-1 without renormalisation: with it, the router would have no gradient to compare.
+        | {"num_experts_per_tok": 1, "norm_topk_prob": False}
+        # A dense first layer, one expert more than any power of two.
+        | {"mlp_only_layers": [0], "num_experts": 9, "head_dim": 8},
+    ),
+    "mixtral": ("mixtral", _MIXTRAL),
+    "mixtral_odd": (
+        "mixtral",
+        _MIXTRAL | {"vocab_size": 97, "intermediate_size": 36, "num_local_experts": 5, "hidden_size": 40},
+    ),
+    "mixtral_tied": (
+        "mixtral",
+        _MIXTRAL
+        | {"head_dim": 12, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 3}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
+    ),
+    # As Kimi-K2: one group, YaRN from one rotation on, a large factor on the routed experts; one of them a token.
+    "kimi": (
+        "deepseek_v3",
+        _MLA
+        | {"q_lora_rank": 12, "n_routed_experts": 12, "num_experts_per_tok": 1, "norm_topk_prob": False}
+        | {"rope_theta": 50000.0, "routed_scaling_factor": 2.827, "num_attention_heads": 2}
+        | {"rope_scaling": _YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "qwen2_moe": ("qwen2_moe", _QWEN2),
+    "qwen2_moe_odd": (
+        "qwen2_moe",
+        _QWEN2
+        | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 1, "num_experts": 5}
+        | {"intermediate_size": 37, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
+        | {"mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe_yarn": ("qwen2_moe", _QWEN2 | {"rope_scaling": _YARN, "qkv_bias": False, "num_experts": 4}),
+    "glm4_moe": ("glm4_moe", _GLM),
+    "glm4_moe_odd": (
+        "glm4_moe",
+        _GLM
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 20, "n_routed_experts": 6}
+        | {"intermediate_size": 37, "moe_intermediate_size": 20, "n_shared_experts": 2}
+        # What keys share cancels in a softmax but for the rotation: slow or few dims would leave the gradient
+        # of their bias to rounding.
+        | {
+            "first_k_dense_replace": 2,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 0.3,
+            "rope_theta": 50.0,
+        },
+    ),
+    "glm4_moe_groups": (
+        "glm4_moe",
+        _GLM
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "norm_topk_prob": False}
+        | {"attention_bias": False, "first_k_dense_replace": 0, "rope_scaling": _YARN},
+    ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS | {"rope_scaling": _YARN | {"truncate": False}}),
+    # Every third layer is full; a limit that some gates and ups exceed.
+    "gpt_oss_odd": (
+        "gpt_oss",
+        _GPT_OSS
+        | {
+            "vocab_size": 101,
+            "hidden_size": 40,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+        }
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.8, "swiglu_alpha": 1.3}
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
+        | {"rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": True},
+    ),
+    "gpt_oss_full": (
+        "gpt_oss",
+        _GPT_OSS
+        | {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 20, "num_hidden_layers": 2}
+        | {"layer_types": ["full_attention"] * 2, "attention_bias": False}
+        | {"rope_scaling": _YARN | {"truncate": False, "factor": 32.0}, "rope_theta": 50.0},
+    ),
+    "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3_next_odd": (
+        "qwen3_next",
+        _QWEN3_NEXT
+        | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 1, "num_experts": 5, "head_dim": 20}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 13}
+        | {"linear_value_head_dim": 7, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2}
+        | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 24}
+        | {"mlp_only_layers": [0], "intermediate_size": 37}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.5}
+        | {"tie_word_embeddings": True, "norm_topk_prob": False},
+    ),
+    "qwen3_next_yarn": (
+        "qwen3_next",
+        _QWEN3_NEXT
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_hidden_layers": 3, "num_experts": 4}
+        | {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "rope_scaling": _YARN},
+    ),
+    "llama": ("llama", _DENSE | {"head_dim": 8}),
+    "llama_odd": (
+        "llama",
+        _DENSE
+        | {"vocab_size": 97, "intermediate_size": 37, "head_dim": 10, "num_key_value_heads": 1}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+        # A context so short that dims lie below, between and above the two bounds.
+        | {"rope_scaling": _LLAMA3},
+    ),
+    # As Llama 2 and before: a key/value head for every query head, and nothing said of head_dim.
+    "llama_plain": ("llama", {"intermediate_size": 44, "vocab_size": 99, "rms_norm_eps": 1e-6}),
+    "qwen3": ("qwen3", _DENSE),
+    "qwen3_tied": ("qwen3", _DENSE | {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 16}),
+    "qwen3_odd": (
+        "qwen3",
+        _DENSE | {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 27, "rope_scaling": _YARN},
+    ),
+}
+
+
+def small_hf_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, other_sizes: dict[str, Any] | None = None
+) -> Any:
+    """A transformers model of ``SMALL_MODELS`` with random weights, norms and selection biases."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, sizes = SMALL_MODELS[name]
+    sizes = sizes | (other_sizes or {})
+    config = AutoConfig.for_model(model_type, **deepcopy(_SIZES | sizes))  # it writes into nested dicts
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in model.modules():
+        if hasattr(module, "limit"):  # GPT-OSS: transformers before 5.19 does not read them
+            module.alpha = sizes.get("swiglu_alpha", module.alpha)
+            module.limit = sizes.get("swiglu_limit", module.limit)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if key.endswith(".bias"):
+                parameter.copy_(0.2 * noise)
+            elif key.endswith("norm.weight"):
+                parameter.add_(0.1 * noise)  # to one or, where norms are zero-centred, zero
+            elif key.endswith("A_log"):
+                # A state that remembers: read from one token alone, a head whose query and key are almost
+                # orthogonal is almost zero, and its norm would make rounding as large as the rest.
+                parameter.copy_(0.5 * noise - 3)
+            else:
+                # Large enough that experts differ and attention is not flat.
+                parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[-1] ** -0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+    return model.eval()
+
+
+def as_our_tensor(name: str, shape: torch.Size, theirs: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """Our tensor ``name`` of ``shape``, or its gradient, put together from transformers' tensors in memory."""
+    whole = torch.empty(shape)
+    for piece in hf_pieces(name, tuple(shape), family_of(config).keys.in_memory):
+        found = piece.overlap((0,) * len(shape), tuple(shape))
+        assert found is not None
+        source, target = found
+        whole[target] = piece.from_stored(theirs[piece.key][source])
+    return whole
+
+
+def save_small_hf(
+    name: str,
+    path: str | Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    other_sizes: dict[str, Any] | None = None,
+    **save_options: Any,
+) -> Any:
+    """Write ``small_hf_model`` as a checkpoint directory and return it."""
+    model = small_hf_model(name, seed, dtype, other_sizes)
+    model.save_pretrained(path, **save_options)
+    return model

@@ -1,0 +1,293 @@
+"""``automoe verify``: quiet about a right mesh, and precise about a wrong one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
+
+import pytest
+
+import automoe.parallel.fp8
+import automoe.parallel.parallelize
+import automoe.verify.run
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
+from automoe.config.validate import validate
+from automoe.parallel.fsdp import fsdp_modules
+from automoe.verify.pool import RankPool
+from automoe.verify.run import (
+    EXIT_DIFFERENT,
+    EXIT_FAILED,
+    EXIT_WRONG,
+    main,
+    make_runnable,
+    passes,
+    tolerances,
+    verify_pass,
+)
+from automoe.verify.trajectory import Trajectory, run_trajectory
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of a run of seconds: a tiny text, a tiny model, two ranks."""
+    text = tmp_path_factory.mktemp("verify") / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i} and so on\n" for i in range(400)))
+    return [
+        "data=text",
+        f"data.path={text}",
+        "model.num_layers=2",
+        "model.hidden_size=32",
+        "mesh.pp=1",
+        "mesh.ep=2",
+        "launch.num_ranks=2",
+        "train.seq_len=32",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=1",
+    ]
+
+
+def halved_expert_gradients(config: Any, batches: Any, steps: int, **rest: Any) -> Trajectory:
+    """A rank that divides the gradients of its experts by two."""
+
+    def apply(model, meshes, parallel, dtype, original=automoe.parallel.parallelize.apply_data_parallel):
+        original(model, meshes, parallel, dtype)
+        for module in fsdp_modules(model):
+            if hasattr(module, "w_down"):
+                module.set_gradient_divide_factor(2.0)
+
+    with patch.object(automoe.parallel.parallelize, "apply_data_parallel", apply):
+        return run_trajectory(config, batches, steps, **rest)
+
+
+def louder(config: Any, *rest: Any, **options: Any) -> Trajectory:
+    """A rank whose loss is five percent too high."""
+    seen = run_trajectory(config, *rest, **options)
+    seen.losses = [1.05 * loss for loss in seen.losses]
+    return seen
+
+
+def every_rank_raises(*_: Any, **__: Any) -> Trajectory:
+    raise RuntimeError("out of paper")
+
+
+def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]) -> None:
+    config, shape, cuts = make_runnable(compose_config(overrides=small))
+    assert shape.describe("moe") == "ep2" and cuts == []
+    exact, own = (verify_pass(each, shape, ranks) for each in passes(config))
+    assert (exact.dtype, exact.experts, exact.forced) == ("float64", "loop", False)
+    assert (own.dtype, own.experts, own.forced) == ("float32", "grouped_mm", True)
+    for result in (exact, own):
+        assert not result.different, str(result.different[0])
+        kinds = [c.kind for c in result.compared]
+        assert {"loss", "gradient norm", "gradient", "expert counts"} <= set(kinds)
+        assert kinds.count("gradient") > 20
+
+
+def test_a_dense_model_has_no_routing_to_force(ranks: RankPool, small: list[str]) -> None:
+    dense = [
+        "model=small_llama",
+        *small,
+        "model.first_k_dense=2",
+        "model.attention.num_heads=4",
+        "mesh.ep=1",
+        "mesh.tp=2",
+    ]
+    config, shape, cuts = make_runnable(compose_config(overrides=dense))
+    assert cuts == []
+    for each in passes(config):
+        result = verify_pass(each, shape, ranks)
+        assert not result.forced and not result.different
+        kinds = [c.kind for c in result.compared]
+        assert kinds.count("gradient") > 10
+        assert ("updated parameter" in kinds) == (each.train.dtype == "float64")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["float64", "float32"])
+def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: int) -> None:
+    config, shape, _ = make_runnable(compose_config(overrides=[*small, "mesh.ep=1"]))
+    result = verify_pass(passes(config)[number], shape, ranks, run=halved_expert_gradients)
+    first = result.different[0]
+    assert first.kind == "gradient" and first.name == "layers.1.mlp.experts.w_gate_up"
+    assert first.error == pytest.approx(0.5, rel=1e-4)
+    assert first.got == pytest.approx(first.expected / 2, rel=1e-2) and len(first.index) == 4
+    unnamed = [c for c in result.different if c.kind == "gradient" and "experts.w_" not in c.name]
+    assert not unnamed
+
+
+def ranks_alone(*args: Any, **options: Any) -> Trajectory:
+    """A rank whose 8-bit scales know its own numbers alone."""
+    with patch.object(automoe.parallel.fp8, "_max_over", lambda group: lambda largest: largest):
+        return run_trajectory(*args, **options)
+
+
+def test_eight_bits_are_held_to_one_rank_in_float64_and_loosened_below(ranks: RankPool, small: list[str]) -> None:
+    """Rows that meet in a micro-batch are the same in both runs, of which the mesh has two."""
+    eight = [*small, "train.fp8=tensorwise", "mesh.dp_shard=2"]
+    config, shape, _ = make_runnable(compose_config(overrides=eight))
+    exact, around, own = passes(config)
+    result = verify_pass(around, shape, ranks)
+    assert (result.dtype, result.fp8, result.experts) == ("float64", "tensorwise", "grouped_mm")
+    assert (result.tolerance, result.gradient_tolerance) == (1e-10, 1e-10) and not result.different
+    assert "updated parameter" in {c.kind for c in result.compared}
+    assert verify_pass(around, shape, ranks, run=ranks_alone).different
+    result = verify_pass(own, shape, ranks, run=louder)
+    assert [c.kind for c in result.different] == ["loss"]
+    assert result.different[0].error == pytest.approx(0.05, rel=1e-2)
+
+
+MLA, GQA = AttentionConfig(kind="mla"), AttentionConfig(num_heads=8, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    "fp8, dtype, attention, mesh, expected",
+    [
+        ("tensorwise", "float64", GQA, dict(cp=2, tp=2), (1e-10, 1e-10)),
+        ("delayed", "float64", MLA, dict(tp=4), (1e-10, 1e-10)),
+        ("blockwise", "float64", GQA, dict(tp=2), (1e-10, 1e-5)),
+        ("delayed", "float64", MLA, dict(cp=2), (1e-10, 0.25)),
+        ("tensorwise", "float64", GQA, dict(tp=4), (1e-10, 1e-10)),
+        ("tensorwise", "float32", GQA, dict(tp=2), (0.02, 0.25)),
+        ("tensorwise", "bfloat16", GQA, dict(tp=2), (5e-2, 0.5)),
+        ("off", "float64", MLA, dict(cp=2), (1e-10, 1e-10)),
+        ("off", "float32", MLA, dict(cp=2), (1e-5, 1e-5)),
+        ("off", "bfloat16", GQA, dict(tp=4), (5e-2, 5e-2)),
+    ],
+)
+def test_a_tolerance_is_what_the_mode_and_the_mesh_leave(
+    fp8: Any, dtype: Any, attention: AttentionConfig, mesh: dict[str, int], expected: tuple[float, float]
+) -> None:
+    model, train = ModelConfig(attention=attention), TrainConfig(fp8=fp8, dtype=dtype)
+    config = Config(mesh=MeshConfig(dp_shard=1, **mesh), model=model, train=train)
+    assert tolerances(config, resolve_mesh(config.mesh, None)) == expected
+
+
+def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small) == 0
+    out = capsys.readouterr().out
+    assert "EQUAL" in out and "float64" in out and "float32" in out and "proxy" not in out
+
+
+def test_the_command_names_the_first_difference(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automoe.verify, "verify_pass", partial(verify_pass, run=halved_expert_gradients))
+    assert main([*small, "mesh.ep=1", "train.dtype=float64", "moe.experts=loop"]) == EXIT_DIFFERENT
+    out = capsys.readouterr().out
+    assert "first difference step 0 gradient of layers.1.mlp.experts.w_gate_up: relative error 5.00e-01" in out
+    assert "DIFFERENT" in out and "EQUAL" not in out
+
+
+def test_ranks_that_raise_are_reported(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automoe.verify, "verify_pass", partial(verify_pass, run=every_rank_raises))
+    assert main(small) == EXIT_FAILED
+    assert "out of paper" in capsys.readouterr().err
+
+
+def test_a_large_configuration_is_verified_by_its_proxy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name", "mixtral_8x22b", "mesh.pp=1", "mesh.dp_shard=32"]) == 0
+    out = capsys.readouterr().out
+    assert "this is its proxy" in out and "mesh.dp_shard" in out
+    assert "bfloat16" in out and "EQUAL" in out
+
+
+def test_what_cannot_run_on_a_cpu_is_said() -> None:
+    overrides = ["parallel.context=ring", "data.document_mask=false", "launch.device=cuda", "mesh.cp=2"]
+    config, _, cuts = make_runnable(compose_config("qwen3_30b_a3b", [*overrides, "moe.dispatcher=deepep"]))
+    assert config.parallel.context == "gather" and config.moe.dispatcher == "alltoall"
+    assert ("parallel.context", "ring", "gather") in cuts
+    assert ("moe.dispatcher", "deepep", "alltoall") in cuts
+    config, _, cuts = make_runnable(
+        compose_config("qwen3_30b_a3b", ["launch.device=cuda", "kernels.attention=cudnn", "kernels.norm=te"])
+    )
+    assert ("kernels.norm", "te", "torch") in cuts
+    assert config.kernels.attention == "sdpa" and ("kernels.attention", "cudnn", "sdpa") in cuts
+
+
+CHOICES = [
+    (f"{section}.{name}", value)
+    for section, schema, names in (
+        ("kernels", KernelsConfig, [field.name for field in fields(KernelsConfig)]),
+        ("moe", MoEConfig, ["experts"]),
+    )
+    for name in names
+    for value in get_args(get_type_hints(schema)[name])
+]
+NEED_CUDA = {
+    ("kernels.attention", "cudnn"): "sdpa",
+    ("kernels.attention", "te"): "sdpa",
+    ("kernels.norm", "te"): "torch",
+    ("moe.experts", "te"): "grouped_mm",
+    ("moe.experts", "quack"): "grouped_mm",
+}
+NEED_AN_INTERPRETER = {("kernels.rope", "triton"): "torch", ("moe.experts", "triton"): "grouped_mm"}
+
+
+@pytest.fixture(scope="module")
+def for_cuda() -> Config:
+    """A configuration for GPUs that every kernel can serve there."""
+    return compose_config(
+        "qwen3_30b_a3b", ["launch.device=cuda", "data.document_mask=false", "mesh.cp=1", "mesh.dp_shard=16"]
+    )
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "not interpreted"])
+@pytest.mark.parametrize("key, value", CHOICES)
+def test_whatever_a_kernel_is_both_passes_run_here_or_it_is_said(
+    key: str, value: str, interpreted: bool, for_cuda: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    section, name = key.split(".")
+    changed: Any = replace(getattr(for_cuda, section), **{name: value})
+    config, _, cuts = make_runnable(replace(for_cuda, **{section: changed}))
+    instead = NEED_CUDA if interpreted else NEED_CUDA | NEED_AN_INTERPRETER
+    said = [cut for cut in cuts if cut[0].startswith("kernels.") or cut[0] == "moe.experts"]
+    assert said == [(key, value, instead[key, value])] if (key, value) in instead else said == []
+    exact, own = passes(config)
+    assert (exact.train.dtype, own.train.dtype) == ("float64", "bfloat16")
+    for each in (exact, own):
+        validate(each, None, "cpu")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["mesh.ep=3", "launch.num_ranks=4"],
+        ["--config-name", "nothing"],
+        ["-m"],
+        ["moe.capacity_factor=1.25"],
+        ["moe.micro_batch_balance_coef=0.01"],
+    ],
+    ids=str,
+)
+def test_a_wrong_configuration_is_an_error_of_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == EXIT_WRONG
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_help_and_config_errors_do_without_torch() -> None:
+    code = (
+        "import sys; from automoe.verify.run import main; "
+        "assert main(['--help']) == 0; assert main(['mesh.ep=3', 'launch.num_ranks=4']) == 2; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert "--proxy" in done.stdout
