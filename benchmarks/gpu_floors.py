@@ -31,7 +31,7 @@ from automoe.kernels.blocks import HOPPER
 from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import Rows, WholeRows
+from automoe.moe.tokens import Tokens
 from tests.support.conf_models import conf_model
 
 META = torch.device("meta")
@@ -170,7 +170,7 @@ def saved_bytes(model: ModelConfig, experts: str, rows: int = 2, seq_len: int = 
         return tensor
 
     with traffic(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, Rows(index, index, None, index[0, 0], WholeRows(), row_ids=index, not_padding=index >= 0))
+        layer(x, Tokens(index, index, None, index[0, 0], row_ids=index, not_padding=index >= 0))
     return sum(storage.nbytes() for at, storage in kept.items() if at not in weights) / (rows * seq_len)
 
 

@@ -19,7 +19,7 @@ from automoe.config.schema import MeshConfig, ModelConfig, MoEConfig
 from automoe.model.init import initialize
 from automoe.moe.dispatch.measure import HostSyncs, StageTimer
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import Rows, WholeRows
+from automoe.moe.tokens import Tokens
 from automoe.parallel.expert import apply_expert_parallel
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder
@@ -91,7 +91,7 @@ class Contender:
         self.x = x.requires_grad_()
         index = torch.arange(size.tokens, device=device).unsqueeze(0)
         count = torch.tensor(RANKS * size.tokens, device=device)
-        self.rows = Rows(index, index, None, count, WholeRows())
+        self.rows = Tokens(index, index, None, count)
         self.y = x
 
     def forward(self) -> None:

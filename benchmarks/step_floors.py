@@ -25,7 +25,8 @@ from train_step import cases
 from automoe.config.schema import Config
 from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params, layer_params
-from automoe.moe.tokens import TokenSplit
+from automoe.moe.communicators import Communicator
+from automoe.moe.tokens import TokenCounts
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.parallelize import build_decoder
 
@@ -88,7 +89,7 @@ def _compiled_chunk(
     weight: torch.Tensor,
     _labels: torch.Tensor,
     _first_id: int,
-    _split: TokenSplit,
+    _vocab: Communicator,
     _wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The passes over the logits of a chunk of the loss that ``train.compile`` leaves: maximum, sum, gradient."""
@@ -107,7 +108,7 @@ def elementwise_bytes(config: Config) -> int:
         part.chunk_loss = _compiled_chunk
     part.attend = lambda q, k, v, _mask, _scale, _sinks=None: _Scores.apply(q, k, v)
     index = torch.empty(train.micro_batch_size, train.seq_len, dtype=torch.int64, device=META)
-    counts = torch.empty(train.micro_batch_size, 2, dtype=torch.int64, device=META)
+    counts = TokenCounts(*torch.empty(2, dtype=torch.int64, device=META))
     beside = dict(positions=index, index=index, row_ids=index, not_padding=index >= 0)
     with fake_world(0, 1), traffic(Elementwise) as counter:
         part(index, labels=index, token_counts=counts, **beside).sum().backward()

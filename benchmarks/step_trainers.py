@@ -28,6 +28,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.gates import gate_choices
 from automoe.moe.router import expert_weights, score_experts
+from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import build_optimizer
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.fsdp import apply_data_parallel
@@ -290,9 +291,9 @@ class TransformersPart(nn.Module):
         return iter(())  # none that counts its load
 
     def forward(
-        self, tokens: torch.Tensor, *, labels: torch.Tensor, token_counts: torch.Tensor, **_beside: Any
+        self, tokens: torch.Tensor, *, labels: torch.Tensor, token_counts: TokenCounts, **_beside: Any
     ) -> torch.Tensor:
-        out = self.model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=token_counts[0, 0])
+        out = self.model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=token_counts.trained)
         return torch.stack([out.loss])
 
 

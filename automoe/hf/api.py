@@ -19,7 +19,7 @@ from automoe.hf.writer import Written, export_model
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_decoder, parallelize
+from automoe.parallel.parallelize import build_communicators, build_decoder, parallelize
 
 _NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -76,8 +76,9 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
     on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
     on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
     check_model(on_mesh, shape)
-    model = build_decoder(config, moe, torch.float32 if dtype == torch.bfloat16 else dtype)
     meshes = build_meshes(shape, device)
+    stored = torch.float32 if dtype == torch.bfloat16 else dtype
+    model = build_decoder(config, moe, stored, comms=build_communicators(meshes, on_mesh.parallel))
     parallelize(model, meshes, on_mesh)
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))

@@ -17,7 +17,8 @@ from automoe.model.attention_kernels import HALF, check_cudnn, only_kernels, pre
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope, rotary_cos_sin, rotary_dim, softmax_scale
-from automoe.moe.tokens import RowExchange, Rows, TokenSplit, WholeTokens
+from automoe.moe.communicators import SINGLE_RANK, Communicator
+from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
 LATENT_NORM_EPS = 1e-6
@@ -35,7 +36,8 @@ class AttentionContext:
     def __init__(
         self,
         config: ModelConfig,
-        rows: Rows,
+        tokens: Tokens,
+        keys: Communicator,
         dtype: torch.dtype,
         attend: AttentionFn,
         always_masked: bool = False,
@@ -44,14 +46,14 @@ class AttentionContext:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
         self.rope = rope or Rope()
-        self.cos, self.sin = rotary_cos_sin(config.rope, dim, rows.positions, self.rope.angle_dtype or dtype)
+        self.cos, self.sin = rotary_cos_sin(config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype)
         self.interleaved = config.rope.interleaved
-        self.exchange: RowExchange = rows.exchange
-        self.mask = attention_mask(rows, always=always_masked)
+        self.keys = keys
+        self.mask = attention_mask(tokens, keys, always=always_masked)
         self.window = attention.sliding_window
-        self.window_mask = attention_mask(rows, self.window, always_masked) if self.window else None
+        self.window_mask = attention_mask(tokens, keys, self.window, always_masked) if self.window else None
         self._attend = attend
-        if rows.positions.device.type == "cuda":
+        if tokens.positions.device.type == "cuda":
             prepare_cuda()
 
     def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
@@ -70,14 +72,16 @@ class AttentionContext:
         return self._attend(q, k, v, self.window_mask if window else self.mask, scale, sinks)
 
 
-def attention_mask(rows: Rows, window: int = 0, always: bool = False) -> torch.Tensor | None:
+def attention_mask(
+    tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
+) -> torch.Tensor | None:
     """[B, 1, S, R] True where a query may look, or None where plain causality says it all.
 
     With ``window`` no further back than that many positions of the row, its own included. With ``always`` rows
     with document ids get a mask whatever the ids are: compiled code is made for one case.
     """
-    whole = rows.exchange.whole
-    doc_ids = rows.doc_ids
+    whole = keys.num_ranks == 1
+    doc_ids = tokens.doc_ids
     if doc_ids is not None and doc_ids.device.type == "cpu" and whole and not always:
         # One document a row is the common case and lets SDPA take its causal kernel. Only asked on
         # the CPU: on a GPU the answer would cost a host sync. With a context axis this rank sees a
@@ -85,12 +89,12 @@ def attention_mask(rows: Rows, window: int = 0, always: bool = False) -> torch.T
         doc_ids = None if bool((doc_ids == doc_ids[:, :1]).all()) else doc_ids
     if doc_ids is None and whole and not window:
         return None
-    key_index = rows.exchange.gather(rows.index)
-    allowed = key_index[:, None, :] <= rows.index[:, :, None]
+    key_index = keys.all_gather(tokens.index)
+    allowed = key_index[:, None, :] <= tokens.index[:, :, None]
     if window:
-        allowed = allowed & (key_index[:, None, :] > rows.index[:, :, None] - window)
+        allowed = allowed & (key_index[:, None, :] > tokens.index[:, :, None] - window)
     if doc_ids is not None:
-        allowed = allowed & (rows.exchange.gather(doc_ids)[:, None, :] == doc_ids[:, :, None])
+        allowed = allowed & (keys.all_gather(doc_ids)[:, None, :] == doc_ids[:, :, None])
     return allowed[:, None]
 
 
@@ -159,7 +163,7 @@ class GroupedQueryAttention(nn.Module):
     2508.10925, section 2.3).
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, sequence: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
         self.head_dim = attention.head_dim
@@ -175,13 +179,13 @@ class GroupedQueryAttention(nn.Module):
         norm = partial(RMSNorm, self.head_dim, config.norm_eps, config.zero_centered_norms)
         self.q_norm = norm() if attention.qk_norm else nn.Identity()
         self.k_norm = norm() if attention.qk_norm else nn.Identity()
-        self.split: TokenSplit = WholeTokens()
+        self.sequence = sequence
         self.attend = AttentionContext.attend
         self.scale = softmax_scale(config.rope, self.head_dim)
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        x = self.split.gather(x)
+        x = self.sequence.all_gather(x)
         heads = (*x.shape[:2], -1, self.head_dim)
         q, gate = self.q_proj(x), None
         if self.output_gate:
@@ -189,17 +193,17 @@ class GroupedQueryAttention(nn.Module):
         q = context.rotate(self.q_norm(q.reshape(heads)))
         k = context.rotate(self.k_norm(self.k_proj(x).view(heads)))
         v = self.v_proj(x).view(heads)
-        k, v = context.exchange.gather(k), context.exchange.gather(v)
+        k, v = context.keys.all_gather(k), context.keys.all_gather(v)
         sinks = None if self.sinks is None else local_part(self.sinks)
         out = self.attend(context, q, k, v, self.scale, self.window, sinks)
         out = out if gate is None else out * gate.sigmoid()
-        return self.o_proj.summed(out.flatten(2), self.split)
+        return self.o_proj.summed(out.flatten(2), self.sequence)
 
 
 class LatentAttention(nn.Module):
     """MLA: keys and values are expanded from one latent of kv_lora_rank numbers a token."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sequence: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
         self.num_heads = attention.num_heads
@@ -217,7 +221,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
-        self.split: TokenSplit = WholeTokens()
+        self.sequence = sequence
         self.attend = AttentionContext.attend
         self.scale = softmax_scale(config.rope, qk_dim)
 
@@ -226,17 +230,17 @@ class LatentAttention(nn.Module):
         # Between blocks a rank of the tp axis holds a part of the tokens. Latents are made of that part
         # and gathered, being narrower than x; the projections up from them are cut by heads.
         query = x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
-        query = self.split.gather(query)
+        query = self.sequence.all_gather(query)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        latent = self.split.gather(self.kv_a_layernorm(latent))
-        k_rope = context.rotate(self.split.gather(k_rope).unsqueeze(2)).squeeze(2)
-        if not context.exchange.whole:
+        latent = self.sequence.all_gather(self.kv_a_layernorm(latent))
+        k_rope = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
+        if context.keys.num_ranks > 1:
             # What other ranks need of this row is the latent, not the K and V it expands to: 576 numbers
             # a token in DeepSeek-V3 instead of 40,960.
-            gathered = context.exchange.gather(torch.cat((latent, k_rope), dim=-1))
+            gathered = context.keys.all_gather(torch.cat((latent, k_rope), dim=-1))
             latent, k_rope = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         q, k, v = self.project_up(query, latent, k_rope, context)
-        return self.split.reduce(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
+        return self.sequence.reduce_scatter(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
 
     def project_up(
         self, query: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, context: AttentionContext
@@ -266,6 +270,8 @@ def attention_fn(kernel: str) -> AttentionFn:
     return partial(attend, kernel=kernel)
 
 
-def build_attention(config: ModelConfig, layer: int) -> nn.Module:
+def build_attention(config: ModelConfig, layer: int, sequence: Communicator) -> nn.Module:
     """The attention that ``config.attention.kind`` names, as layer number ``layer`` has it."""
-    return LatentAttention(config) if config.attention.kind == "mla" else GroupedQueryAttention(config, layer)
+    if config.attention.kind == "mla":
+        return LatentAttention(config, sequence)
+    return GroupedQueryAttention(config, layer, sequence)

@@ -10,39 +10,40 @@ from automoe.model.attention import AttentionContext, build_attention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
 from automoe.model.norm import RMSNorm
+from automoe.moe.communicators import Communicators
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import Rows
+from automoe.moe.tokens import Tokens
 
 
 class Block(nn.Module):
     """Pre-norm decoder layer ``layer``; dense below ``first_k_dense``, MoE from there on."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, comms: Communicators) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.input_layernorm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
-            self.linear_attn = GatedDeltaNet(config)
+            self.linear_attn = GatedDeltaNet(config, comms.sequence)
         else:
-            self.self_attn = build_attention(config, layer)
+            self.self_attn = build_attention(config, layer, comms.sequence)
         self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms)
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size)
+            self.mlp = MLP(hidden, config.intermediate_size, sequence=comms.sequence)
         else:
             width = config.num_shared_experts * config.moe_intermediate_size
-            shared = MLP(hidden, width, config.shared_expert_gate) if width else None
-            self.mlp = MoE(config, moe, layer - config.first_k_dense, shared)
+            shared = MLP(hidden, width, config.shared_expert_gate, comms.sequence) if width else None
+            self.mlp = MoE(config, moe, layer - config.first_k_dense, shared, comms)
 
     @property
     def attention(self) -> nn.Module:
         """What mixes positions, by whichever name it has."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, x: torch.Tensor, context: AttentionContext, rows: Rows) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]; ``rows`` are those of x, ``context`` belongs to the whole attention."""
+    def forward(self, x: torch.Tensor, context: AttentionContext, tokens: Tokens) -> torch.Tensor:
+        """x [B, S, H] -> [B, S, H]; ``tokens`` are those of x, ``context`` belongs to the whole attention."""
         x, h = self.mix(x, context)
-        return x + (self.mlp(h, rows) if isinstance(self.mlp, MoE) else self.mlp(h))
+        return x + (self.mlp(h, tokens) if isinstance(self.mlp, MoE) else self.mlp(h))
 
     def mix(self, x: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, S, H] -> x with attention's output added, and its norm, which the feed-forward takes."""

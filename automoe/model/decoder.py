@@ -14,8 +14,9 @@ from automoe.model.linear import Embedding, Linear, local_part
 from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
+from automoe.moe.communicators import Communicators
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import BatchSum, RowExchange, Rows, TokenSplit, WholeBatch, WholeRows, WholeTokens
+from automoe.moe.tokens import TokenCounts, Tokens
 
 
 class Decoder(nn.Module):
@@ -28,6 +29,7 @@ class Decoder(nn.Module):
         layers: which of the model's layers this part holds; None means all.
         embeds: holds the token embedding.
         predicts: holds the final norm and the vocabulary head.
+        comms: the groups of ranks that share its rows and weights; default: one rank.
     """
 
     def __init__(
@@ -37,20 +39,18 @@ class Decoder(nn.Module):
         layers: range | None = None,
         embeds: bool = True,
         predicts: bool = True,
+        comms: Communicators | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.comms = config, comms or Communicators()
         self.embeds, self.predicts = embeds, predicts
         layers = range(config.num_layers) if layers is None else layers
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_embeddings
         self.embed_tokens = Embedding(vocab, hidden) if embeds or (predicts and tied) else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer, self.comms) for layer in layers})
         self.norm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
-        self.exchange: RowExchange = WholeRows()
-        self.split: TokenSplit = WholeTokens()
-        self.batch_sum: BatchSum = WholeBatch()
         self.first_id = 0  # token id of the first row of embedding and head that this rank holds
         self.attend: AttentionFn = attend
         self.rope = Rope()
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         index: torch.Tensor | None = None,
         doc_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        token_counts: torch.Tensor | None = None,
+        token_counts: TokenCounts | None = None,
         forced_ids: torch.Tensor | None = None,
         row_ids: torch.Tensor | None = None,
         not_padding: torch.Tensor | None = None,
@@ -84,8 +84,7 @@ class Decoder(nn.Module):
             index: [B, S] index within the row; default: 0 ... S-1.
             doc_ids: [B, S] document within the row, -1 for padding; default: one document.
             labels: [B, S] next tokens, ``IGNORE`` where none is trained.
-            token_counts: [B, 2] int64, the same in every row: trained and non-padding tokens of the
-                global batch, which the losses are divided by. Default: this micro-batch's own.
+            token_counts: of the global batch, which the losses are divided by. Default: this micro-batch's own.
             forced_ids: [B, S, moe layers, 2, K] routing to repeat.
             row_ids: [B, S] number of the row in the training stream; default: the index within x.
             not_padding: [B, S] bool; default: where doc_ids are not -1.
@@ -101,28 +100,21 @@ class Decoder(nn.Module):
             token_counts = self._own_counts(index, doc_ids, labels)
         if row_ids is None:
             row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
-        rows = Rows(
-            positions,
-            index,
-            doc_ids,
-            token_counts[0, 1],
-            self.exchange,
-            forced_ids,
-            row_ids,
-            self.batch_sum,
-            not_padding,
-        )
+        tokens = Tokens(positions, index, doc_ids, token_counts.non_padding, forced_ids, row_ids, not_padding)
+        sequence = self.comms.sequence
         if self.embeds:
             assert self.embed_tokens is not None
-            x = self.split.reduce(self.embed_tokens(x))
-        context = AttentionContext(self.config, rows, x.dtype, self.attend, self.always_masked, self.rope)
-        own_rows = rows.part(self.split)
+            x = sequence.reduce_scatter(self.embed_tokens(x))
+        context = AttentionContext(
+            self.config, tokens, self.comms.keys, x.dtype, self.attend, self.always_masked, self.rope
+        )
+        own_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
-            x = block(x, context, own_rows)
+            x = block(x, context, own_tokens)
         if not self.predicts:
             return x
         assert self.norm is not None
-        x = self.split.gather(self.norm(x))
+        x = sequence.all_gather(self.norm(x))
         if labels is None:
             return nn.functional.linear(x, local_part(self.head_weight))
         loss = cross_entropy_sum(
@@ -130,12 +122,12 @@ class Decoder(nn.Module):
             local_part(self.head_weight),
             labels.flatten(),
             self.first_id,
-            self.split,
+            sequence,
             self.chunk_loss,
         )
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
-        return torch.stack([loss / token_counts[0, 0].clamp_min(1)])
+        return torch.stack([loss / token_counts.trained.clamp_min(1)])
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -145,7 +137,7 @@ class Decoder(nn.Module):
         return head.weight
 
     @staticmethod
-    def _own_counts(index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
+    def _own_counts(index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None) -> TokenCounts:
         trained = torch.zeros((), dtype=torch.int64, device=index.device) if labels is None else (labels >= 0).sum()
         valid = torch.tensor(index.numel(), device=index.device) if doc_ids is None else (doc_ids >= 0).sum()
-        return torch.stack((trained, valid)).expand(index.shape[0], 2)
+        return TokenCounts(trained, valid)

@@ -19,7 +19,7 @@ from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.linear import Linear, local_part
 from automoe.model.norm import RMSNorm
-from automoe.moe.tokens import TokenSplit, WholeTokens
+from automoe.moe.communicators import SINGLE_RANK, Communicator
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # under the root of a squared length
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sequence: Communicator = SINGLE_RANK) -> None:
         super().__init__()
         a, hidden = config.attention, config.hidden_size
         self.key_heads, self.value_heads = a.linear_num_key_heads, a.linear_num_value_heads
@@ -136,13 +136,13 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
         self.first_key_head = 0  # of those that this rank has some of
-        self.split: TokenSplit = WholeTokens()
+        self.sequence = sequence
         self.attend = gated_delta_rule
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]; a state runs through the row, whatever documents are in it."""
-        assert context.exchange.whole and context.mask is None, "a recurrent layer sees one whole document a row"
-        x = self.split.gather(x)
+        assert context.keys.num_ranks == 1 and context.mask is None, "a recurrent layer sees one whole document a row"
+        x = self.sequence.all_gather(x)
         width = self.repeats * self.value_dim
         by_head = self.in_proj_qkvz(x).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))
         q, k, v, z = by_head.split((self.key_dim, self.key_dim, width, width), dim=-1)
@@ -162,7 +162,7 @@ class GatedDeltaNet(nn.Module):
         )
         gate = z.reshape(out.shape).to(wide)
         out = (self.norm(out).to(wide) * F.silu(gate)).to(x.dtype)
-        return self.out_proj.summed(out.flatten(2), self.split)
+        return self.out_proj.summed(out.flatten(2), self.sequence)
 
     def _conv_weight(self, heads: int) -> torch.Tensor:
         """[channels of ``heads`` key heads, 1, W]: all of it, or where tp cuts heads, this rank's three pieces."""

@@ -1,7 +1,7 @@
 """Matrix products and lookups that work on whatever part of the weight this rank holds.
 
 Under tensor parallelism a weight is a DTensor, and what a rank multiplies by is its own slice; who gathers
-the tokens before and adds up the results after is the ``TokenSplit`` that a module is handed.
+the tokens before and adds up the results after is the ``Communicator`` that a module is given.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automoe.moe.tokens import TokenSplit
+from automoe.moe.communicators import Communicator
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,9 +45,9 @@ class Linear(nn.Module):
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         return self.product(x, weight, bias)
 
-    def summed(self, x: torch.Tensor, split: TokenSplit) -> torch.Tensor:
+    def summed(self, x: torch.Tensor, sequence: Communicator) -> torch.Tensor:
         """The product of ranks that each have some input features: their terms summed, then the bias, once."""
-        out = split.reduce(self.product(x, local_part(self.weight)))
+        out = sequence.reduce_scatter(self.product(x, local_part(self.weight)))
         return out if self.bias is None else out + local_part(self.bias)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 import torch
 
 from automoe.config.schema import chunk_tokens
-from automoe.moe.tokens import IGNORE, TokenSplit, WholeTokens
+from automoe.moe.communicators import SINGLE_RANK, Communicator
+from automoe.moe.tokens import IGNORE
 
-# x [t, H] of one chunk, weight, labels [t], first_id and split of ``cross_entropy_sum``, whether a gradient is
+# x [t, H] of one chunk, weight, labels [t], first_id and vocab of ``cross_entropy_sum``, whether a gradient is
 # wanted -> the sum of the chunk's losses, and its gradient by the logits [t, V] in the dtype of x
 ChunkLoss = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int, TokenSplit, bool],
+    [torch.Tensor, torch.Tensor, torch.Tensor, int, Communicator, bool],
     tuple[torch.Tensor, torch.Tensor | None],
 ]
 
@@ -25,7 +26,7 @@ def chunk_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     first_id: int,
-    split: TokenSplit,
+    vocab: Communicator,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A ``ChunkLoss``, operation by operation."""
@@ -36,11 +37,11 @@ def chunk_loss(
     target = target.clamp(0, weight.shape[0] - 1)
     logits = x @ weight.T
     wide = torch.promote_types(x.dtype, torch.float32)
-    largest = split.max(logits.amax(-1, keepdim=True).to(wide))
-    of_target = split.sum(logits.gather(1, target).to(wide) * here)
+    largest = vocab.all_reduce_max(logits.amax(-1, keepdim=True).to(wide))
+    of_target = vocab.all_reduce(logits.gather(1, target).to(wide) * here)
     # Softmax but for its divisor. Passes over memory are what counts: widened by the subtraction, narrowed by the product.
     grad = (logits.sub_(largest) if logits.dtype == wide else logits - largest).exp_()
-    divisor = split.sum(grad.sum(-1, keepdim=True))
+    divisor = vocab.all_reduce(grad.sum(-1, keepdim=True))
     loss = ((divisor.log() + largest - of_target) * trained).sum()
     if not wanted:
         return loss, None
@@ -60,7 +61,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         first_id: int,
-        split: TokenSplit,
+        vocab: Communicator,
         of_chunk: ChunkLoss,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -72,7 +73,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         step = chunk_tokens(*x.shape)
         for start in range(0, x.shape[0], step):
             chunk, chunk_labels = x[start : start + step], labels[start : start + step]
-            loss, grad = of_chunk(chunk, weight, chunk_labels, first_id, split, needs_x or needs_weight)
+            loss, grad = of_chunk(chunk, weight, chunk_labels, first_id, vocab, needs_x or needs_weight)
             total += loss
             if grad is None:
                 continue
@@ -103,7 +104,7 @@ def cross_entropy_sum(
     weight: torch.Tensor,
     labels: torch.Tensor,
     first_id: int = 0,
-    split: TokenSplit | None = None,
+    vocab: Communicator = SINGLE_RANK,
     of_chunk: ChunkLoss = chunk_loss,
 ) -> torch.Tensor:
     """Sum over trained tokens of -log softmax(x @ weight.T)[label].
@@ -113,11 +114,10 @@ def cross_entropy_sum(
         weight: [V, H] vocabulary head, or this rank's rows of it.
         labels: [T] int64; ``IGNORE`` marks positions that are not trained.
         first_id: token id of the weight's first row.
-        split: the ranks that hold the other rows, all with the same x and labels; None: there are none.
-            Every one of them returns the whole loss; their gradients of x are terms of a sum.
+        vocab: the ranks that hold the other rows, all with the same x and labels. Every one of them returns the whole loss; their gradients of x are terms of a sum.
         of_chunk: what computes a chunk, compiled perhaps.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, first_id, split or WholeTokens(), of_chunk)
+    return _ChunkedCrossEntropy.apply(x, weight, labels, first_id, vocab, of_chunk)

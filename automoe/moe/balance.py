@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from automoe.moe.communicators import Communicators
 from automoe.moe.decisions import recomputing
-from automoe.moe.tokens import Rows
+from automoe.moe.tokens import Tokens
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -43,7 +44,9 @@ def count_choices(ids: torch.Tensor, valid: torch.Tensor, num_experts: int) -> t
     return counts.scatter_add_(1, ids.flatten(1), ones.flatten(1))
 
 
-def sequence_balance_loss(shares: torch.Tensor, counts: torch.Tensor, rows: Rows, top_k: int) -> torch.Tensor:
+def sequence_balance_loss(
+    shares: torch.Tensor, counts: torch.Tensor, tokens: Tokens, comms: Communicators, top_k: int
+) -> torch.Tensor:
     """Per-row balance loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), rows weighted by their tokens.
 
     E * sum_e f_e P_e with f_e = counts / (K N) and P_e = mean share, N the row's non-padding tokens.
@@ -56,26 +59,28 @@ def sequence_balance_loss(shares: torch.Tensor, counts: torch.Tensor, rows: Rows
     Returns:
         Scalar: this rank's share of the mean over the global batch (times no coefficient).
     """
-    valid = rows.valid.unsqueeze(-1)
-    row_counts = rows.exchange.sum(counts).to(shares.dtype)
+    valid = tokens.valid.unsqueeze(-1)
+    row_counts = comms.sum_over_row(counts).to(shares.dtype)
     row_tokens = row_counts.sum(-1, keepdim=True) / top_k
     fractions = row_counts / (row_tokens * top_k).clamp_min(1)
     # P_e of the row times the row's weight N / num_tokens: the N cancels.
     share_sums = (shares * valid).sum(1)
-    return shares.shape[-1] * (fractions * share_sums).sum() / rows.num_tokens.to(shares.dtype)
+    return shares.shape[-1] * (fractions * share_sums).sum() / tokens.num_tokens.to(shares.dtype)
 
 
-def lagged_balance_loss(shares: torch.Tensor, fractions: torch.Tensor, rows: Rows) -> torch.Tensor:
+def lagged_balance_loss(shares: torch.Tensor, fractions: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Balance loss over the whole batch with the fractions f [E] of the step before.
 
     The batch's own fractions are known only after its last micro-batch; last step's are known in time
     and change slowly. Only P is current.
     """
-    share_sums = (shares * rows.valid.unsqueeze(-1)).sum((0, 1))
-    return shares.shape[-1] * (fractions.to(shares.dtype) * share_sums).sum() / rows.num_tokens.to(shares.dtype)
+    share_sums = (shares * tokens.valid.unsqueeze(-1)).sum((0, 1))
+    return shares.shape[-1] * (fractions.to(shares.dtype) * share_sums).sum() / tokens.num_tokens.to(shares.dtype)
 
 
-def micro_batch_balance_loss(shares: torch.Tensor, counts: torch.Tensor, rows: Rows, top_k: int) -> torch.Tensor:
+def micro_batch_balance_loss(
+    shares: torch.Tensor, counts: torch.Tensor, tokens: Tokens, comms: Communicators
+) -> torch.Tensor:
     """The classical balance loss (arXiv 2101.03961, eq. 4-6), over one micro-batch of all ranks that run it.
 
     Its rows are those that every data-parallel rank feeds its model at the same time. f and P are of these
@@ -83,18 +88,18 @@ def micro_batch_balance_loss(shares: torch.Tensor, counts: torch.Tensor, rows: R
     micro-batch, that is on accumulation, and on nothing else of the mesh.
 
     Args:
-        shares: [B, S, E]; counts: [B, E]; top_k: K, as for ``sequence_balance_loss``.
+        shares: [B, S, E]; counts: [B, E], as for ``sequence_balance_loss``.
     """
-    total = rows.batch_sum.sum(rows.exchange.sum(counts.sum(0))).to(shares.dtype)
+    total = comms.sum_over_data(comms.sum_over_row(counts.sum(0))).to(shares.dtype)
     fractions = total / total.sum().clamp_min(1)
-    share_sums = (shares * rows.valid.unsqueeze(-1)).sum((0, 1))
-    return shares.shape[-1] * (fractions * share_sums).sum() / rows.num_tokens.to(shares.dtype)
+    share_sums = (shares * tokens.valid.unsqueeze(-1)).sum((0, 1))
+    return shares.shape[-1] * (fractions * share_sums).sum() / tokens.num_tokens.to(shares.dtype)
 
 
-def z_loss(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+def z_loss(logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Mean squared logsumexp of the logits [B, S, E] over the global batch's tokens (arXiv 2202.08906, eq. 5)."""
-    squares = logits.logsumexp(-1).square() * rows.valid
-    return squares.sum() / rows.num_tokens.to(squares.dtype)
+    squares = logits.logsumexp(-1).square() * tokens.valid
+    return squares.sum() / tokens.num_tokens.to(squares.dtype)
 
 
 LOSSES = ("sequence", "lagged", "micro_batch", "z")  # the order in which a layer counts its losses

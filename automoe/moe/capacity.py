@@ -21,8 +21,9 @@ from math import ceil
 import torch
 
 from automoe.config.schema import MoEConfig
+from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.base import Dispatcher, Experts, sum_to_tokens
-from automoe.moe.tokens import Rows
+from automoe.moe.tokens import Tokens
 
 # Weights closer than this count as equal, and the first choice in the row is served first. Tokens that are
 # alike have weights equal up to rounding, and rounding differs from mesh to mesh.
@@ -58,20 +59,41 @@ def rank_within_expert(ids: torch.Tensor, num_experts: int, priority: torch.Tens
     return torch.empty_like(ids).scatter_(1, order, place)
 
 
-def rows_per_expert(moe: MoEConfig, rows: Rows, top_k: int, num_experts: int) -> int:
+def rows_per_expert(moe: MoEConfig, tokens: Tokens, comms: Communicators, top_k: int, num_experts: int) -> int:
     """The most choices that one expert can keep from this rank's micro-batch."""
-    num_rows, size = rows.index.shape
+    num_rows, size = tokens.index.shape
     if moe.drop_scope == "rank":
         return expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
-    whole = size * rows.exchange.num_parts
+    whole = size * comms.ranks_per_row
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
+def whole_rows(x: torch.Tensor, index: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    """x [B, S, ...] at ``index`` [B, S] of its rows -> [B, R, ...], the whole rows in order; not differentiable.
+
+    Parts are written into zeros and summed, which is exact and needs no order among the ranks.
+    """
+    if comms.ranks_per_row == 1:
+        return x  # a rank with whole rows holds them in order
+    num_rows, size = index.shape
+    full = x.new_zeros(num_rows, size * comms.ranks_per_row, *x.shape[2:])
+    rows = torch.arange(num_rows, device=x.device).unsqueeze(1)
+    full[rows, index] = x.detach()
+    return comms.sum_over_row(full)
+
+
 @torch.no_grad()
-def choose_kept(ids: torch.Tensor, weights: torch.Tensor, rows: Rows, moe: MoEConfig, num_experts: int) -> torch.Tensor:
+def choose_kept(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    tokens: Tokens,
+    comms: Communicators,
+    moe: MoEConfig,
+    num_experts: int,
+) -> torch.Tensor:
     """Which of the choices ``ids`` with ``weights``, both [B, S, K], fit: [B, S, K] bool. No host sync."""
     num_rows, size, top_k = ids.shape
-    open_ids = ids.masked_fill(~rows.valid.unsqueeze(-1), num_experts)
+    open_ids = ids.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     by_probs = moe.drop_policy == "probs"
     if moe.drop_scope == "rank":
         groups = open_ids.view(1, -1)
@@ -81,12 +103,12 @@ def choose_kept(ids: torch.Tensor, weights: torch.Tensor, rows: Rows, moe: MoECo
         return fits.view_as(ids) & (open_ids < num_experts)
     # One exchange: float64 holds ids exactly.
     both = torch.stack((open_ids.to(torch.float64), weights.to(torch.float64)), dim=-1)
-    all_ids, all_weights = rows.whole_rows(both).unbind(-1)
+    all_ids, all_weights = whole_rows(both, tokens.index, comms).unbind(-1)
     groups = all_ids.to(torch.int64).flatten(1)
     priority = (all_weights / PRIORITY_STEP).round().flatten(1) if by_probs else None
     capacity = expert_capacity(moe.capacity_factor, all_ids.shape[1], top_k, num_experts)
     fits = (rank_within_expert(groups, num_experts, priority) < capacity).view_as(all_ids)
-    mine = fits if rows.exchange.num_parts == 1 else fits.gather(1, rows.index.unsqueeze(-1).expand_as(ids))
+    mine = fits if comms.ranks_per_row == 1 else fits.gather(1, tokens.index.unsqueeze(-1).expand_as(ids))
     return mine & (open_ids < num_experts)
 
 

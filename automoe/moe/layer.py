@@ -12,10 +12,11 @@ from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.activation import expert_activation
 from automoe.moe.beside import run_beside
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
+from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch import Dispatcher, LocalDispatcher
 from automoe.moe.experts import GroupedExperts, expert_backend
 from automoe.moe.router import Router
-from automoe.moe.tokens import Rows
+from automoe.moe.tokens import Tokens
 
 
 class MoE(nn.Module):
@@ -26,9 +27,17 @@ class MoE(nn.Module):
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, moe_index: int, shared_experts: nn.Module | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        moe_index: int,
+        shared_experts: nn.Module | None,
+        comms: Communicators | None = None,
+    ) -> None:
         super().__init__()
-        self.router = Router(config, moe, moe_index)
+        self.comms = comms or Communicators()
+        self.router = Router(config, moe, moe_index, self.comms)
         self.experts = GroupedExperts(
             config.num_experts,
             config.hidden_size,
@@ -42,12 +51,12 @@ class MoE(nn.Module):
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts, drops)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        routing = self.router(x, rows)
+        routing = self.router(x, tokens)
         # Started first: the host waits for sizes in the dispatch, with this work already queued.
         shared = self._start_shared_experts(x)
-        y = self.run_experts(x, routing.ids, routing.weights, routing.kept, rows)
+        y = self.run_experts(x, routing.ids, routing.weights, routing.kept, tokens)
         return y if shared is None else y + shared()
 
     def _start_shared_experts(self, x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -64,19 +73,19 @@ class MoE(nn.Module):
         ids: torch.Tensor,
         weights: torch.Tensor,
         kept: torch.Tensor | None,
-        rows: Rows,
+        tokens: Tokens,
     ) -> torch.Tensor:
         """x [B, S, H] routed by ids, weights and kept [B, S, K] -> [B, S, H]: dispatch, experts, combine."""
         shape = x.shape
         x, ids, weights = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
         if kept is None:
             return self.dispatcher(x, ids, weights, self.experts).view(shape)
-        return self._dispatch_kept(x, ids, weights, kept.flatten(0, 1), rows).view(shape)
+        return self._dispatch_kept(x, ids, weights, kept.flatten(0, 1), tokens).view(shape)
 
     def _dispatch_kept(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, rows: Rows
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, tokens: Tokens
     ) -> torch.Tensor:
         if self.moe.pad_to_capacity:
-            capacity = rows_per_expert(self.moe, rows, ids.shape[1], self.num_experts)
+            capacity = rows_per_expert(self.moe, tokens, self.comms, ids.shape[1], self.num_experts)
             return dispatch_padded(self.dispatcher, x, ids, weights, kept, self.experts, self.num_experts, capacity)
         return self.dispatcher(x, ids.masked_fill(~kept, self.num_experts), weights, self.experts)

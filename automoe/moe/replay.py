@@ -20,7 +20,7 @@ from torch import nn
 from automoe.errors import DataError
 from automoe.moe.decisions import recomputing
 from automoe.moe.router import Router, Routing
-from automoe.moe.tokens import Rows
+from automoe.moe.tokens import Tokens
 
 
 class RoutingRecorder:
@@ -73,11 +73,11 @@ class RoutingWriter:
         for router, kept in zip(self._routers, self._seen, strict=True):
 
             def keep(_module: nn.Module, inputs: tuple, routing: Routing, kept=kept) -> None:
-                rows: Rows = inputs[1]
+                tokens: Tokens = inputs[1]
                 if not recomputing():
-                    assert rows.row_ids is not None
+                    assert tokens.row_ids is not None
                     choices = torch.stack((routing.ids, routing.plain_ids), dim=2)
-                    kept.append((rows.row_ids, rows.index, choices))
+                    kept.append((tokens.row_ids, tokens.index, choices))
 
             self._handles.append(router.register_forward_hook(keep))
         return self

@@ -24,9 +24,10 @@ from automoe.moe.balance import (
     z_loss,
 )
 from automoe.moe.capacity import choose_kept
+from automoe.moe.communicators import Communicators
 from automoe.moe.decisions import decided
 from automoe.moe.gates import gate_choices
-from automoe.moe.tokens import Rows
+from automoe.moe.tokens import Tokens
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -155,10 +156,10 @@ class Router(nn.Module):
     expert_bias: torch.Tensor | None
     load_fractions: torch.Tensor
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, moe_index: int) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, moe_index: int, comms: Communicators | None = None) -> None:
         super().__init__()
         num_experts = config.num_experts
-        self.config, self.moe = config.router, moe
+        self.config, self.moe, self.comms = config.router, moe, comms or Communicators()
         self.num_experts, self.top_k, self.moe_index = num_experts, config.num_experts_per_token, moe_index
         self.seed = 0  # of the jitter; a run sets its own
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
@@ -175,22 +176,22 @@ class Router(nn.Module):
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> Routing:
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> Routing:
         """x [B, S, H] -> routing.
 
         In training mode the weights carry the auxiliary losses into the backward (every expert output
         is multiplied by one, so they always have a gradient), and one micro-batch is counted.
         """
-        jitter = self._jitter(x, rows) if self.training and self.moe.router_jitter else None
+        jitter = self._jitter(x, tokens) if self.training and self.moe.router_jitter else None
         scores = self.score(x, jitter)
         with torch.no_grad():
-            ids, plain_ids = decided(self._choose, scores.choice, rows)
+            ids, plain_ids = decided(self._choose, scores.choice, tokens)
         routing = Routing(ids, self.weigh(scores.choice, ids), plain_ids)
         if self.moe.capacity_factor:
-            kept = decided(choose_kept, ids, routing.weights, rows, self.moe, self.num_experts)
+            kept = decided(choose_kept, ids, routing.weights, tokens, self.comms, self.moe, self.num_experts)
             routing = routing._replace(kept=kept)
         if self.training and torch.is_grad_enabled():
-            routing = self._balance(scores, routing, rows)
+            routing = self._balance(scores, routing, tokens)
         return routing
 
     # The arithmetic: functions of their arguments and of what all layers have alike, so that one compilation
@@ -219,45 +220,45 @@ class Router(nn.Module):
         return expert_weights(choice, ids, self.config)
 
     def count(
-        self, scores: Scores, ids: torch.Tensor, plain_ids: torch.Tensor, rows: Rows
+        self, scores: Scores, ids: torch.Tensor, plain_ids: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Counts [B, E] of ids and of plain_ids, and the losses, in the order of ``balance.LOSSES``."""
-        chosen = count_choices(ids, rows.valid, self.num_experts)
+        chosen = count_choices(ids, tokens.valid, self.num_experts)
         same = ids is plain_ids
-        plain = chosen if same else count_choices(plain_ids, rows.valid, self.num_experts)
-        moe, shares, k = self.moe, scores.shares(), self.top_k
+        plain = chosen if same else count_choices(plain_ids, tokens.valid, self.num_experts)
+        moe, shares = self.moe, scores.shares()
         off = shares.new_zeros(())
         terms = (
-            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares, plain, rows, k)),
-            (moe.global_balance_coef, lambda: lagged_balance_loss(shares, self.load_fractions, rows)),
-            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares, plain, rows, k)),
-            (moe.z_loss_coef, lambda: z_loss(scores.logits, rows)),
+            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares, plain, tokens, self.comms, self.top_k)),
+            (moe.global_balance_coef, lambda: lagged_balance_loss(shares, self.load_fractions, tokens)),
+            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares, plain, tokens, self.comms)),
+            (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
         return chosen, plain, [coef * term() if coef else off for coef, term in terms]
 
-    def _jitter(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _jitter(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index, dimension)."""
-        assert rows.row_ids is not None
+        assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
-        token = bits_at(rows.index, bits_at(rows.row_ids, key)).unsqueeze(-1)
+        token = bits_at(tokens.index, bits_at(tokens.row_ids, key)).unsqueeze(-1)
         bits = bits_at(torch.arange(x.shape[-1], device=x.device), token)
         uniform = uniform_from(bits, torch.promote_types(x.dtype, torch.float32))
         return 1 + self.moe.router_jitter * (2 * uniform - 1)
 
-    def _choose(self, choice: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        if rows.forced_ids is not None:
-            forced = rows.forced_ids[:, :, self.moe_index]
+    def _choose(self, choice: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        if tokens.forced_ids is not None:
+            forced = tokens.forced_ids[:, :, self.moe_index]
             return forced[:, :, 0], forced[:, :, 1]
         if self.moe.gate != "learned":
-            ids = gate_choices(self.moe.gate, rows.index, self.num_experts, self.top_k, self.moe_index)
+            ids = gate_choices(self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index)
             return ids, ids
         return self.select(choice)
 
-    def _balance(self, scores: Scores, routing: Routing, rows: Rows) -> Routing:
-        chosen, plain, losses = self.count(scores, routing.ids, routing.plain_ids, rows)
+    def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
+        chosen, plain, losses = self.count(scores, routing.ids, routing.plain_ids, tokens)
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(weights=attach_loss(routing.weights, torch.stack(losses).sum()))
         self.load.add(chosen, plain, losses)
         if routing.kept is not None:
-            self.load.add_dropped(routing.kept, rows.valid)
+            self.load.add_dropped(routing.kept, tokens.valid)
         return routing

@@ -22,7 +22,6 @@ from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
 from automoe.moe.decisions import Decisions
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import WholeTokens
 from automoe.parallel.discard_outputs import Region, Remade
 
 
@@ -89,10 +88,10 @@ def _promise_norms(block: nn.Module) -> None:
         norm.forward = Remade(norm.forward)
     for module in block.modules():
         # What projections keep under tp is gathered: made again, it need not be kept either.
-        split = getattr(module, "split", None)
-        if split is not None and not isinstance(split, WholeTokens):
-            module.split = copy(split)
-            module.split.gather = Remade(split.gather)
+        sequence = getattr(module, "sequence", None)
+        if sequence is not None and sequence.num_ranks > 1:
+            module.sequence = copy(sequence)
+            module.sequence.all_gather = Remade(sequence.all_gather)
     _keep_on_one_stream(block)
 
 

@@ -49,6 +49,34 @@ def arrived(x: Any) -> Any:
     return _Arrived.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
+class GroupCommunicator:
+    """The ``Communicator`` of a process group: the r-th shard of the positions is on its rank r."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return all_gather(x, 1, self.group)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(x, 1, self.group)
+
+    def local_shard(self, x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(self.num_ranks, dim=1)[self.rank]
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, op, group=self.group)
+        return x
+
+
 def all_to_all(
     x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:

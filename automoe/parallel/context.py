@@ -6,11 +6,9 @@ Shapes: B rows, R positions of the whole row, S = R / cp positions of this rank.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from automoe.config.schema import ParallelConfig
 from automoe.model.decoder import Decoder
-from automoe.parallel.collectives import all_gather
 from automoe.parallel.mesh import Meshes
 
 
@@ -26,36 +24,11 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
     return torch.cat((head, tail))
 
 
-class GatherRows:
-    """Row exchange over the cp group: keys and values (for MLA, latents) of all ranks, side by side.
-
-    Attention masks by each key's own row index and document, so the order of the parts does not matter.
-    """
-
-    whole = False
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.num_parts = dist.get_world_size(group)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return all_gather(x, 1, self.group)
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
-
 def apply_context_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig) -> None:
-    """Hand the model an exchange over the cp axis, and for ``ring`` the attention that goes with it."""
+    """For ``ring`` hand the model the attention that goes with it."""
     mesh = meshes.axis("cp")
-    if mesh is None:
+    if mesh is None or parallel.context == "gather":
         return
-    if parallel.context == "gather":
-        model.exchange = GatherRows(mesh.get_group())
-        return
-    from automoe.parallel.ring import RingAttention, RingRows
+    from automoe.parallel.ring import RingAttention
 
-    model.exchange = RingRows(mesh.get_group())
     model.attend = RingAttention(mesh)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -34,27 +33,12 @@ def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: shards[parameter]
 
 
-class DataRanksSum:
-    """The ``BatchSum`` over the data-parallel axes."""
-
-    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
-        self.groups = groups
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        total = x.clone()
-        for group in self.groups:
-            dist.all_reduce(total, group=group)
-        return total
-
-
 def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig, dtype: str) -> None:
     """Wrap experts, layers and the model itself with ``fully_shard``, in that order.
 
     The root is wrapped too, so that a pipeline stage is an ``FSDPModule`` and torch defers gradient
     reduction and resharding over its micro-batches.
     """
-    groups = [meshes.group(axis) for axis in ("dp_shard", "dp_replicate")]
-    model.batch_sum = DataRanksSum([group for group in groups if group is not None])
     compute, reduce = COMPUTE_DTYPES[dtype], PARAM_DTYPES[dtype]
     keep = parallel.reshard == "step"
     # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not here.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
+from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig, ParallelConfig
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.unsharded import stays_unsharded
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
+from automoe.moe.communicators import SINGLE_RANK, Communicator, Communicators
 from automoe.parallel.activation_checkpoint import apply_recompute
+from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.context import apply_context_parallel
 from automoe.parallel.expert import apply_expert_parallel
@@ -39,12 +41,29 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
 
 
+def build_communicators(meshes: Meshes, parallel: ParallelConfig) -> Communicators:
+    """What the modules of this rank's parts talk to."""
+
+    def over(axis: str) -> Communicator:
+        group = meshes.group(axis)
+        return SINGLE_RANK if group is None else GroupCommunicator(group)
+
+    context = over("cp")
+    return Communicators(
+        sequence=over("tp"),
+        context=context,
+        keys=context if parallel.context == "gather" else SINGLE_RANK,
+        data=(over("dp_shard"), over("dp_replicate")),
+    )
+
+
 def build_decoder(
     model: ModelConfig,
     moe: MoEConfig,
     dtype: torch.dtype,
     layers: range | None = None,
     kernels: KernelsConfig | None = None,
+    comms: Communicators | None = None,
     **ends: bool,
 ) -> Decoder:
     """A decoder, or the part of one that holds ``layers``, on the meta device; default kernels where None.
@@ -55,7 +74,7 @@ def build_decoder(
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            part = Decoder(model, moe, layers, **ends)
+            part = Decoder(model, moe, layers, comms=comms, **ends)
     finally:
         torch.set_default_dtype(default)
     apply_kernels(part, kernels or KernelsConfig())
@@ -75,6 +94,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
     mine = stage_of_rank(config.parallel.schedule, shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
+    comms = build_communicators(meshes, config.parallel)
     parts = {}
     for stage in mine:
         part = build_decoder(
@@ -83,6 +103,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
             parameter_dtype(config),
             stages[stage],
             config.kernels,
+            comms,
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )

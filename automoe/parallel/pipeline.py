@@ -5,7 +5,7 @@ Shapes: M micro-batches of B rows, S positions of this rank (R of the whole row)
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
 from automoe.model.decoder import Decoder
+from automoe.moe.tokens import TokenCounts
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes
@@ -21,7 +22,7 @@ from automoe.parallel.shared_gradients import SharedGradients
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]  # keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
 
 
 def prepare_inputs(
@@ -59,7 +60,7 @@ def prepare_inputs(
     inputs["index"] = _send(index.expand(num_rows, -1), device)
     row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
     inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
-    inputs["token_counts"] = _send(counts.expand(num_rows, 2), device)
+    inputs["token_counts"] = TokenCounts(*_send(counts, device))
     return inputs, int(counts[0])
 
 
@@ -114,8 +115,9 @@ class SingleStageRunner:
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
         size = self.config.train.micro_batch_size
-        parts = {name: tensor.split(size) for name, tensor in inputs.items()}
-        return [{name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
+        counts = {"token_counts": inputs["token_counts"]}
+        parts = {name: value.split(size) for name, value in inputs.items() if name not in counts}
+        return [counts | {name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
 
 
 class PipelineRunner:

@@ -7,30 +7,11 @@ Torch's ring knows causality and head-tail balanced shards (its load balancer cu
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 _SEQUENCE_DIM = 2  # of [B, heads, S, D]
-
-
-class RingRows:
-    """Row exchange that leaves keys and values where they are: ``RingAttention`` sends them round."""
-
-    whole = True  # plain causality is all that attention has to know
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.num_parts = dist.get_world_size(group)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
 
 
 class RingAttention:

@@ -9,8 +9,6 @@ Shapes: B rows, S positions that enter attention together, s = S / tp.
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,36 +18,8 @@ from automoe.model.attention import GroupedQueryAttention, LatentAttention
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
-from automoe.parallel.collectives import all_gather, reduce_scatter
+from automoe.moe.communicators import Communicator
 from automoe.parallel.mesh import Meshes
-
-
-class SequenceSplit:
-    """The ``TokenSplit`` over the tp group: rank r holds the r-th of equal parts of the positions."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return all_gather(x, 1, self.group)
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter(x, 1, self.group)
-
-    def part(self, x: torch.Tensor) -> torch.Tensor:
-        return x.chunk(self.num_ranks, dim=1)[self.rank]
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(x, dist.ReduceOp.SUM)
-
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(x, dist.ReduceOp.MAX)
-
-    def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, op, group=self.group)
-        return x
 
 
 class SplitWeight(ParallelStyle):
@@ -93,39 +63,39 @@ _PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
 
 
 def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
-    """Cut attention, dense and shared FFNs, embedding and head over tp, and hand them the token split."""
+    """Cut attention, dense and shared FFNs, embedding and head over tp."""
     mesh = meshes.axis("tp")
     if mesh is None:
         return
-    split = SequenceSplit(mesh.get_group())
+    sequence = model.comms.sequence
+    assert sequence.num_ranks == mesh.size(), "built for another mesh"
     for module in model.modules():
         plan = _PLANS.get(type(module))
         if plan is None:
             continue
-        module.split = split
         plan = {name: style for name, style in plan.items() if getattr(module, name, None) is not None}
         if isinstance(module, GroupedQueryAttention):
-            plan = _share_kv_heads(module, plan, split)
+            plan = _share_kv_heads(module, plan, sequence)
             if module.sinks is not None:  # one a query head
                 _cut(module, "sinks", mesh, 0)
         if isinstance(module, GatedDeltaNet):
             _cut(module, "A_log", mesh, 0)
             _cut(module, "dt_bias", mesh, 0)
-            module.first_key_head = split.rank * module.key_heads // split.num_ranks
+            module.first_key_head = sequence.rank * module.key_heads // sequence.num_ranks
         parallelize_module(module, mesh, plan)
-    model.first_id = split.rank * model.config.vocab_size // split.num_ranks
+    model.first_id = sequence.rank * model.config.vocab_size // sequence.num_ranks
     if model.embed_tokens is not None:
         model.embed_tokens.first_id = model.first_id
 
 
 def _share_kv_heads(
-    module: GroupedQueryAttention, plan: dict[str, ParallelStyle], split: SequenceSplit
+    module: GroupedQueryAttention, plan: dict[str, ParallelStyle], sequence: Communicator
 ) -> dict[str, ParallelStyle]:
     """Where key/value heads are fewer than tp ranks, every rank keeps them all and uses one."""
     kv_heads = module.k_proj.weight.shape[0] // module.head_dim
-    if kv_heads >= split.num_ranks:
+    if kv_heads >= sequence.num_ranks:
         return plan
-    head = split.rank * kv_heads // split.num_ranks
+    head = sequence.rank * kv_heads // sequence.num_ranks
     for projection in (module.k_proj, module.v_proj):
         projection.rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
     return {name: style for name, style in plan.items() if name not in ("k_proj", "v_proj")}

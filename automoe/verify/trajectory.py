@@ -95,7 +95,9 @@ def run_trajectory(
             forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank]
         inputs, _ = prepare_inputs(batch, meshes, config, torch.device(device), forced_ids)
         if order is not None:
-            inputs = {name: tensor[order] for name, tensor in inputs.items()}
+            inputs = {
+                name: value[order] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+            }
         recorder = RoutingRecorder(parts[0]) if record else nullcontext()
         with recorder, record_routing(config, parts.values(), step):
             loss = runner.train(inputs)

@@ -22,10 +22,8 @@ import automoe.model.attention
 import automoe.moe.balance
 import automoe.moe.router
 import automoe.moe.tokens
-import automoe.parallel.context
 import automoe.parallel.parallelize
 import automoe.parallel.pipeline
-import automoe.parallel.tensor
 import automoe.verify.trajectory
 from automoe.config.schema import Config
 from automoe.data.batch import IGNORE
@@ -34,8 +32,11 @@ from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear, local_part
 from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
+from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
+from automoe.moe.tokens import TokenCounts
+from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients
 from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
@@ -111,7 +112,7 @@ def counts_summed_over_cp_twice():
 
 def padding_counted():
     return patch.object(
-        automoe.moe.tokens.Rows, "valid", property(lambda rows: torch.ones_like(rows.index, dtype=torch.bool))
+        automoe.moe.tokens.Tokens, "valid", property(lambda tokens: torch.ones_like(tokens.index, dtype=torch.bool))
     )
 
 
@@ -147,24 +148,25 @@ def loss_divided_by_own_tokens():
     """A mean per rank, then a mean of means: wrong as soon as ranks train different numbers of tokens."""
 
     def change(inputs, batch, meshes):
-        inputs["token_counts"][:, 0] = meshes.shape.dp * int((batch.labels >= 0).sum())
+        inputs["token_counts"].trained.fill_(meshes.shape.dp * int((batch.labels >= 0).sum()))
 
     return _change_inputs(change)
 
 
 def tokens_counted_once_per_cp_rank():
     def change(inputs, batch, meshes):
-        inputs["token_counts"] *= meshes.shape.cp
+        counts = inputs["token_counts"]
+        inputs["token_counts"] = TokenCounts(counts.trained * meshes.shape.cp, counts.non_padding * meshes.shape.cp)
 
     return _change_inputs(change)
 
 
 def expert_bias_moved_per_micro_batch():
     def make(original):
-        def balance(self, scores, routing, rows):
-            counts = torch.bincount(routing.ids[rows.valid].flatten(), minlength=self.num_experts)
+        def balance(self, scores, routing, tokens):
+            counts = torch.bincount(routing.ids[tokens.valid].flatten(), minlength=self.num_experts)
             update_expert_bias(self.expert_bias, counts.double(), self.moe.bias_update_rate)
-            return original(self, scores, routing, rows)
+            return original(self, scores, routing, tokens)
 
         return balance
 
@@ -187,12 +189,12 @@ def documents_ignored_across_cp():
     return _replace(
         automoe.model.attention,
         "attention_mask",
-        lambda original: lambda rows, *args, **kwargs: original(replace(rows, doc_ids=None), *args, **kwargs),
+        lambda original: lambda tokens, *args, **kwargs: original(replace(tokens, doc_ids=None), *args, **kwargs),
     )
 
 
 def row_balance_per_cp_rank():
-    return patch.object(automoe.parallel.context.GatherRows, "sum", lambda self, x: x)
+    return patch.object(Communicators, "sum_over_row", lambda self, x: self.sequence.all_reduce(x))
 
 
 def initialised_by_rank():
@@ -336,25 +338,25 @@ def key_value_heads_of_another_group():
 
 
 def terms_of_tp_ranks_not_summed():
-    return patch.object(automoe.parallel.tensor.SequenceSplit, "reduce", automoe.parallel.tensor.SequenceSplit.part)
+    return patch.object(GroupCommunicator, "reduce_scatter", GroupCommunicator.local_shard)
 
 
 def row_balance_per_tp_rank():
-    return patch.object(automoe.moe.tokens._SplitExchange, "sum", lambda self, x: self.exchange.sum(x))
+    return patch.object(Communicators, "sum_over_row", lambda self, x: self.context.all_reduce(x))
 
 
 def tokens_of_the_first_tp_rank_believed_everywhere():
     """Index and document of another part of the row: padding is counted where it is not."""
 
     def make(original):
-        def part(self, split):
-            rows = original(self, split)
-            size = rows.index.shape[1]
-            return replace(rows, index=self.index[:, :size], not_padding=self.not_padding[:, :size])
+        def local_shard(self, sequence):
+            tokens = original(self, sequence)
+            size = tokens.index.shape[1]
+            return replace(tokens, index=self.index[:, :size], not_padding=self.not_padding[:, :size])
 
-        return part
+        return local_shard
 
-    return _replace(automoe.moe.tokens.Rows, "part", make)
+    return _replace(automoe.moe.tokens.Tokens, "local_shard", make)
 
 
 def norm_of_tp_shards_summed_twice():
@@ -389,17 +391,17 @@ def columns_of_the_first_etp_rank_believed_everywhere():
 
 
 def output_bias_added_by_every_tp_rank():
-    def summed(self, x, split):
+    def summed(self, x, sequence):
         out = F.linear(x, local_part(self.weight))
-        return split.reduce(out if self.bias is None else out + local_part(self.bias))
+        return sequence.reduce_scatter(out if self.bias is None else out + local_part(self.bias))
 
     return patch.object(Linear, "summed", summed)
 
 
 def shared_expert_gated_by_tokens_of_the_first_tp_rank():
     def forward(self, x):
-        whole = self.split.gather(x)
-        out = self.split.reduce(self.down_proj(F.silu(self.gate_proj(whole)) * self.up_proj(whole)))
+        whole = self.sequence.all_gather(x)
+        out = self.sequence.reduce_scatter(self.down_proj(F.silu(self.gate_proj(whole)) * self.up_proj(whole)))
         return out if self.output_gate is None else self.output_gate(whole[:, : x.shape[1]]).sigmoid() * out
 
     return patch.object(MLP, "forward", forward)
@@ -418,7 +420,7 @@ def window_ignored_across_cp():
     return _replace(
         automoe.model.attention,
         "attention_mask",
-        lambda original: lambda rows, window=0, always=False: original(rows, always=always),
+        lambda original: lambda tokens, keys, window=0, always=False: original(tokens, keys, always=always),
     )
 
 

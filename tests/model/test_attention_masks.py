@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from automoe.model.attention import attend, attention_mask
-from automoe.moe.tokens import Rows, WholeRows
+from automoe.moe.tokens import Tokens
 
 B, S, N, G, D = 2, 11, 4, 2, 6
 
 
-def rows(doc_ids: torch.Tensor | None) -> Rows:
+def rows(doc_ids: torch.Tensor | None) -> Tokens:
     index = torch.arange(S).expand(B, S)
-    return Rows(index, index, doc_ids, torch.tensor(B * S), WholeRows())
+    return Tokens(index, index, doc_ids, torch.tensor(B * S))
 
 
 def written_out(q, k, v, allowed, scale, sinks):
@@ -53,7 +53,7 @@ def test_attention_is_the_softmax_over_what_is_seen(
     args = [normal(B, S, N, dim), normal(B, S, G, dim), normal(B, S, G, dim)]
     sinks = normal(N) if with_sinks else None
     trained = [*args, sinks] if sinks is not None else args
-    mask = attention_mask(rows(doc_ids), window)
+    mask = attention_mask(rows(doc_ids), window=window)
     assert (mask is None) == (doc_ids is None and not window)
     got = attend(*args, mask, dim**-0.5, sinks)
     wanted = written_out(*args, allowed_pairs(doc_ids, window), dim**-0.5, sinks)

@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from automoe.kernels import launches, products, scaled
-from automoe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
 from automoe.kernels import rope as rope_kernels
 from automoe.kernels import stochastic_adamw as adamw
+from automoe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
 from automoe.quantize import kernels as encoding
 from tests.support.cubins import resource_usage
 

@@ -9,15 +9,15 @@ import torch
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, best
-from automoe.moe.tokens import Rows, WholeRows
+from automoe.moe.tokens import Tokens
 
 B, S, H, E, K = 2, 64, 32, 8, 2
 
 
-def make_rows(first_row: int = 0) -> Rows:
+def make_rows(first_row: int = 0) -> Tokens:
     index = torch.arange(S).expand(B, S)
     row_ids = torch.arange(first_row, first_row + B).unsqueeze(1).expand(B, S)
-    return Rows(index, index, None, torch.tensor(B * S), WholeRows(), row_ids=row_ids)
+    return Tokens(index, index, None, torch.tensor(B * S), row_ids=row_ids)
 
 
 def make_router(moe_index: int = 0, seed: int = 0, **moe: object) -> Router:
@@ -28,7 +28,7 @@ def make_router(moe_index: int = 0, seed: int = 0, **moe: object) -> Router:
     return router
 
 
-def jitter(rows: Rows, moe_index: int = 0, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def jitter(rows: Tokens, moe_index: int = 0, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     router = make_router(moe_index, seed, router_jitter=0.1)
     return router._jitter(torch.ones(*rows.index.shape, H, dtype=dtype), rows)
 

@@ -10,17 +10,17 @@ import torch
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
 from automoe.moe.router import Router, expert_weights, select_experts
-from automoe.moe.tokens import Rows, WholeRows
+from automoe.moe.tokens import Tokens
 
 B, S, H, E = 2, 12, 16, 12
 
 
-def make_rows(padding: int = 0, forced_ids: torch.Tensor | None = None) -> Rows:
+def make_rows(padding: int = 0, forced_ids: torch.Tensor | None = None) -> Tokens:
     index = torch.arange(S).expand(B, S)
     doc_ids = torch.zeros(B, S, dtype=torch.int64)
     if padding:
         doc_ids[-1, -padding:] = -1
-    return Rows(index, index, doc_ids, torch.tensor(B * S - padding), WholeRows(), forced_ids)
+    return Tokens(index, index, doc_ids, torch.tensor(B * S - padding), forced_ids)
 
 
 def make_router(config: RouterConfig, top_k: int = 3, dtype: torch.dtype = torch.float64, **moe) -> Router:

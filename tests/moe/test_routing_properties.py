@@ -16,7 +16,7 @@ from automoe.moe.balance import LOSSES
 from automoe.moe.capacity import expert_capacity, rank_within_expert
 from automoe.moe.layer import MoE
 from automoe.moe.router import Router
-from automoe.moe.tokens import Rows, WholeRows
+from automoe.moe.tokens import Tokens
 
 COEF = 0.5
 
@@ -61,12 +61,12 @@ def drops() -> st.SearchStrategy[dict]:
     )
 
 
-def make_rows(batch: int, size: int, padding: int) -> Rows:
+def make_rows(batch: int, size: int, padding: int) -> Tokens:
     index = torch.arange(size).expand(batch, size)
     doc_ids = torch.zeros(batch, size, dtype=torch.int64)
     doc_ids[-1, size - padding :] = -1
     row_ids = torch.arange(batch).unsqueeze(1).expand(batch, size)
-    return Rows(index, index, doc_ids, torch.tensor(batch * size - padding), WholeRows(), row_ids=row_ids)
+    return Tokens(index, index, doc_ids, torch.tensor(batch * size - padding), row_ids=row_ids)
 
 
 def draw_tokens(shape: tuple[int, ...], seed: int, ties: bool) -> torch.Tensor:
@@ -156,7 +156,7 @@ def make_layer(model: ModelConfig, shared: bool, **moe: object) -> MoE:
     return layer
 
 
-def run_layer(layer: MoE, x: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
+def run_layer(layer: MoE, x: torch.Tensor, rows: Tokens) -> list[torch.Tensor]:
     """Output, and gradients of a sum that weighs every element differently."""
     x = x.clone().requires_grad_()
     y = layer(x, rows)
@@ -254,14 +254,14 @@ def test_scores_of_very_low_logits_have_finite_gradients() -> None:
     assert routing.ids[0, 1].tolist() == [0, 1]
 
 
-def micro_batch_formula(x: torch.Tensor, router: Router, rows: Rows) -> torch.Tensor:
+def micro_batch_formula(x: torch.Tensor, router: Router, rows: Tokens) -> torch.Tensor:
     shares = (x @ router.weight.T).softmax(-1)
     ids = shares.topk(router.top_k, dim=-1).indices[rows.valid]
     f = torch.bincount(ids.flatten(), minlength=router.num_experts).double() / ids.numel()
     return router.num_experts * (f * shares[rows.valid].mean(0)).sum()
 
 
-def z_formula(x: torch.Tensor, router: Router, rows: Rows) -> torch.Tensor:
+def z_formula(x: torch.Tensor, router: Router, rows: Tokens) -> torch.Tensor:
     return (x @ router.weight.T)[rows.valid].exp().sum(-1).log().square().mean()
 
 
