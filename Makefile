@@ -6,17 +6,19 @@ EXTRAS ?= dev
 ARGS ?=
 # Files of tests that run beside one another; `make test ARGS='-n0 --pdb'` runs all in one process.
 JOBS ?= 2
+# The part of test-meshes and test-faults that today runs; SAMPLE= runs all.
+SAMPLE ?= --sample
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/setup-done
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 # `make test-gpu PY=python3` runs on what is installed there, and installs nothing.
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-gpu test-meshes test-faults soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
+.PHONY: help setup train test test-floor test-gpu test-meshes test-faults test-all soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,11 +46,14 @@ test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 G
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-test-meshes: $(SETUP) ## All mappings of the mesh suite and random ones (AUTOMOE_MESH_SEED=N draws the same again)
-	@$(PYTEST) -m exhaustive $(ARGS)
+test-meshes: $(SETUP) ## A third of all mappings and families, another every day (SAMPLE= runs all of them)
+	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
 
-test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on
-	@$(PYTEST) -m faults $(ARGS)
+test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: a third, another every day (SAMPLE= runs all)
+	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)
+
+test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about an hour and a quarter on two cores
+	@$(PYTEST) -m 'not gpu' $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
 	@$(PY) benchmarks/soak.py $(ARGS)

@@ -11,6 +11,8 @@ from hypothesis import settings
 
 from automoe.verify.pool import RankPool
 
+pytest_plugins = ["tests.support.cpu_times", "tests.support.sampling"]
+
 if not torch.cuda.is_available():  # read when triton is first imported, which any test may do
     os.environ["TRITON_INTERPRET"] = "1"
 

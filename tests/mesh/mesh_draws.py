@@ -2,15 +2,13 @@
 
 The seed is in every test's name and is the date's, so that every day draws others. To repeat a failure::
 
-    AUTOMOE_MESH_SEED=739945 python -m pytest -m exhaustive tests/mesh -k drawn
+    AUTOMOE_SAMPLE_SEED=739945 python -m pytest -m exhaustive tests/mesh -k drawn
 """
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from math import prod
 from typing import Any
 
@@ -19,6 +17,7 @@ from mesh_mappings import FULL, GPIPE, INTERLEAVED, PARTS, PER_MICRO_BATCH
 
 from automoe.config.mesh_shape import MeshShape
 from tests.support.mappings import is_legal, legal_meshes
+from tests.support.sampling import sample_seed
 
 DRAWS = 16
 # Those with experts, whose meshes, recomputation and capacity are drawn too.
@@ -34,14 +33,9 @@ class Drawn(Case):
         return f"seed={self.seed}-{super().__str__()}"
 
 
-def mesh_seed() -> int:
-    """``AUTOMOE_MESH_SEED``, or the number of today (UTC)."""
-    return int(os.environ.get("AUTOMOE_MESH_SEED", datetime.now(UTC).date().toordinal()))
-
-
 def draw_cases(seed: int | None = None, count: int = DRAWS) -> list[Drawn]:
     """``count`` different legal cases; the same for the same seed."""
-    seed = mesh_seed() if seed is None else seed
+    seed = sample_seed() if seed is None else seed
     generator = random.Random(seed)
     drawn: dict[str, Drawn] = {}
     while len(drawn) < count:

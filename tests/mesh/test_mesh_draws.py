@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from mesh_draws import DRAWS, draw_cases, mesh_seed
+from mesh_draws import DRAWS, draw_cases
 from mesh_mappings import CORE, MORE
 
 from automoe.config.schema import CheckpointConfig, Config
@@ -48,10 +47,3 @@ def test_draws_reach_every_axis_and_every_option() -> None:
         assert sum(key in case.parallel for case in drawn) > len(drawn) / 20, key
     for key in ("capacity_factor", "router_jitter", "pad_to_capacity"):
         assert sum(key in case.moe for case in drawn) > len(drawn) / 20, key
-
-
-def test_the_seed_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOMOE_MESH_SEED", "7")
-    assert mesh_seed() == 7
-    monkeypatch.delenv("AUTOMOE_MESH_SEED")
-    assert mesh_seed() > 700_000  # a date's number
