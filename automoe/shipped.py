@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -66,14 +67,33 @@ def load_recipe(recipe: str) -> ModuleType:
     if isinstance(found, str):
         module = importlib.import_module(found)
     else:
-        name = f"automoe_recipe_{found.stem}"
-        spec = importlib.util.spec_from_file_location(name, found)
-        assert spec is not None and spec.loader is not None, found
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        sys.path.append(str(found.parent))  # a recipe may have helpers beside it
-        spec.loader.exec_module(module)
+        module = load_file(found)
     if not hasattr(module, "main"):
         raise ConfigError("recipe", recipe, "it has no main(config, shape, context)", "Define it")
+    return module
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """The module in a file, run once; files beside it can be imported from it.
+
+    Raises:
+        ImportError: there is no such file.
+    """
+    path = Path(path).expanduser().absolute()
+    name = f"automoe_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise ImportError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half of a module is not a module
+        raise
     return module
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.convert import check_key, config_from_dict, config_to_dict, leaf_keys, nearest
+from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
 from automoe.shipped import shipped_folder
@@ -110,6 +111,7 @@ def compose_config(
         raise ConfigError(
             "--config-name", config_name, f"Hydra cannot compose it: {reason}", "Mend that file or override"
         ) from error
+    load_plugins(raw["plugins"])
     return with_checkpoint_model(config_from_dict(raw), overrides)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from automoe.config.plugins import registered_names
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
@@ -146,6 +147,7 @@ def _float(value: Any, key: str) -> float:
 
 
 def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
+    choices += registered_names(key)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as false
         return "off"
     if value in choices and type(value) in {type(c) for c in choices}:

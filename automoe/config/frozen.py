@@ -11,6 +11,7 @@ import yaml
 
 from automoe.config.convert import config_from_dict, config_to_dict
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
@@ -30,9 +31,16 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config_to_dict(config), sort_keys=False)
 
 
-def parse_config(text: str) -> Config:
-    """The inverse of ``dump_config``."""
-    return config_from_dict(yaml.safe_load(text))
+def parse_config(text: str, plugins: bool = False) -> Config:
+    """The inverse of ``dump_config``.
+
+    Args:
+        plugins: import those that it names. For what this run's own launcher wrote, never for a folder from elsewhere.
+    """
+    raw = yaml.safe_load(text)
+    if plugins:
+        load_plugins(raw.get("plugins", []))
+    return config_from_dict(raw)
 
 
 def save_config(config: Config, run_dir: str | Path) -> Path:
@@ -44,8 +52,8 @@ def save_config(config: Config, run_dir: str | Path) -> Path:
     return path
 
 
-def load_config(run_dir: str | Path) -> Config:
-    """Read the frozen configuration of a run directory.
+def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
+    """Read the frozen configuration of a run directory; ``plugins`` as ``parse_config`` takes it.
 
     Raises:
         ConfigError: there is none, or it does not fit the schema.
@@ -55,4 +63,4 @@ def load_config(run_dir: str | Path) -> Config:
         raise ConfigError(
             "run_dir", run_dir, f"no {CONFIG_FILE} in it: not a run directory", "Name one that train wrote"
         )
-    return parse_config(path.read_text())
+    return parse_config(path.read_text(), plugins)

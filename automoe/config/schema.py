@@ -282,6 +282,7 @@ class ClusterConfig:
 class Config:
     run_dir: str = "runs/default"
     recipe: str = "pretrain"  # a name, a file or a module whose main(config, shape, context) a rank runs
+    plugins: list[str] = field(default_factory=list)  # modules that register names of a user's own
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)

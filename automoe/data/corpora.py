@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import inspect
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from automoe.config.plugins import registered
 from automoe.config.schema import DataConfig
 from automoe.errors import ConfigError, DataError
 
@@ -32,6 +35,32 @@ class CorpusFiles:
 
     paths: list[Path]
     names: list[str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """How files of one kind are found and read.
+
+    Attributes:
+        pattern: glob of the files that count where ``data.path`` is a directory.
+        read: gives (line or row, text) of each document of a file; the line is 0 where the document is the file. Takes
+            the path and ``data.text_key``. Raises DataError.
+    """
+
+    pattern: str
+    read: Callable[[Path, str], Iterator[tuple[int, str]]]
+
+
+def source_of(kind: str) -> Source:
+    """The source that ``data.kind`` names: one of automoe's own, or a plugin's."""
+    return _SOURCES[kind] if kind in _SOURCES else registered("data.kind")[kind]
+
+
+def reader_digest(kind: str) -> str:
+    """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for automoe's own."""
+    if kind in _SOURCES:
+        return ""
+    return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
 
 
 def find_files(data: DataConfig) -> CorpusFiles:
@@ -58,7 +87,7 @@ def find_files(data: DataConfig) -> CorpusFiles:
     if path.is_file():
         return CorpusFiles([path], [path.name])
     if path.is_dir():
-        suffix = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet"}[data.kind]
+        suffix = source_of(data.kind).pattern
         paths = [p for p in path.rglob(suffix) if p.is_file() and not _hidden(p.relative_to(path))]
         if not paths:
             raise DataError(f"{path}: no {suffix} file in this directory. Correct data.path or data.kind.")
@@ -79,12 +108,11 @@ def read_documents(data: DataConfig, files: CorpusFiles) -> Iterator[Document]:
     Raises:
         DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable file.
     """
-    readers = {"stdlib": _read_text, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
-    left = data.max_bytes
+    read, left = source_of(data.kind).read, data.max_bytes
     for index, path in enumerate(files.paths):
         found = False
         try:
-            for line, text in readers[data.kind](path, data.text_key):
+            for line, text in read(path, data.text_key):
                 if not text:
                     continue
                 found = True
@@ -182,6 +210,14 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
         raise DataError(
             f"{path}: not a readable parquet file, after row {row} ({error}). Copy or write the file again."
         ) from error
+
+
+_SOURCES = {
+    "stdlib": Source("*.py", _read_text),
+    "text": Source("*", _read_text),
+    "jsonl": Source("*.jsonl", _read_jsonl),
+    "parquet": Source("*.parquet", _read_parquet),
+}
 
 
 def _checked(value: object, where: str, text_key: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from automoe.config.schema import DataConfig
-from automoe.data.corpora import CorpusFiles, Document, find_files, read_documents
+from automoe.data.corpora import CorpusFiles, Document, find_files, read_documents, reader_digest
 from automoe.data.tokenizer import Tokenizer
 from automoe.errors import DataError
 
@@ -78,6 +78,7 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None =
 def _cache_key(data: DataConfig, files: CorpusFiles, tokenizer: Tokenizer) -> str:
     key = hashlib.blake2b(digest_size=16)
     key.update(json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode())
+    key.update(reader_digest(data.kind).encode())
     for path, name in zip(files.paths, files.names, strict=True):
         try:
             with path.open("rb") as file:

@@ -132,7 +132,7 @@ def check_gpus(launch: ExternalLaunch, visible: int) -> None:
 def _become_rank(message: dict[str, Any], launch: ExternalLaunch, store: Store) -> int:
     from automoe.launch.worker import run_rank
 
-    config = parse_config(message["config"])
+    config = parse_config(message["config"], plugins=True)
     run_dir = Path(message["run_dir"])
     (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
     return run_rank(run_dir, launch.rank, launch.world_size, launch.local_rank, config, store)

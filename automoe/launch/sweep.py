@@ -23,6 +23,7 @@ from automoe.config.compose import (
 )
 from automoe.config.convert import config_from_dict
 from automoe.config.frozen import CONFIG_FILE, dump_config, resolved
+from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
@@ -114,6 +115,7 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     from automoe.train import check, train
 
     try:
+        load_plugins(raw["plugins"])
         config = with_checkpoint_model(config_from_dict(raw), overrides)
         shape, device = check(config)
         meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}

@@ -107,7 +107,7 @@ def run_rank(
     may_leave = None if launcher is None else stop
     threading.Thread(target=_watch, args=(run_dir, watch, report, may_leave), daemon=True).start()
     try:
-        config = config or load_config(run_dir)
+        config = config or load_config(run_dir, plugins=True)
         watch.timeout_s = config.launch.timeout_s
         objective, preempted = _run_recipe(config, run_dir, rank, world_size, local_rank, store, stop)
     except BaseException as error:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automoe.config.plugins import registered
 from automoe.errors import BackendError
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import stage
@@ -102,6 +103,8 @@ def expert_backend(name: str) -> ExpertFn:
     if name in INTEROP:
         # Upwards, against the order of the house: what comes from a foreign framework is in one file, there.
         return import_module(INTEROP[name]).experts()
+    if name in (own := registered("moe.experts")):
+        return own[name]
     if name not in BACKENDS:
         raise BackendError(
             f"moe.experts={name}: no such expert backend. There are: {', '.join([*BACKENDS, 'triton', *INTEROP])}"

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from automoe.config.plugins import registered
 from automoe.config.schema import MoEConfig
 from automoe.errors import BackendError
 from automoe.interop.deepep import open_deepep
@@ -65,13 +66,14 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes, moe: MoEConfig) -> Non
     Raises:
         BackendError: no such dispatcher, or none on this machine; names those that there are.
     """
-    if moe.dispatcher not in DISPATCHERS:
+    dispatchers = DISPATCHERS | registered("moe.dispatcher")
+    if moe.dispatcher not in dispatchers:
         raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(DISPATCHERS)}")
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
     if not axes:
         return
     ep, etp = meshes.group("ep"), meshes.group("etp")
-    make = DISPATCHERS[moe.dispatcher](ep) if ep is not None else None
+    make = dispatchers[moe.dispatcher](ep) if ep is not None else None
     for _, layer in model.moe_layers():
         parallelize_module(layer.experts, meshes.moe[axes], ExpertParallel())
         if make is not None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe, qwen3_next
@@ -13,12 +14,17 @@ from automoe.hf.families.family import Family
 
 _MODULES = (deepseek_v3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, gpt_oss, qwen3_next, llama, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-BY_MODEL_TYPE = FAMILIES | {name: family for family in FAMILIES.values() for name in family.known_as}
+
+
+def known_families() -> dict[str, Family]:
+    """``model_type`` of ``config.json`` -> family, those of plugins included."""
+    families = FAMILIES | registered("model.family")
+    return families | {name: family for family in families.values() for name in family.known_as}
 
 
 def family_of(config: ModelConfig) -> Family:
     """The declaration of ``config.family``."""
-    return FAMILIES[config.family]
+    return known_families()[config.family]
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
@@ -53,13 +59,14 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             something in it that the family here does not compute.
     """
     hf = read_hf_config(path)
-    family = BY_MODEL_TYPE.get(str(hf.get("model_type")))
+    families = known_families()
+    family = families.get(str(hf.get("model_type")))
     if family is None:
         raise ConfigError(
             "model.hf_path",
             path,
             f"its config.json has model_type={hf.get('model_type')}, which is not a known family",
-            f"Known ones: {', '.join(BY_MODEL_TYPE)}",
+            f"Known ones: {', '.join(families)}",
         )
     return family.read_config(hf, str(path))
 

@@ -1,0 +1,90 @@
+"""Names that a user's package adds to the configuration: families, dispatchers, expert backends, data sources.
+
+    # my_package.py
+    from automoe.config.plugins import register
+
+    register("data.kind", "csv", "my_package.source:CSV")
+
+    automoe train plugins=[my_package] data.kind=csv data.path=texts
+
+A plugin is imported by the process that reads the command line and by every rank. It runs with the user's rights, so
+nothing is imported because a run directory or a checkpoint names it: ``plugins`` counts where it was typed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, get_args, get_type_hints
+
+from automoe.config import schema
+from automoe.errors import ConfigError
+from automoe.shipped import load_file
+
+_SECTIONS = {"model": schema.ModelConfig, "moe": schema.MoEConfig, "data": schema.DataConfig}
+# What may be registered under a key. docs/architecture.md has the lines that each of them takes.
+KINDS = {
+    "model.family": "automoe.hf.families.family.Family",
+    "moe.dispatcher": "a function of a communicator that returns a function of the number of experts",
+    "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn",
+    "data.kind": "automoe.data.corpora.Source",
+}
+_registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
+
+
+def register(key: str, name: str, value: Any) -> None:
+    """Make ``key=name`` a valid setting that stands for ``value``.
+
+    Args:
+        key: one of ``KINDS``, which says what ``value`` is.
+        value: the object, or ``"module:attribute"``, which is imported when it is first used. A module that imports
+            torch is better named than imported: errors in a configuration are told before torch is there.
+
+    Raises:
+        ConfigError: a key that takes no plugins, or a name that is taken.
+    """
+    if key not in KINDS:
+        raise ConfigError("plugins", key, "nothing can be registered under this key", f"Keys: {', '.join(KINDS)}")
+    section, _, leaf = key.partition(".")
+    if name in get_args(get_type_hints(_SECTIONS[section])[leaf]):
+        raise ConfigError(key, name, "the name is taken by automoe itself", "Register it under another name")
+    earlier = _registered[key].setdefault(name, value)
+    if earlier is not value and earlier != value:
+        raise ConfigError(key, name, f"the name is registered already, for {earlier}", "Register another name")
+
+
+def registered(key: str) -> dict[str, Any]:
+    """Name -> object of all that plugins registered under ``key``.
+
+    Raises:
+        ConfigError: a ``"module:attribute"`` that cannot be imported.
+    """
+    table = _registered[key]
+    for name, value in table.items():
+        if isinstance(value, str):
+            module, _, attribute = value.partition(":")
+            try:
+                table[name] = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(key, name, f"{value} cannot be imported: {error}", "Correct register()") from error
+    return table
+
+
+def registered_names(key: str) -> tuple[str, ...]:
+    """Names alone; imports nothing."""
+    return tuple(_registered.get(key, ()))
+
+
+def load_plugins(names: object) -> None:
+    """Import the modules, or files that end in ``.py``, that ``plugins`` lists.
+
+    Raises:
+        ConfigError: not a list of text, or a module that cannot be imported.
+    """
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConfigError("plugins", names, "expected a list of modules", "For example plugins=[my_package]")
+    for name in names:
+        try:
+            load_file(name) if name.endswith(".py") else importlib.import_module(name)
+        except ImportError as error:
+            rule = f"cannot be imported: {error}"
+            raise ConfigError("plugins", name, rule, "Install it, or start where it lies") from error

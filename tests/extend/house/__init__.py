@@ -1,0 +1,11 @@
+"""A package of somebody's own: a family, an expert backend, a dispatcher and a data source that automoe has not.
+
+Used by ``plugins=[house]``. Modules that import torch are named and not imported: automoe reads this file before it
+knows whether the configuration is valid.
+"""
+
+from automoe.config.plugins import register
+
+register("data.kind", "csv", "house.csv_source:CSV")
+register("model.family", "dots1", "house.dots1:FAMILY")
+register("moe.experts", "bmm", "house.bmm_experts:bmm_experts")
