@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 RANGE = "part: "
+_BY_PHASE = {"grad_norm": "gradient norm", "optimizer_step": "optimizer"}  # of automoe's step (automoe/trace.py)
 PARTS = (
     "attention",
     "experts",
@@ -112,6 +113,8 @@ def _place(event: Any) -> tuple[str | None, bool, int]:
     while event is not None:
         if part is None and event.name.startswith(RANGE):
             part = event.name.removeprefix(RANGE)
+        if part is None:
+            part = _BY_PHASE.get(event.name)
         if part is None and ("FSDP::" in event.name or event.name.endswith("AccumulateGrad")):
             part = "weights and gradients"
         if event.sequence_nr >= 0:

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from contenders import our_name, random_batch, transformers_model
 from kernel_peers import Absent
-from step_parts import RANGE
 from titan import torchtitan_moe
 from torch import nn
-from torch.profiler import record_function
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
@@ -30,7 +28,6 @@ from automoe.moe.gates import gate_choices
 from automoe.moe.router import expert_weights, score_experts
 from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import (
@@ -41,9 +38,9 @@ from automoe.parallel.parallelize import (
     parallelize,
     parameter_dtype,
 )
-from automoe.parallel.pipeline import build_runner, prepare_inputs
-from automoe.parallel.shared_gradients import counted_parameters
-from automoe.training.stats import gather_stats, update_balance_state
+from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 GATES = {"balanced": "balanced", "natural": "learned"}  # routing -> MoEConfig.gate
 SAMPLE = 4096  # elements of a gradient that are compared
@@ -131,23 +128,16 @@ class Trainer:
         self.meshes, self.config, self.device = meshes, config, device
         self.runner = build_runner({0: self.part}, meshes, config, device)
         self.optimizer = build_optimizer([self.part], config.optim)
+        self.state = TrainState({0: self.part}, self.optimizer)
         tokens, labels = random_batch(config.model, config.train.global_batch_size, config.train.seq_len)
         positions = torch.arange(config.train.seq_len).expand_as(tokens)
         self.batch = StepBatch(tokens, labels, positions, torch.zeros_like(tokens), 0, 0)
 
     def step(self) -> float:
         """What ``recipes.pretrain`` does in a step, its records apart; returns the loss."""
-        inputs, _ = prepare_inputs(self.batch, self.meshes, self.config, self.device)
-        loss_share = self.runner.train(inputs)
-        stats = gather_stats(loss_share, [self.part], self.config)
-        with record_function(RANGE + "gradient norm"):
-            norm = global_grad_norm(counted_parameters([self.part]), self.meshes.group("pp"))
-            float(norm)  # the recipe decides by it whether to take the step
-        with record_function(RANGE + "optimizer"):
-            clip_(self.part.parameters(), norm, self.config.train.grad_clip)
-            self.optimizer.step()
-            update_balance_state(stats, [self.part], self.config)
-            self.optimizer.zero_grad()
+        inputs, trained = prepare_inputs(self.batch, self.meshes, self.config, self.device)
+        stats = forward_backward(self.state, self.runner, inputs, self.config)
+        optimizer_step(self.state, stats, trained, self.meshes, self.config)
         return stats.loss
 
     def state_bytes(self) -> int:
@@ -160,7 +150,7 @@ class Trainer:
     def fingerprint(self) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and a sample of every gradient, float32 on the CPU; the model stays as it is."""
         inputs, _ = prepare_inputs(self.batch, self.meshes, self.config, self.device)
-        loss = gather_stats(self.runner.train(inputs), [self.part], self.config).loss
+        loss = forward_backward(self.state, self.runner, inputs, self.config).loss
         samples = {}
         for name, gradient in self._gradients():
             flat = gradient.flatten()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
+
+from automoe.trace import phase
 
 _WORTH_A_THREAD = 1 << 20  # bytes of one write from which hashing beside it pays
 
@@ -30,17 +32,13 @@ class HashingStream(io.RawIOBase):
 
     A write error is kept and raised by ``seal``: torch's serializer calls ``write`` from C++ code that
     an exception would leave half done.
-
-    Args:
-        half_written: called once, when half of the first write is on its way to the disk.
     """
 
-    def __init__(self, path: Path, half_written: Callable[[], None] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=0)
         self._sha = hashlib.sha256()
         self._size = 0
         self._error: BaseException | None = None
-        self._half_written = half_written
         self._beside: ThreadPoolExecutor | None = None
 
     def writable(self) -> bool:
@@ -84,12 +82,6 @@ class HashingStream(io.RawIOBase):
 
     def _put(self, view: memoryview) -> None:
         try:
-            if self._half_written is not None:
-                reached, self._half_written = self._half_written, None
-                half = len(view) // 2
-                self._put(view[:half])
-                reached()
-                view = view[half:]
             while view:
                 view = view[self._file.write(view) :]
         except Exception as error:
@@ -99,13 +91,16 @@ class HashingStream(io.RawIOBase):
 class HashingFileSystem(FileSystem):
     """torch.distributed.checkpoint's file system, whose new files are flushed and hashed.
 
+    Args:
+        step: the step that is saved.
+
     Attributes:
         facts: file name -> size and digest of every file written so far.
     """
 
-    def __init__(self, half_written: Callable[[], None], written: Callable[[], None]) -> None:
+    def __init__(self, step: int) -> None:
         self.facts: dict[str, FileFacts] = {}
-        self._half_written, self._written = half_written, written
+        self._step = step
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
@@ -114,15 +109,13 @@ class HashingFileSystem(FileSystem):
                 yield stream
             return
         path = Path(path)
-        is_shard = path.suffix == ".distcp"
-        stream = HashingStream(path, self._half_written if is_shard else None)
-        try:
-            yield stream
-            self.facts[path.name] = stream.seal()
-        finally:
-            stream.release()
-        if is_shard:
-            self._written()
+        with phase("write_shard" if path.suffix == ".distcp" else "write_metadata", self._step):
+            stream = HashingStream(path)
+            try:
+                yield stream
+                self.facts[path.name] = stream.seal()
+            finally:
+                stream.release()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)

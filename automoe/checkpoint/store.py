@@ -49,8 +49,8 @@ from automoe.checkpoint.rng import rng_state, set_rng_state
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
+from automoe.trace import phase
 from automoe.training.state import TrainState
-from tests.support.fault_points import awaited, reach
 
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 
@@ -190,18 +190,17 @@ class CheckpointStore:
             return True
 
         try:
-            self._reach("save_begin", step)
-            if not self.ranks.lead(prepare):
-                return final
-            files = self._write_tensors(tensors, temporary, step)
-            self.ranks.lead(lambda: write_manifest(temporary, content, files))
-            self._reach("manifest_written", step)
-            self.ranks.lead(lambda: commit(temporary, final))
-            self._reach("renamed", step)
-            self.ranks.lead(lambda: point_to(self.folder, final.name))
-            self._reach("latest_written", step)
-            self._warn(self.ranks.lead(lambda: retain(self.folder, final.name, self.config.checkpoint)))
-            self._reach("save_end", step)
+            with phase("save", step):
+                if not self.ranks.lead(prepare):
+                    return final
+                files = self._write_tensors(tensors, temporary, step)
+                with phase("write_manifest", step):
+                    self.ranks.lead(lambda: write_manifest(temporary, content, files))
+                with phase("commit", step):
+                    self.ranks.lead(lambda: commit(temporary, final))
+                with phase("write_latest", step):
+                    self.ranks.lead(lambda: point_to(self.folder, final.name))
+                self._warn(self.ranks.lead(lambda: retain(self.folder, final.name, self.config.checkpoint)))
         except OSError as error:
             newest = self.ranks.lead(lambda: _give_up(temporary, self.folder))
             raise save_error(error, step, newest) from error
@@ -210,9 +209,7 @@ class CheckpointStore:
     def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
         """All ranks' files, flushed, in ``target``: name -> size and digest, on every rank."""
         writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
-        writer.fs = files = HashingFileSystem(
-            half_written=lambda: reach("shard_write", step), written=lambda: reach("shard_written", step)
-        )
+        writer.fs = files = HashingFileSystem(step)
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self.ranks.group)
         except CheckpointException as error:  # the same on every rank; not an Exception
@@ -221,11 +218,6 @@ class CheckpointStore:
         for of_rank in self.ranks.all(lambda: files.facts):
             facts |= of_rank
         return facts
-
-    def _reach(self, name: str, step: int) -> None:
-        """A fault point of all ranks, whose outcome they share. Costs nothing unless a test asked for a fault there."""
-        if awaited(name):
-            self.ranks.all(lambda: reach(name, step))
 
     # ---------------------------------------------------------------- resuming
 
@@ -264,9 +256,8 @@ class CheckpointStore:
         if found is None:
             return None
         step_dir, manifest = found
-        reach("resuming", manifest["step"])
-        self._load(state, step_dir, manifest)
-        reach("resumed", state.step)
+        with phase("load", manifest["step"]):
+            self._load(state, step_dir, manifest)
         return Resumed(state.step, step_dir, own)
 
     def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:

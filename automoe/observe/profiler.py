@@ -12,6 +12,7 @@ from typing import Any
 
 from automoe.config.schema import Config
 from automoe.config.validate_numbers import parse_profile_steps
+from automoe.trace import listening
 
 PROFILE_DIR = "profile"
 
@@ -19,9 +20,9 @@ PROFILE_DIR = "profile"
 class StepProfiler:
     """Profiles the steps of ``observe.profile_steps`` on this rank; does nothing outside them.
 
-    Use as a context manager around the loop, with ``begin(step)`` and ``end(step)`` around each
-    step. Steps are the run's own numbers, so a resumed run profiles the part of the window that it
-    runs; a run that dies inside the window still writes what it has.
+    Use as a context manager around the loop, whose steps are phases (``automoe.trace``) named ``step``. Their
+    numbers are the run's own, so a resumed run profiles the part of the window that it runs; a run that dies
+    inside the window still writes what it has.
     """
 
     def __init__(self, config: Config, run_dir: str | os.PathLike[str], rank: int) -> None:
@@ -29,10 +30,18 @@ class StepProfiler:
         self._directory, self._rank = Path(run_dir) / PROFILE_DIR, rank
         self._profile: Any = None
         self._first = 0
+        self._listening = listening(self._hear)
 
-    def begin(self, step: int) -> None:
-        if self._window is None or self._profile is not None or not self._window[0] <= step <= self._window[1]:
+    def _hear(self, name: str, step: int | None, edge: str) -> None:
+        assert self._window is not None
+        if name != "step" or step is None:
             return
+        if edge == "begin" and self._profile is None and self._window[0] <= step <= self._window[1]:
+            self._start(step)
+        elif edge == "end" and self._profile is not None and step >= self._window[1]:
+            self._write(step)
+
+    def _start(self, step: int) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -41,26 +50,23 @@ class StepProfiler:
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
-    def end(self, step: int) -> Path | None:
-        """Close the window after its last step; returns the trace's path then."""
-        if self._profile is None or self._window is None or step < self._window[1]:
-            return None
-        return self._write(step)
-
-    def _write(self, last: int | None) -> Path:
+    def _write(self, last: int | None) -> None:
         profile, self._profile = self._profile, None
         profile.stop()
         self._directory.mkdir(exist_ok=True)
         steps = f"{self._first}-{last}" if last is not None else f"{self._first}-unfinished"
         path = self._directory / f"rank{self._rank}-steps-{steps}.json.gz"
         profile.export_chrome_trace(str(path))
-        return path
 
     def __enter__(self) -> StepProfiler:
+        if self._window is not None:
+            self._listening.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._window is not None:
+            self._listening.__exit__(None, None, None)
         if self._profile is not None:
             self._write(None)

@@ -1,6 +1,6 @@
 """One step's forward and backward over all micro-batches, with or without a pipeline.
 
-Shapes: M micro-batches of B rows, S positions of this rank (R of the whole row), L MoE layers, K top-k.
+Shapes: M micro-batches of B rows, S positions of this rank.
 """
 
 from __future__ import annotations
@@ -8,14 +8,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
 from automoe.model.decoder import Decoder
-from automoe.moe.tokens import TokenCounts
-from automoe.parallel.context import head_tail_index
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.shared_gradients import SharedGradients
@@ -23,53 +19,6 @@ from automoe.parallel.shared_gradients import SharedGradients
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
 Inputs = dict[str, Any]  # keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
-
-
-def prepare_inputs(
-    batch: StepBatch,
-    meshes: Meshes,
-    config: Config,
-    device: torch.device,
-    forced_ids: torch.Tensor | None = None,
-) -> tuple[Inputs, int]:
-    """What this rank feeds its model for one step, and the tokens trained in the whole global batch.
-
-    Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
-    chunk's last position predicts. Counts are known before the first forward.
-
-    Args:
-        batch: rows of this data-parallel rank, whole.
-        forced_ids: [rows of this rank, R, L, 2, K] routing to repeat.
-    """
-    num_rows, seq_len = batch.tokens.shape
-    # Summed where they are, over gloo: on the device, reading them would wait for the step before.
-    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum())])
-    for axis in ("dp_shard", "dp_replicate"):
-        if (group := meshes.group(axis)) is not None:
-            dist.all_reduce(counts, group=group)
-    index = torch.arange(seq_len)
-    if meshes.shape.cp > 1:
-        index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
-    whole = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
-    whole["not_padding"] = batch.doc_ids >= 0
-    if config.data.document_mask:
-        whole["doc_ids"] = batch.doc_ids
-    if forced_ids is not None:
-        whole["forced_ids"] = forced_ids
-    inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
-    inputs["index"] = _send(index.expand(num_rows, -1), device)
-    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
-    inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
-    inputs["token_counts"] = TokenCounts(*_send(counts, device))
-    return inputs, int(counts[0])
-
-
-def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
-    tensor = tensor.contiguous()
-    if device.type != "cpu" and torch.cuda.is_available():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 class StepRunner(Protocol):

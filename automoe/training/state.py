@@ -18,6 +18,7 @@ class TrainState:
 
     Attributes:
         parts: this rank's pipeline stages, {stage number: part}; names inside are global.
+        loader: None where batches come from elsewhere; such a state cannot be saved.
         step: optimizer steps done (skipped ones included).
         tokens: tokens trained so far (labels that count), over all ranks.
         skipped: steps in a row that were skipped.
@@ -26,7 +27,7 @@ class TrainState:
 
     parts: dict[int, Decoder]
     optimizer: torch.optim.Optimizer
-    loader: Loader
+    loader: Loader | None = None
     step: int = 0
     tokens: int = 0
     skipped: int = 0
@@ -56,6 +57,7 @@ class TrainState:
 
     def counters(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values, equal on every rank."""
+        assert self.loader is not None
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -70,6 +72,7 @@ class TrainState:
         Raises:
             DataError: the data changed since the checkpoint.
         """
+        assert self.loader is not None
         self.loader.load_state_dict(counters["loader"])
         self.step, self.tokens, self.skipped = (counters[key] for key in ("step", "tokens", "skipped"))
         self.recent_losses = list(counters.get("recent_losses", []))  # checkpoints of 0.1 lack it

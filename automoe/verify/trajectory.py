@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -16,14 +16,12 @@ from automoe.data.batch import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.moe.replay import RoutingRecorder
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.grad_norm import clip_, global_grad_norm
-from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner, prepare_inputs
-from automoe.parallel.routing import record_routing, replayed_routing
-from automoe.parallel.shared_gradients import counted_parameters
-from automoe.training.stats import gather_stats, update_balance_state
+from automoe.parallel.pipeline import build_runner
+from automoe.parallel.routing import replayed_routing
+from automoe.training.state import TrainState
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
 
@@ -84,7 +82,9 @@ def run_trajectory(
     parts = build_parts(config, meshes)
     materialize(parts, config, torch.device(device))
     runner = build_runner(parts, meshes, config, torch.device(device))
-    optimizer = build_optimizer(list(parts.values()), config.optim, config.train.seed)
+    # The same rate in every step: after the first of a warm-up little would show.
+    config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
+    state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, config.train.seed))
     seen = Trajectory()
     keeps = keep_tensors and _leads_its_stage(meshes)
     for step in range(steps):
@@ -93,35 +93,28 @@ def run_trajectory(
             forced_ids = replayed_routing(config, batch, step)
         else:
             forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank]
-        inputs, _ = prepare_inputs(batch, meshes, config, torch.device(device), forced_ids)
+        inputs, trained = prepare_inputs(batch, meshes, config, torch.device(device), forced_ids)
         if order is not None:
             inputs = {
                 name: value[order] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
             }
         recorder = RoutingRecorder(parts[0]) if record else nullcontext()
-        with recorder, record_routing(config, parts.values(), step):
-            loss = runner.train(inputs)
+        with recorder:
+            stats = forward_backward(state, runner, inputs, config)
         if isinstance(recorder, RoutingRecorder):
             choices = recorder.choices()
             seen.choices.append(choices if order is None else choices[order.argsort()])
-        stats = gather_stats(loss, parts.values(), config)
-        parameters = named_parameters(parts)
-        norm = global_grad_norm(counted_parameters(parts.values()), meshes.group("pp"))
         if keep_tensors:
-            gradients = {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+            gradients = {name: whole(p.grad) for name, p in named_parameters(parts).items() if p.grad is not None}
             seen.gradients.append(gradients if keeps else {})
-        clip_(parameters.values(), norm, config.train.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        update_balance_state(stats, parts.values(), config)
-        update_scales(parts.values(), meshes, stepped=True)
+        update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
         seen.sequence_balance.append(stats.sequence_balance)
         seen.lagged_balance.append(stats.lagged_balance)
         seen.micro_batch_balance.append(stats.micro_batch_balance)
         seen.z_loss.append(stats.z_loss)
         seen.dropped_share.append(stats.dropped_share)
-        seen.grad_norms.append(float(norm))
+        seen.grad_norms.append(update.grad_norm)
         seen.expert_counts.append(stats.expert_counts)
     if keep_tensors:
         final = {name: whole(parameter) for name, parameter in named_parameters(parts).items()}

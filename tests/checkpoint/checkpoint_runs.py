@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -31,17 +29,14 @@ from automoe.config.schema import (
 from automoe.data.loader import Loader
 from automoe.errors import AutomoeError
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.grad_norm import clip_, global_grad_norm
-from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner, prepare_inputs
-from automoe.parallel.shared_gradients import counted_parameters
+from automoe.parallel.pipeline import build_runner
 from automoe.training.state import TrainState
-from automoe.training.stats import gather_stats, update_balance_state
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
-from tests.support.fault_points import VARIABLE
+from tests.support.fault_points import faults
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,7 +76,7 @@ def config(text: Path, dtype: str = "float64", keep: int = 2, async_save: bool =
             bias_update_rate=0.02,
         ),
         train=TrainConfig(seq_len=16, global_batch_size=8, micro_batch_size=1, dtype=dtype, val_every=0),
-        optim=OptimConfig(lr=1e-2),
+        optim=OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant"),
         data=DataConfig(kind="text", path=str(text), val_fraction=0.0),
         checkpoint=CheckpointConfig(every=1, keep=keep, async_save=async_save),
     )
@@ -140,10 +135,10 @@ def run_rank(
 
     Args:
         save_at: steps after which the state is saved.
-        fault: what ``AUTOMOE_FAULT`` says meanwhile.
+        fault: in the language of ``fault_points``.
         before_step: called before each step with its number and the saver, after the saver was polled.
     """
-    with mock.patch.dict(os.environ, {VARIABLE: fault} if fault else {}):
+    with faults(fault):
         return _run_rank(config, run_dir, until, save_at, before_step)
 
 
@@ -177,16 +172,9 @@ def _run_rank(
             before_step(state.step + 1, saver)
         if store.in_flight:
             seen.in_flight.append(state.step + 1)
-        inputs, _ = prepare_inputs(state.loader.next_step(), meshes, config, torch.device("cpu"))
-        stats = gather_stats(runner.train(inputs), state.parts.values(), config)
-        norm = global_grad_norm(counted_parameters(state.parts.values()), meshes.group("pp"))
-        clip_(state.parameters(), norm, config.train.grad_clip)
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        update_balance_state(stats, state.parts.values(), config)
-        update_scales(state.parts.values(), meshes, stepped=True)
-        state.step += 1
-        state.tokens += config.train.global_batch_size * config.train.seq_len
+        inputs, trained = prepare_inputs(state.loader.next_step(), meshes, config, torch.device("cpu"))
+        stats = forward_backward(state, runner, inputs, config)
+        optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
 
 

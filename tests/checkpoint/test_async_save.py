@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.verify.pool import RankError, RankPool
-from tests.support.fault_points import VARIABLE
+from tests.support.fault_points import faults
 
 TWO = dict(dp_shard=2, ep=2)
 
@@ -68,7 +67,7 @@ def poll_until_over(text: Path, run_dir: Path, fault: str) -> tuple[int, list[st
     state, _, _ = build_state(settings, run_dir)
     said: list[str] = []
     saver = Saver(CheckpointStore(settings, run_dir), settings, said.append, said.append)
-    with mock.patch.dict(os.environ, {VARIABLE: fault}):
+    with faults(fault):
         saver.save(state, None, stopping=False)
         polls = 0
         while saver.store.in_flight:
@@ -135,7 +134,7 @@ def record_costs(settings: Config, run_dir: Path) -> list[dict[str, Any]]:
     saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
     records = [saver.record(1.0)]
     release = run_dir / "release"
-    with mock.patch.dict(os.environ, {VARIABLE: f"hold:at=save_begin:until={release}"}):
+    with faults(f"hold:at=save_begin:until={release}"):
         saver.save(state, None, stopping=False)
         records.append(saver.record(1.0))
         release.touch()

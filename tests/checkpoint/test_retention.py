@@ -6,7 +6,6 @@ import math
 import os
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from checkpoint_runs import build_state, config
@@ -16,7 +15,7 @@ from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import CheckpointConfig, Config
 from automoe.verify.pool import RankPool
-from tests.support.fault_points import VARIABLE
+from tests.support.fault_points import faults
 
 STEPS = [f"step-{n}" for n in (2, 4, 6, 8, 10, 12)]
 LOSSES = dict(zip(STEPS, (5.0, 3.0, 4.0, 3.0, 9.0, 8.0), strict=True))
@@ -79,7 +78,7 @@ def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[
     state.step = 1
     saver.save(state, None, stopping=True)
     release, latest = run_dir / "release", store.folder / "LATEST"
-    with mock.patch.dict(os.environ, {VARIABLE: f"hold:at=latest_written:until={release}"}):
+    with faults(f"hold:at=latest_written:until={release}"):
         state.step = 2
         saver.save(state, None, stopping=False)
         while latest.read_text() != "step-2\n":

@@ -10,11 +10,11 @@ from device_models import rows, small
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner, prepare_inputs
-from automoe.training.stats import gather_stats, update_balance_state
+from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from tests.support.host_syncs import host_syncs
 from tests.support.one_rank import one_rank
 
@@ -28,21 +28,14 @@ def test_a_step_waits_for_its_statistics_and_its_norm(experts: str) -> None:
         meshes = build_meshes(resolve_mesh(config.mesh, 1), device)
         parts = build_parts(config, meshes)
         materialize(parts, config, device)
-        runner, optimizer = (
-            build_runner(parts, meshes, config, device),
-            build_optimizer([parts[0]], config.optim),
-        )
+        runner = build_runner(parts, meshes, config, device)
+        state = TrainState(parts, build_optimizer([parts[0]], config.optim))
         batch = rows(config, 0, 0, 1)
 
         def step() -> None:
-            inputs, _ = prepare_inputs(batch, meshes, config, device)
-            stats = gather_stats(runner.train(inputs), parts.values(), config)
-            norm = global_grad_norm(parts[0].parameters())
-            float(norm)
-            clip_(parts[0].parameters(), norm, config.train.grad_clip)
-            optimizer.step()
-            update_balance_state(stats, parts.values(), config)
-            optimizer.zero_grad()
+            inputs, trained = prepare_inputs(batch, meshes, config, device)
+            stats = forward_backward(state, runner, inputs, config)
+            optimizer_step(state, stats, trained, meshes, config)
 
         step()  # the first one makes state
         torch.cuda.synchronize()

@@ -23,8 +23,9 @@ from automoe.model.init import initialize
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
-from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.parallel.pipeline import build_runner
 from automoe.training.state import TrainState
+from automoe.training.step import prepare_inputs
 from automoe.verify.trajectory import run_trajectory, whole
 from recipes import pretrain
 

@@ -23,7 +23,8 @@ from automoe.hf.shards import Parts
 from automoe.hf.writer import export_model, save_hf
 from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.parallel.pipeline import build_runner
+from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from tests.support.hf_models import SMALL_MODELS, save_small_hf

@@ -86,12 +86,12 @@ def norm_of_this_rank():
         local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         return torch.stack([gradient.norm() for gradient in local]).norm()
 
-    return patch.object(automoe.verify.trajectory, "global_grad_norm", local_norm)
+    return patch.object(automoe.training.step, "global_grad_norm", local_norm)
 
 
 def norm_of_this_stage():
     return _replace(
-        automoe.verify.trajectory,
+        automoe.training.step,
         "global_grad_norm",
         lambda original: lambda parameters, pp_group=None: original(parameters),
     )
@@ -182,7 +182,7 @@ def load_fractions_never_updated():
 
         return update
 
-    return _replace(automoe.verify.trajectory, "update_balance_state", make)
+    return _replace(automoe.training.step, "update_balance_state", make)
 
 
 def documents_ignored_across_cp():
@@ -370,7 +370,7 @@ def norm_of_tp_shards_summed_twice():
 
         return norm
 
-    return _replace(automoe.verify.trajectory, "global_grad_norm", make)
+    return _replace(automoe.training.step, "global_grad_norm", make)
 
 
 def terms_of_etp_ranks_averaged():

@@ -16,7 +16,8 @@ from automoe.interop.torchtitan import titan_grad_norm
 from automoe.optim.grad_norm import global_grad_norm
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner, prepare_inputs
+from automoe.parallel.pipeline import build_runner
+from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 
 # All with ep: without it torchtitan stacks the norms of both meshes, which DTensor refuses.

@@ -24,14 +24,12 @@ from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.data.batch import StepBatch
 from automoe.model import attention
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.fake_world import fake_world
-from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner, prepare_inputs
-from automoe.parallel.shared_gradients import counted_parameters
-from automoe.training.stats import gather_stats, update_balance_state
+from automoe.parallel.pipeline import build_runner
+from automoe.training.state import TrainState
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import leave_world
 from tests.support.conf_models import conf_model
 from tests.support.cubins import resource_usage
@@ -98,20 +96,16 @@ def trace(config: Config, rank: int) -> Traced:
         materialize(parts, config, DEVICE)
         runner = build_runner(parts, meshes, config, DEVICE)
         optimizer = build_optimizer(list(parts.values()), config.optim)
+        state = TrainState(parts, optimizer)
         named = [pair for part in parts.values() for pair in part.named_parameters()]
         batch = rows(config, shape.dp)
         for _ in range(2):
             gpu.reads.clear()
-            inputs, _ = prepare_inputs(batch, meshes, config, DEVICE)
-            stats = gather_stats(runner.train(inputs), parts.values(), config)
-            norm = global_grad_norm(counted_parameters(parts.values()), meshes.group("pp"))
-            float(norm)
-            update_scales(parts.values(), meshes, stepped=True)
+            inputs, trained = prepare_inputs(batch, meshes, config, DEVICE)
+            stats = forward_backward(state, runner, inputs, config)
             missing = [name for name, parameter in named if parameter.grad is None]
-            clip_([parameter for _, parameter in named], norm, config.train.grad_clip)
-            optimizer.step()
-            update_balance_state(stats, parts.values(), config)
-            optimizer.zero_grad()
+            update = optimizer_step(state, stats, trained, meshes, config)
+            assert not update.skipped
         num_reads = len(gpu.reads)
         runner.evaluate(prepare_inputs(batch, meshes, config, DEVICE)[0])
         held = {name: [parameter, *optimizer.state[parameter].values()] for name, parameter in named}

@@ -18,25 +18,25 @@ import automoe.parallel.pipeline
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
 from automoe.data.batch import StepBatch
-from automoe.optim.adamw import build_optimizer, set_learning_rate
-from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.optim.adamw import build_optimizer
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder
-from automoe.parallel.pipeline import SingleStageRunner, prepare_inputs
-from automoe.parallel.shared_gradients import counted_parameters
-from automoe.training.stats import gather_stats, update_balance_state
+from automoe.parallel.pipeline import SingleStageRunner
+from automoe.training.state import TrainState
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from tests.support.conf_models import conf_model
 from tests.support.host_syncs import DEVICE, HostSyncFinder
 
 ROWS, MICRO_ROWS, SEQ_LEN = 4, 2, 32
 COEFFICIENTS = dict(seq_balance_coef=0.1, global_balance_coef=0.1, micro_batch_balance_coef=0.1, z_loss_coef=0.1)
-STATS = {"parallel/stats.py:gather_stats": 1}  # docs/parallelism.md: once a step, and the norm
+# docs/parallelism.md: the statistics once a step, and the norm.
+STATS = {"training/stats.py:gather_stats": 1, "training/step.py:optimizer_step": 1}
 
 
 def places_of_a_step(config: Config) -> Counter[str]:
-    """Everything that ``recipes.pretrain`` gives the device in a step but the norm's read.
+    """Where the host waits in a step as ``recipes.pretrain`` takes it.
 
     The model is as it is within FSDP, and not sharded: FSDP wants streams.
     """
@@ -62,15 +62,11 @@ def places_of_a_step(config: Config) -> Counter[str]:
         stack.enter_context(patch.object(automoe.kernels.launches, "products", MagicMock()))
         stack.enter_context(patch.object(automoe.kernels.stochastic_adamw, "update_part", MagicMock()))
         finder = stack.enter_context(HostSyncFinder())
-        inputs, _ = prepare_inputs(batch, meshes, config, DEVICE)
-        loss_share = SingleStageRunner(part, meshes, config).train(inputs)
-        stats = gather_stats(loss_share, [part], config)
-        norm = global_grad_norm(counted_parameters([part]), meshes.group("pp"))
-        clip_(part.parameters(), norm, config.train.grad_clip)
-        set_learning_rate(optimizer, 1e-3)
-        optimizer.step()
-        update_balance_state(stats, [part], config)
-        assert norm.device == DEVICE and all(p.grad is not None for p in part.parameters())
+        inputs, trained = prepare_inputs(batch, meshes, config, DEVICE)
+        state = TrainState({0: part}, optimizer)
+        stats = forward_backward(state, SingleStageRunner(part, meshes, config), inputs, config)
+        assert all(p.grad is not None for p in part.parameters())
+        assert not optimizer_step(state, stats, trained, meshes, config).skipped
     return finder.places
 
 
@@ -108,7 +104,7 @@ MORE_CASES = {
         *(pytest.param(config, id=name, marks=pytest.mark.exhaustive) for name, config in MORE_CASES.items()),
     ],
 )
-def test_a_step_waits_for_its_statistics_alone(config: Config) -> None:
+def test_a_step_waits_for_its_statistics_and_its_norm(config: Config) -> None:
     assert places_of_a_step(config) == STATS
 
 
@@ -124,7 +120,7 @@ def test_waits_of_an_optimizer_are_found() -> None:
     plain = partial(torch.optim.AdamW, foreach=False)
     with patch.object(torch.optim, "AdamW", lambda *groups, fused, **options: plain(*groups, **options)):
         places = places_of_a_step(CASES["dsv3"])
-    assert places.keys() > STATS.keys() and sum(places.values()) > 50, places
+    assert places.keys() == STATS.keys() and places["training/step.py:optimizer_step"] > 50, places
 
 
 def test_every_kind_of_wait_is_found() -> None:

@@ -16,8 +16,8 @@ from pretrain_runs import config, run_rank
 from automoe.config.schema import Config
 from automoe.parallel.fp8 import update_scales
 from automoe.quantize.scaling import Delayed, X
+from automoe.training import step
 from automoe.verify.pool import RankPool
-from recipes import pretrain
 
 
 def remembered(settings: Config, at: tuple[int, ...]) -> list[torch.Tensor]:
@@ -32,7 +32,7 @@ def remembered(settings: Config, at: tuple[int, ...]) -> list[torch.Tensor]:
         after.append(torch.stack([scaling.history for scaling in scalings]))
         return clipped
 
-    with mock.patch.object(pretrain, "update_scales", update):
+    with mock.patch.object(step, "update_scales", update):
         outcome = run_rank(settings, "nan activation", at, stop=False)
     assert outcome.error == ""
     return after
@@ -71,7 +71,7 @@ def one_scale_too_small(settings: Config) -> int:
             found[0].history[X] = 1e-3
         return clipped
 
-    with mock.patch.object(pretrain, "update_scales", update):
+    with mock.patch.object(step, "update_scales", update):
         outcome = run_rank(settings, "", (), stop=False)
     assert outcome.error == ""
     return 3 * len(found)

@@ -14,6 +14,7 @@ from typing import Any
 from automoe.observe.metrics import read_expert_load, read_metrics
 
 ROOT = Path(__file__).parents[2]
+FAULTY_RECIPE = Path(__file__).with_name("faulty_pretrain.py")
 PATIENCE_S = 600  # only a hang reaches it
 # What of a step's record may differ between two runs of the same numbers: clocks, memory, and what saving did.
 _VOLATILE = ("second", "mfu", "memory", "checkpoint_")
@@ -64,8 +65,14 @@ class TrainCommand:
         self.env = kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (env or {})
 
     def start(self, *overrides: str, before: Sequence[str] = (), fault: str = "") -> subprocess.Popen[str]:
-        """The started process; ``before`` goes between Python and ``-m automoe.train``, e.g. torchrun."""
+        """The started process.
+
+        Args:
+            before: goes between Python and ``-m automoe.train``, e.g. torchrun.
+            fault: in the language of ``fault_points``; the pretraining recipe runs with it.
+        """
         arguments = [*before, "-m", "automoe.train", f"run_dir={self.run_dir}", *self.overrides, *overrides]
+        arguments += [f"recipe={FAULTY_RECIPE}"] if fault else []
         return subprocess.Popen(
             [sys.executable, *arguments],
             env=self.env | ({"AUTOMOE_FAULT": fault} if fault else {}),

@@ -1,8 +1,9 @@
-"""Faults on demand, for tests: named points in the code where a rank can be made to die, raise, sleep or run full.
+"""Faults on demand: named points of a run where a rank can be made to die, raise, sleep or find the disk full.
 
-A point is a call of ``reach(name, step)``. Nothing happens there unless ``AUTOMOE_FAULT`` says so:
+The product knows nothing of them. A point is the begin or the end of one of its phases (``automoe.trace``), to which
+``faults`` listens, or the middle of a file that it wraps. ``faulty_pretrain.py`` is the shipped recipe with them:
 
-    AUTOMOE_FAULT=kill:rank=1:at=shard_written:step=4
+    AUTOMOE_FAULT=kill:rank=1:at=shard_written:step=4 python -m automoe.train recipe=tests/support/faulty_pretrain.py
 
 Fields are separated by colons, several faults by semicolons. The first field is the kind:
 
@@ -27,9 +28,14 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 from automoe.errors import ConfigError
+from automoe.trace import listening
 
 VARIABLE = "AUTOMOE_FAULT"
 
@@ -55,6 +61,26 @@ POINTS = {
     "latest_written": "LATEST names the step, before retention deletes older ones",
     "save_end": "older steps are deleted, the save is over",
 }
+
+
+# (phase, edge) -> the point there.
+AT_PHASES = {
+    ("load", "begin"): "resuming",
+    ("load", "end"): "resumed",
+    ("step", "begin"): "step_begin",
+    ("forward_backward", "begin"): "forward",
+    ("forward_backward", "end"): "before_collective",
+    ("optimizer_step", "end"): "step_end",
+    ("record", "end"): "recorded",
+    ("save", "begin"): "save_begin",
+    ("write_shard", "end"): "shard_written",
+    ("write_manifest", "end"): "manifest_written",
+    ("commit", "end"): "renamed",
+    ("write_latest", "end"): "latest_written",
+    ("save", "end"): "save_end",
+}
+# Points of a save at which all ranks hear of an error on one of them, as of an error of the save itself.
+SHARED = ("save_begin", "manifest_written", "renamed", "latest_written", "save_end")
 
 
 class InjectedFault(RuntimeError):
@@ -95,14 +121,67 @@ def reach(name: str, step: int | None = None) -> None:
                 _happen(fault, name, step)
 
 
-def awaited(name: str) -> bool:
-    """Whether ``AUTOMOE_FAULT`` asks for a fault at point ``name``, on any rank.
+@contextmanager
+def faults(text: str | None = None) -> Iterator[None]:
+    """Put the points of ``POINTS`` into everything that runs meanwhile but ``started``, which is the recipe's.
+
+    Args:
+        text: the faults; None: what ``AUTOMOE_FAULT`` says.
 
     Raises:
         ConfigError: as ``reach``.
     """
-    text = os.environ.get(VARIABLE)
-    return bool(text) and any(fault.at == name for fault in parse(text))
+    with ExitStack() as stack:
+        if text is not None:
+            stack.enter_context(mock.patch.dict(os.environ, {VARIABLE: text}))
+        if not (asked_for := {fault.at for fault in parse(os.environ.get(VARIABLE, ""))}):
+            yield
+            return
+        from automoe.checkpoint.files import HashingStream
+        from automoe.checkpoint.store import CheckpointStore
+
+        saving: Any = None  # the store of the save in progress, and its step
+
+        def hear(name: str, step: int | None, edge: str) -> None:
+            if (point := AT_PHASES.get((name, edge))) not in asked_for:
+                return
+            if point in SHARED:
+                saving[0].ranks.all(lambda: reach(point, step))
+            else:
+                reach(point, step)
+
+        def write(store: Any, tensors: Any, content: Any, step: int, original=CheckpointStore._write) -> Any:
+            nonlocal saving
+            saving = store, step
+            return original(store, tensors, content, step)
+
+        def open_stream(stream: Any, path: Any, original=HashingStream.__init__) -> None:
+            original(stream, path)
+            if path.suffix == ".distcp":
+                stream._file = HalfWritten(stream._file, saving[1])
+
+        stack.enter_context(listening(hear))
+        stack.enter_context(mock.patch.object(CheckpointStore, "_write", write))
+        stack.enter_context(mock.patch.object(HashingStream, "__init__", open_stream))
+        yield
+
+
+class HalfWritten:
+    """A raw file whose first write stops half way, as a disk may do, and is at ``shard_write`` before it goes on."""
+
+    def __init__(self, file: Any, step: int) -> None:
+        self._file, self._step, self._writes = file, step, 0
+
+    def write(self, view: memoryview) -> int:
+        self._writes += 1
+        if self._writes == 1:
+            return self._file.write(view[: max(len(view) // 2, 1)])
+        if self._writes == 2:
+            reach("shard_write", self._step)
+        return self._file.write(view)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 @functools.cache

@@ -19,7 +19,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PACKAGE = Path(__file__).resolve().parents[1]
+import automoe
+
+PACKAGE = Path(automoe.__file__).resolve().parent
 DEVICE = torch.device("meta")  # stands in for a GPU
 aten = torch.ops.aten
 
@@ -42,7 +44,7 @@ def host_syncs(work: Callable[[], object], device: torch.device) -> dict[str, in
 class HostSyncFinder(TorchDispatchMode):
     """While entered, ``places`` counts waits for a tensor on ``DEVICE``; what is read or copied from there is one.
 
-    A place is the innermost function of this package, as ``parallel/stats.py:gather_stats``. Copies onto the
+    A place is the innermost function of automoe, as ``training/stats.py:gather_stats``. Copies onto the
     device count unless they are ``non_blocking``.
     """
 
@@ -84,7 +86,7 @@ class HostSyncFinder(TorchDispatchMode):
     def _note(self) -> None:
         for frame in _frames():
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(PACKAGE) and path != Path(__file__).resolve():
+            if path.is_relative_to(PACKAGE):
                 self.places[f"{path.relative_to(PACKAGE)}:{frame.f_code.co_name}"] += 1
                 return
         self.places["elsewhere"] += 1

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from automoe.errors import ConfigError
-from tests.support.fault_points import POINTS, VARIABLE, Fault, InjectedFault, parse, reach
+from automoe.trace import phase
+from tests.support.fault_points import AT_PHASES, POINTS, VARIABLE, Fault, InjectedFault, faults, parse, reach
 
 WRONG = {
     "explode:at=renamed": "'explode' is not a kind of fault. Kinds: kill, raise, sleep, hold, enospc",
@@ -70,6 +71,20 @@ def test_hit_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         reach("forward", 1)
     reach("forward", 1)
     assert (tmp_path / "fired.rank0").exists()
+
+
+def test_points_are_begins_and_ends_of_phases() -> None:
+    assert set(AT_PHASES.values()) | {"started", "shard_write"} == set(POINTS)
+    with faults("raise:at=forward:step=2"), phase("forward_backward", 1):
+        pass
+    with faults("raise:at=forward:step=2"), pytest.raises(InjectedFault, match="at forward, step 2"):
+        with phase("forward_backward", 2):
+            raise AssertionError("begins after the fault")
+    with phase("forward_backward", 2):
+        pass
+    with faults("raise:at=before_collective"), pytest.raises(ZeroDivisionError):
+        with phase("forward_backward", 2):
+            raise ZeroDivisionError  # a phase that raises has no end
 
 
 def test_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,202 @@
+"""What is open for the length of a run: console, ``metrics.jsonl``, tracker, profiler and the saver of checkpoints."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from automoe.checkpoint.saver import Saver
+from automoe.checkpoint.store import CheckpointStore, Resumed
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.cost.flops import train_flops_per_token
+from automoe.errors import AutomoeError
+from automoe.observe.console import Console
+from automoe.observe.metrics import MetricsLog, last_objective, load_summary
+from automoe.observe.profiler import StepProfiler
+from automoe.observe.trackers import make_tracker
+from automoe.trace import phase
+from automoe.training.state import TrainState
+from automoe.training.stats import StepStats, max_over_ranks
+from automoe.training.step import Update
+
+if TYPE_CHECKING:
+    from automoe.launch.ranks import RunContext
+
+NAMED_DOCUMENTS = 100  # of a skipped step's batch, in its record
+
+
+@contextmanager
+def open_run(
+    config: Config,
+    shape: MeshShape,
+    context: RunContext,
+    state: TrainState,
+    store: CheckpointStore,
+    resumed: Resumed | None,
+) -> Iterator[Run]:
+    """A ``Run``, closed on every way out: one that dies keeps its record and its trace."""
+    with ExitStack() as open_files:
+        yield Run(config, shape, context, state, store, resumed, open_files)
+
+
+class Run:
+    """The record of a run. Every rank has one and calls every method; rank 0 alone prints and writes.
+
+    Attributes:
+        stopping: some rank was asked to stop: all leave after this step.
+        objective: what the run came to so far: the newest validation loss, else the newest training loss.
+        note: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: MeshShape,
+        context: RunContext,
+        state: TrainState,
+        store: CheckpointStore,
+        resumed: Resumed | None,
+        open_files: ExitStack,
+    ) -> None:
+        self.config, self.shape, self.context, self.state = config, shape, context, state
+        self.console = Console(config, shape, enabled=context.rank == 0)
+        self.note = self.console.note
+        self.console.start(resume_step=state.step)
+        self._log = self._tracker = None
+        if context.rank == 0:
+            # Another run's record is not this one's.
+            record_ends = resumed.step if resumed and resumed.own else None
+            self._log = open_files.enter_context(MetricsLog(context.run_dir, record_ends))
+            self._tracker = make_tracker(config, context.run_dir, self.console.warn)
+        open_files.enter_context(StepProfiler(config, context.run_dir, context.rank))
+        self.saver = Saver(store, config, self.note, self.console.warn)
+        self._flops = train_flops_per_token(config.model, config.train.seq_len)
+        self._peak_flops = _peak_flops(config, context.device)
+        self._began = 0.0
+        self.stopping = False
+        self.objective: float | None = None
+        if state.step >= config.train.steps:
+            self.objective = last_objective(context.run_dir)
+            self.note(f"already at step {state.step} of {config.train.steps}")
+
+    def begin_step(self) -> None:
+        """Start the step's clock; a background save that failed is heard of here."""
+        self.saver.poll()
+        self._began = time.perf_counter()
+
+    def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
+        """Stop the clock and return the step's record, its validation apart. Collective."""
+        config, train, state = self.config, self.config.train, self.state
+        self.stopping = self.context.any_rank_stops()
+        memory, clipped_share = max_over_ranks(_peak_memory_bytes(self.context.device), update.fp8_clipped_share)
+        seconds = time.perf_counter() - self._began
+        tokens_per_second = train.global_batch_size * train.seq_len / seconds
+        self.objective = stats.loss
+        record: dict[str, Any] = {
+            "step": state.step,
+            "loss": stats.loss,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "tokens": state.tokens,
+            "tokens_per_second": tokens_per_second,
+            "mfu": None,
+            "peak_memory_bytes": int(memory),
+            "step_seconds": seconds,
+            "seq_balance_loss": stats.sequence_balance,
+            "global_balance_loss": stats.lagged_balance,
+            "micro_batch_balance_loss": stats.micro_batch_balance,
+            "z_loss": stats.z_loss,
+            "skipped": state.skipped,
+        }
+        if update.skipped:
+            record |= self._skip_record(update)
+            self.console.warn(f"step {state.step} skipped: {_skip_text(record)}")
+        if self._peak_flops:
+            mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
+            record["mfu"], record["mfu_full_attention"] = mfu
+        record |= asdict(load_summary(stats.expert_counts)) | self.saver.record(seconds)
+        if config.moe.capacity_factor:
+            record["dropped_share"] = stats.dropped_share
+        if train.fp8 == "delayed":
+            record["fp8_clipped_share"] = clipped_share
+        return record
+
+    def validates(self) -> bool:
+        """Whether the step just taken is followed by a validation."""
+        train, step = self.config.train, self.state.step
+        return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
+
+    def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
+        """Print, record and track a step's record, in which a validation is by now.
+
+        Raises:
+            AutomoeError: it is the last of ``train.max_skipped`` skipped steps in a row.
+        """
+        with phase("record", self.state.step):
+            self.objective = record.get("val_loss", self.objective)
+            self.console.step(record)
+            if self._log is not None and self._tracker is not None:
+                self._log.write(record, stats.expert_counts)
+                self._tracker.log(record)
+        if self.state.skipped >= self.config.train.max_skipped:
+            self.saver.finish()  # what was saved before all this is not lost with the run
+            optim = self.config.optim
+            raise AutomoeError(
+                f"{self.state.skipped} steps in a row were skipped (train.max_skipped), the last step "
+                f"{self.state.step}: {_skip_text(record)}. metrics.jsonl names the rows and documents of each. Lower "
+                f"optim.lr ({optim.lr}), raise optim.warmup_steps ({optim.warmup_steps}), or look at that data"
+            )
+
+    def finish(self, paths: Mapping[str, str | Path]) -> None:
+        """Close the record and print the summary, with the ``paths`` of results by their names."""
+        if self._log is not None and self._tracker is not None:
+            self._log.close()
+            self._tracker.finish()
+        self.console.finish(paths)
+
+    def _skip_record(self, update: Update) -> dict[str, Any]:
+        """What the record of a skipped step says besides: the reason, and the batch by rows and documents."""
+        loader = self.state.loader
+        assert loader is not None
+        first, last = loader.last_rows()
+        documents = loader.documents(first, last)
+        return {
+            "skip_reason": update.skip_reason or "another rank's loss or gradient is not finite",
+            "skipped_rows": [first, last],
+            "skipped_documents": documents[:NAMED_DOCUMENTS],
+            "num_skipped_documents": len(documents),
+        }
+
+
+def _skip_text(record: Mapping[str, Any]) -> str:
+    """A skipped step's record in a line."""
+    (first, last), names = record["skipped_rows"], record["skipped_documents"]
+    more = record["num_skipped_documents"] - 3
+    listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    return f"{record['skip_reason']}; rows {first}-{last} of the training data, from {listed}"
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of one rank's device: as configured, else from torchtitan's table; None if unknown."""
+    if config.cluster.peak_flops:
+        return config.cluster.peak_flops
+    if device.type != "cuda":
+        return None
+    from automoe.interop.torchtitan import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name(device))
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """High-water mark of this rank: device allocations on CUDA, resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

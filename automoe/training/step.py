@@ -1,0 +1,155 @@
+"""The training step: the one place that says what comes after what.
+
+    forward and backward, statistics                          ``forward_backward``
+    norm, skip or not, 8-bit scales, clip, update, balance    ``optimizer_step``
+
+Between the two a caller finds every gradient summed over ranks and not clipped.
+Shapes: B rows of this data-parallel rank, S positions of this rank (R of the whole row), L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from automoe.config.schema import Config
+from automoe.data.batch import StepBatch
+from automoe.data.loader import Loader
+from automoe.moe.tokens import TokenCounts
+from automoe.optim.adamw import set_learning_rate
+from automoe.optim.grad_norm import clip_, global_grad_norm
+from automoe.optim.schedule import learning_rate
+from automoe.parallel.context import head_tail_index
+from automoe.parallel.fp8 import update_scales
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.pipeline import Inputs, StepRunner
+from automoe.parallel.routing import record_routing
+from automoe.parallel.shared_gradients import counted_parameters
+from automoe.trace import phase
+from automoe.training.skip import reason_to_skip, remember
+from automoe.training.state import TrainState
+from automoe.training.stats import StepStats, gather_stats, max_over_ranks, sum_over_ranks, update_balance_state
+
+
+@dataclass(frozen=True)
+class Update:
+    """What ``optimizer_step`` did.
+
+    Attributes:
+        lr: learning rate of this step.
+        grad_norm: of the whole model, before clipping.
+        skipped: the step changed nothing; the same on every rank.
+        skip_reason: why, if this rank saw a reason.
+        fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went beyond.
+    """
+
+    lr: float
+    grad_norm: float
+    skipped: bool
+    skip_reason: str | None
+    fp8_clipped_share: float
+
+
+def prepare_inputs(
+    batch: StepBatch, meshes: Meshes, config: Config, device: torch.device, forced_ids: torch.Tensor | None = None
+) -> tuple[Inputs, int]:
+    """What this rank feeds its model for one step, and the tokens trained in the whole global batch. Collective.
+
+    Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
+    chunk's last position predicts. Counts are known before the first forward.
+
+    Args:
+        batch: rows of this data-parallel rank, whole.
+        forced_ids: [B, R, L, 2, K] routing to repeat.
+    """
+    num_rows, seq_len = batch.tokens.shape
+    # Summed where they are, over gloo: on the device, reading them would wait for the step before.
+    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum())])
+    for axis in ("dp_shard", "dp_replicate"):
+        if (group := meshes.group(axis)) is not None:
+            dist.all_reduce(counts, group=group)
+    index = torch.arange(seq_len)
+    if meshes.shape.cp > 1:
+        index = head_tail_index(seq_len, meshes.shape.cp, meshes.coordinate("cp"))
+    whole = {"tokens": batch.tokens, "labels": batch.labels, "positions": batch.positions}
+    whole["not_padding"] = batch.doc_ids >= 0
+    if config.data.document_mask:
+        whole["doc_ids"] = batch.doc_ids
+    if forced_ids is not None:
+        whole["forced_ids"] = forced_ids
+    inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
+    inputs["index"] = _send(index.expand(num_rows, -1), device)
+    row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
+    inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
+    inputs["token_counts"] = TokenCounts(*_send(counts, device))
+    return inputs, int(counts[0])
+
+
+def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, config: Config) -> StepStats:
+    """Run all micro-batches of the next step, and gather what they report. Collective.
+
+    Gradients are added to those that parameters have; ``optimizer_step`` leaves none.
+    """
+    parts = state.parts.values()
+    with phase("forward_backward", state.step + 1), record_routing(config, parts, state.step):
+        loss_share = runner.train(inputs)
+    return gather_stats(loss_share, parts, config)
+
+
+def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Meshes, config: Config) -> Update:
+    """Update the weights by the gradients, unless a rank has a reason against it, and count the step. Collective.
+
+    Args:
+        stats: of the step's ``forward_backward``.
+        trained: tokens of the global batch with a label, from ``prepare_inputs``.
+    """
+    parts, train = list(state.parts.values()), config.train
+    with phase("optimizer_step", state.step + 1):
+        lr = learning_rate(config.optim, state.step, train.steps)
+        with phase("grad_norm", state.step + 1):  # one over both meshes and all stages, the same on every rank
+            norm = global_grad_norm(counted_parameters(parts), meshes.group("pp"))
+            grad_norm = float(norm)
+        reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
+        skipped = max_over_ranks(float(reason is not None)) == [1.0]
+        # Before the update, for which the host would have to wait otherwise.
+        clipped_share = update_scales(parts, meshes, stepped=not skipped)
+        if not skipped:
+            clip_(state.parameters(), norm, train.grad_clip)
+            set_learning_rate(state.optimizer, lr)
+            state.optimizer.step()
+            update_balance_state(stats, parts, config)
+            remember(stats.loss, state.recent_losses, train)
+        state.optimizer.zero_grad()
+        state.step += 1
+        state.tokens += trained
+        state.skipped = state.skipped + 1 if skipped else 0
+    return Update(lr, grad_norm, skipped, reason, clipped_share)
+
+
+@phase("validate")
+def validate(
+    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, device: torch.device
+) -> Mapping[str, float]:
+    """``val_loss``, mean nats a token, and ``val_bits_per_byte`` of text; empty without validation data. Collective."""
+    nats = tokens = text_bytes = 0.0
+    reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
+    for batch in loader.validation_batches(config.train.val_batches):
+        inputs, trained = prepare_inputs(batch, meshes, config, device)
+        share = runner.evaluate(inputs)
+        loss, num_bytes = sum_over_ranks(share, float(batch.num_bytes * reads_text), device=device)
+        nats, tokens, text_bytes = nats + loss * trained, tokens + trained, text_bytes + num_bytes
+    if not tokens:
+        return {}
+    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / max(text_bytes, 1.0)}
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
+    tensor = tensor.contiguous()
+    if device.type != "cpu" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

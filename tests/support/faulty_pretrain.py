@@ -1,0 +1,16 @@
+"""The shipped pretraining recipe with the faults that ``AUTOMOE_FAULT`` asks for (``fault_points.py``)."""
+
+from __future__ import annotations
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.launch.ranks import RunContext
+from automoe.shipped import load_recipe
+from tests.support.fault_points import faults, reach
+
+
+def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
+    """``pretrain``'s main, with faults."""
+    with faults():
+        reach("started")
+        return load_recipe("pretrain").main(config, shape, context)
