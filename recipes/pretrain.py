@@ -15,14 +15,14 @@ from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.launch.ranks import RunContext
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.agree import same_on_all_ranks
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.parallel.routing import replayed_routing
 from automoe.trace import phase
+from automoe.training.routing import replayed_routing
 from automoe.training.run import open_run
 from automoe.training.state import TrainState
+from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 
 

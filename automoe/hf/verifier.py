@@ -27,7 +27,7 @@ from automoe.hf.reader import Catalog, Read, config_of, load_hf, open_catalog, v
 from automoe.hf.rewrite import rewrite_tensors
 from automoe.hf.shards import DTYPES, Parts, as_parts, is_first_rank, raise_everywhere
 from automoe.model.decoder import Decoder
-from automoe.moe.replay import RoutingRecorder
+from automoe.moe.router import RoutingRecorder
 from automoe.parallel.parallelize import build_decoder
 
 LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen

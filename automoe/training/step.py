@@ -27,9 +27,9 @@ from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner
-from automoe.parallel.routing import record_routing
 from automoe.parallel.shared_gradients import counted_parameters
 from automoe.trace import phase
+from automoe.training.routing import record_routing
 from automoe.training.skip import reason_to_skip, remember
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, gather_stats, max_over_ranks, sum_over_ranks, update_balance_state

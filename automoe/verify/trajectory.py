@@ -14,12 +14,12 @@ from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
 from automoe.model.decoder import Decoder
-from automoe.moe.replay import RoutingRecorder
+from automoe.moe.router import RoutingRecorder
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.parallel.routing import replayed_routing
+from automoe.training.routing import replayed_routing
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 

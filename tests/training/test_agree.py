@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from automoe.errors import DataError
-from automoe.parallel.agree import same_on_all_ranks
+from automoe.training.stats import same_on_all_ranks
 from automoe.verify.pool import RankPool
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from routing_cases import MODEL, VOCAB, routing_config
 
+from automoe.data.batch import StepBatch
 from automoe.errors import DataError
 from automoe.model.decoder import Decoder
-from automoe.moe.replay import RoutingWriter, read_routing
 from automoe.parallel.parallelize import build_decoder
+from automoe.training.routing import record_routing, replayed_routing
 from automoe.verify.compare import compare_tensors
+from tests.moe.routing_cases import MODEL, VOCAB, routing_config
+from tests.support.one_rank import one_rank
 
 B, S = 2, 8
 
@@ -33,14 +36,21 @@ def record(directory: Path, step: int = 0, first_row: int = 4) -> tuple[Decoder,
     model = small_decoder()
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(step))
     row_ids = torch.arange(first_row, first_row + B).unsqueeze(1).expand(B, S)
-    with torch.no_grad(), RoutingWriter([model], str(directory), step, rank=0):
+    config = routing_config(record_routing=str(directory))
+    with one_rank("cpu"), torch.no_grad(), record_routing(config, [model], step):
         logits = [model(tokens[b : b + 1], row_ids=row_ids[b : b + 1]) for b in range(B)]
     return model, tokens, torch.cat(logits)
 
 
 def read(directory: Path, step: int = 0, first_row: int = 4, **changed: int) -> torch.Tensor:
     sizes = dict(num_rows=B, seq_len=S, num_layers=MODEL.num_layers, top_k=3) | changed
-    return read_routing(str(directory), step, first_row, **sizes)
+    config = routing_config(replay_routing=str(directory))
+    model = replace(MODEL, num_layers=sizes["num_layers"], num_experts_per_token=sizes["top_k"])
+    tokens = torch.zeros(sizes["num_rows"], sizes["seq_len"], dtype=torch.int64)
+    batch = StepBatch(tokens, tokens, tokens, tokens, 0, first_row)
+    choices = replayed_routing(replace(config, model=model), batch, step)
+    assert choices is not None
+    return choices
 
 
 def test_what_was_written_is_read_and_repeats_the_forward_pass(tmp_path: Path) -> None:
@@ -79,7 +89,7 @@ def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path, changed: dict,
 
 def test_a_step_that_failed_leaves_no_file(tmp_path: Path) -> None:
     model = small_decoder()
-    with pytest.raises(IndexError), RoutingWriter([model], str(tmp_path), 0, rank=0):
+    with pytest.raises(IndexError), record_routing(routing_config(record_routing=str(tmp_path)), [model], 0):
         model(torch.full((1, S), VOCAB))
     assert not list(tmp_path.rglob("*.npz"))
     with torch.no_grad():

@@ -1,0 +1,115 @@
+"""Routing of training steps recorded to a directory, or repeated from one: ``moe.record_routing``, ``moe.replay_routing``.
+
+A step is a folder ``step-N`` with one ``rank-R.npz`` from every rank that recorded: ``rows`` [T] and ``index`` [T]
+name its tokens by their row in the training stream and their place in it, ``layers`` [L] its MoE layers, ``choices``
+[T, L, 2, K] what it chose (2: chosen, plain top-k). Nothing in it knows a mesh, so any mesh may replay it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from automoe.config.schema import Config
+from automoe.data.batch import StepBatch
+from automoe.errors import DataError
+from automoe.moe.router import Router, Routing, watch_routing
+from automoe.moe.tokens import Tokens
+
+
+@contextmanager
+def record_routing(config: Config, parts: Iterable[nn.Module], step: int) -> Iterator[None]:
+    """Around a step's forward and backward: writes this rank's choices as it leaves, where that is asked for.
+
+    Args:
+        parts: this rank's pipeline stages; any mesh.
+        step: counted from 0; a folder of the same step is written over, file by file.
+    """
+    if config.moe.record_routing is None:
+        yield
+        return
+    seen: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+
+    def keep(router: Router, tokens: Tokens, routing: Routing) -> None:
+        assert tokens.row_ids is not None
+        choices = torch.stack((routing.ids, routing.plain_ids), dim=2)
+        seen.setdefault(router.moe_index, []).append((tokens.row_ids, tokens.index, choices))
+
+    with watch_routing(parts, keep):
+        yield
+    if seen:
+        folder = Path(config.moe.record_routing).expanduser() / f"step-{step}"
+        _write(folder / f"rank-{dist.get_rank()}.npz", dict(sorted(seen.items())))
+
+
+def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
+    """Layer -> (rows, index, choices) of its micro-batches, to a file that is there in full or not at all."""
+    layers = []
+    for micro_batches in seen.values():  # a pipeline may run two layers' micro-batches in different orders
+        rows, index, choices = (
+            torch.cat([t.flatten(0, 1) for t in tensors]).cpu() for tensors in zip(*micro_batches, strict=True)
+        )
+        order = np.lexsort((index, rows))
+        layers.append((rows[order], index[order], choices[order]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
+        np.savez(
+            file,
+            rows=layers[0][0].numpy(),
+            index=layers[0][1].numpy().astype(np.int32),
+            layers=np.array(list(seen)),
+            choices=torch.stack([choices for _, _, choices in layers], dim=1).numpy().astype(np.int16),
+        )
+    os.replace(unfinished, path)
+
+
+def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tensor | None:
+    """Recorded choices for the rows of ``batch``, as ``prepare_inputs`` takes them; None unless that is asked for.
+
+    Returns:
+        [rows of this rank, tokens of a row, L, 2, K] int64.
+
+    Raises:
+        DataError: the directory has no such step, or not all of these tokens and layers.
+    """
+    if config.moe.replay_routing is None:
+        return None
+    model, (num_rows, seq_len) = config.model, batch.tokens.shape
+    num_layers, top_k = model.num_layers - model.first_k_dense, model.num_experts_per_token
+    folder = Path(config.moe.replay_routing).expanduser() / f"step-{step}"
+    files = sorted(folder.glob("rank-*.npz"))
+    if not files:
+        raise DataError(
+            f"{folder}: no recorded routing. Replay at most as many steps as were recorded "
+            "(moe.record_routing), from the same step on"
+        )
+    forced = np.full((num_rows, seq_len, num_layers, 2, top_k), -1, dtype=np.int64)
+    for path in files:
+        with np.load(path) as part:
+            rows, index, layers = part["rows"] - batch.first_row, part["index"], part["layers"]
+            mine = (rows >= 0) & (rows < num_rows)
+            if not mine.any():
+                continue
+            choices = part["choices"]
+            if choices.shape[-1] != top_k or index.max() >= seq_len or layers.max() >= num_layers:
+                raise DataError(
+                    f"{path}: recorded with K={choices.shape[-1]}, rows of at least {index.max() + 1} tokens and "
+                    f"at least {layers.max() + 1} MoE layers; this run has K={top_k}, train.seq_len={seq_len} and "
+                    f"{num_layers}. Replay with the model and rows of the recording"
+                )
+            forced[rows[mine][:, None], index[mine][:, None], layers] = choices[mine]
+    if (missing := int((forced < 0).any((2, 3, 4)).sum())) > 0:
+        raise DataError(
+            f"{folder}: {missing} of {num_rows * seq_len} tokens of rows {batch.first_row} ... "
+            f"{batch.first_row + num_rows - 1} were not recorded. Replay with the same data, seed and batch, and keep "
+            "every rank's file"
+        )
+    return torch.from_numpy(forced)
