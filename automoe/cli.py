@@ -1,10 +1,11 @@
-"""The console script ``automoe``: train, plan, verify, export, convert, each imported when it is called."""
+"""The console script ``automoe``: train, plan, verify, export and convert, each imported when it is called; recipes."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from pathlib import Path
 
 COMMANDS = {
     "train": "train a model, here or on a cluster; -m sweeps",
@@ -13,29 +14,66 @@ COMMANDS = {
     "export": "write a run's weights as a HuggingFace checkpoint",
     "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
 }
+_HERE = {
+    "recipe": "list the shipped training loops, or copy one to make it your own",
+    "completion": "print a bash completion script",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Hand the rest of the command line to a command's ``main(argv)``; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["completion"]:
-        print(bash_completion())
-        return 0
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0 if argv else 2
+    if argv[0] == "completion":
+        print(bash_completion())
+        return 0
+    if argv[0] == "recipe":
+        return _recipe(argv[1:])
     if argv[0] not in COMMANDS:
         print(f"error: no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
         return 2
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe of one's own is found beside the run
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: recipe=my_module finds modules of the working directory
     return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
 
 
 def _usage() -> str:
-    lines = [
-        f"  {name:<11} {what}" for name, what in (COMMANDS | {"completion": "print a bash completion script"}).items()
-    ]
+    lines = [f"  {name:<11} {what}" for name, what in (COMMANDS | _HERE).items()]
     return "\n".join(["automoe COMMAND [options] [key=value ...]", "", *lines, "", "automoe COMMAND --help says more"])
+
+
+_RECIPE_USAGE = """\
+automoe recipe: the training loops that ship with automoe
+
+  automoe recipe list               their names
+  automoe recipe copy NAME [FILE]   copy one to ./recipes/NAME.py, or to FILE; overwrites nothing
+
+`automoe train recipe=NAME` runs ./recipes/NAME.py where the working directory has it, else the shipped recipe;
+`automoe train recipe=FILE.py` runs that file.
+"""
+
+
+def _recipe(argv: list[str]) -> int:
+    from automoe.errors import ConfigError
+    from automoe.shipped import copy_recipe, list_recipes
+
+    if argv in (["-h"], ["--help"]):
+        print(_RECIPE_USAGE, end="")
+    elif argv == ["list"]:
+        print("\n".join(list_recipes()))
+    elif argv[:1] == ["copy"] and len(argv) in (2, 3):
+        try:
+            path = copy_recipe(*argv[1:])
+        except (ConfigError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        in_place = path.parent == Path("recipes")
+        print(f"copied to {path}; run it with: automoe train recipe={path.stem if in_place else path}")
+    else:
+        print(_RECIPE_USAGE, end="", file=sys.stderr)
+        return 2
+    return 0
 
 
 _TRAIN_USAGE = """\
@@ -80,6 +118,8 @@ _automoe() {{
   local word="${{line##* }}"
   case "$line" in
     *--config-name" $word" | *--config-name="${{word#*=}}") choices="{primaries}"; word="${{word#*=}}" ;;
+    *" recipe copy "*) choices="{recipes}" ;;
+    *" recipe "*) choices="list copy" ;;
     *" "*" "*) ;;
     *) choices="{commands}" ;;
   esac
@@ -96,12 +136,18 @@ def bash_completion() -> str:
     """A bash script for tab completion, to be evaluated in the user's shell."""
     from automoe.config.compose import list_groups, list_options
     from automoe.config.convert import leaf_keys
+    from automoe.shipped import list_recipes
 
     options = [f"{group}={option}" for group in list_groups() for option in list_options(group)]
     words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help", *options]
-    words += [f"{key}=" for key in leaf_keys()]
-    commands, primaries = " ".join(COMMANDS), " ".join(list_options())
-    return _COMPLETION.format(commands=commands, primaries=primaries, words=" ".join(words))
+    words += [f"{key}=" for key in leaf_keys()] + [f"recipe={name}" for name in list_recipes()]
+    lists = {
+        "words": words,
+        "commands": [*COMMANDS, *_HERE],
+        "primaries": list_options(),
+        "recipes": list_recipes(),
+    }
+    return _COMPLETION.format(**{name: " ".join(listed) for name, listed in lists.items()})
 
 
 if __name__ == "__main__":

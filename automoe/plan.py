@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from automoe.errors import AutomoeError
 
 if TYPE_CHECKING:
-    from automoe.config.mesh_shape import MeshShape
     from automoe.config.schema import Config
     from automoe.cost.plan import Plan
 
@@ -43,18 +42,17 @@ def main(argv: list[str] | None = None) -> int:
     argv = [word for word in argv if word not in ("--json", "--build")]
     try:
         # Imported here: --help is there in a tenth of a second, Hydra in half of one.
-        from automoe.config.compose import compose_config, parse_arguments
+        from automoe.config.compose import parse_arguments
 
         args = parse_arguments(argv)
         if args.help:
             print(USAGE, end="")
             return 0
-        from automoe.config.validate import validate
         from automoe.cost.plan import make_plan
-        from automoe.launch.hardware import default_num_ranks, resolve_device
+        from automoe.launch.prepare import prepare
+        from automoe.observe.plan_view import print_plan
 
-        config = compose_config(args.config_name, args.overrides, args.config_dir)
-        mesh = validate(config, default_num_ranks(config, resolve_device(config)))
+        config, mesh, _ = prepare(args)
         plan = make_plan(config, mesh) if as_json else print_plan(config, mesh)
         built = build_heaviest(config, plan) if build else None
         if as_json:
@@ -89,13 +87,6 @@ def build_heaviest(config: Config, plan: Plan) -> BuiltRank:
     shards = local_shards(config, plan.mesh, rank)
     num_bytes = sum(size for _, size in shards.values())
     return BuiltRank(rank, len(shards), num_bytes, num_bytes == plan.heaviest.weights)
-
-
-def print_plan(config: Config, mesh: MeshShape) -> Plan:
-    """Print the plan of a validated configuration to standard output, and return it."""
-    from automoe.observe.plan_view import print_plan as show
-
-    return show(config, mesh)
 
 
 if __name__ == "__main__":

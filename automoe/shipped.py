@@ -1,4 +1,4 @@
-"""Where ``conf/`` and ``recipes/`` lie: folders, not modules, that ship with the package and stand beside it in a checkout."""
+"""Where ``conf/`` and ``recipes/`` are: folders, not modules, in the installed package or next to it in a checkout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import shutil
 import sys
 import zlib
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -16,38 +15,38 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_folder(name: str) -> Path:
-    """``conf`` or ``recipes``: in the installed package, else beside it in the checkout."""
+    """``conf`` or ``recipes``: the folder in the package if there is one, else the one next to the package."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
 def list_recipes() -> list[str]:
-    """Names that ``recipe=NAME`` accepts wherever it is typed."""
-    return sorted(path.stem for path in shipped_folder("recipes").glob("*.py") if path.stem != "__init__")
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in shipped_folder("recipes").glob("*.py"))
 
 
 def find_recipe(recipe: str) -> Path | str:
     """The file that ``recipe`` names, or the dotted name of an importable module.
 
-    ``pretrain`` is ``./recipes/pretrain.py`` where the working directory has one, else the shipped file;
-    ``my.py`` is a path.
+    ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped file. ``my.py`` is
+    a path.
 
     Raises:
         ConfigError: there is no such file or module.
     """
     if recipe.endswith(".py"):
-        path = Path(recipe).expanduser().absolute()
-        if path.is_file():
-            return path
-        raise ConfigError("recipe", recipe, f"no such file (looked from {Path.cwd()})", "Name a file that is there")
-    if recipe.isidentifier():
-        for folder in (Path.cwd() / "recipes", shipped_folder("recipes")):
-            if (folder / f"{recipe}.py").is_file():
-                return folder / f"{recipe}.py"
+        files = [Path(recipe).expanduser().absolute()]
+    elif recipe.isidentifier():
+        files = [folder / f"{recipe}.py" for folder in (Path.cwd() / "recipes", shipped_folder("recipes"))]
+    else:
+        files = []
+    for file in files:
+        if file.is_file():
+            return file
     try:
-        if find_spec(recipe) is not None:  # finds, and imports its packages only
+        if not recipe.endswith(".py") and importlib.util.find_spec(recipe) is not None:
             return recipe
-    except (ModuleNotFoundError, ValueError):  # a package on the way is missing; an empty name
+    except (ModuleNotFoundError, ValueError):  # a parent package is missing; an empty name
         pass
     raise ConfigError(
         "recipe",
@@ -55,6 +54,13 @@ def find_recipe(recipe: str) -> Path | str:
         f"no such recipe (looked from {Path.cwd()})",
         f"Name one of {', '.join(list_recipes())}, a file such as my_recipe.py, or an importable module",
     )
+
+
+def own_recipe(recipe: str) -> Path | str | None:
+    """What ``recipe`` names if that is not a shipped recipe, else None. Raises ``ConfigError`` as ``find_recipe``."""
+    found = find_recipe(recipe)
+    shipped = isinstance(found, Path) and found.resolve().parent == shipped_folder("recipes").resolve()
+    return None if shipped else found
 
 
 def load_recipe(recipe: str) -> ModuleType:
@@ -69,12 +75,12 @@ def load_recipe(recipe: str) -> ModuleType:
     else:
         module = load_file(found)
     if not hasattr(module, "main"):
-        raise ConfigError("recipe", recipe, "it has no main(config, shape, context)", "Define it")
+        raise ConfigError("recipe", recipe, f"{found} has no main(config, shape, context)", "Define it")
     return module
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """The module in a file, run once; files beside it can be imported from it.
+    """The module in a file, run once; it can import files of its own folder.
 
     Raises:
         ImportError: there is no such file.
@@ -98,16 +104,16 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def copy_recipe(name: str, to: str | None = None) -> Path:
-    """Copy a shipped recipe to ``./recipes/NAME.py``, or to the file ``to``, for a user to own; returns its path.
+    """Copy a shipped recipe to ``./recipes/NAME.py``, or to the file ``to``; returns the new file's path.
 
     Raises:
-        ConfigError: no such recipe, or a file that is there already.
+        ConfigError: no such recipe, or the file exists already.
     """
     if name not in list_recipes():
-        raise ConfigError("recipe", name, "no such recipe", f"There are: {', '.join(list_recipes())}")
-    path = Path("recipes", f"{name}.py") if to is None else Path(to)
+        raise ConfigError("recipe", name, "no such shipped recipe", f"There are: {', '.join(list_recipes())}")
+    path = Path("recipes", f"{name}.py") if to is None else Path(to).expanduser()
     if path.exists() or path.is_symlink():
-        raise ConfigError("recipe", str(path), "the file is there already", "Move it away, or name another file")
+        raise ConfigError("recipe", path, "this file exists, and a copy would overwrite it", "Name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(shipped_folder("recipes") / f"{name}.py", path)
     return path

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from automoe import cli
 from automoe.cli import bash_completion
+from automoe.shipped import shipped_folder
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("train", "plan", "verify", "export", "convert", "completion"):
+    for command in ("train", "plan", "verify", "export", "convert", "recipe", "completion"):
         assert f"\n  {command}" in shown
 
 
@@ -42,6 +44,10 @@ def test_the_entry_imports_nothing_heavy() -> None:
         ("automoe train --config-name=dsv", "dsv3_671b"),
         ("automoe train model=small_mi", "small_mixtral"),
         ("automoe train train.steps=5 mesh.ep_s", "mesh.ep_shard="),
+        ("automoe train recipe=pre", "pretrain"),
+        ("automoe rec", "recipe"),
+        ("automoe recipe c", "copy"),
+        ("automoe recipe copy pre", "pretrain"),
     ],
 )
 def test_bash_completes(line: str, expected: str) -> None:
@@ -50,3 +56,33 @@ def test_bash_completes(line: str, expected: str) -> None:
     script = f'{bash_completion()}\n{situation}; _automoe; echo "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [expected], done.stderr
+
+
+def test_a_recipe_is_listed_and_copied_and_nothing_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recipe", "list"]) == 0
+    assert "pretrain" in capsys.readouterr().out.splitlines()
+    shipped = (shipped_folder("recipes") / "pretrain.py").read_text()
+    for words, path, name in (
+        (["pretrain"], Path("recipes/pretrain.py"), "pretrain"),
+        (["pretrain", "own/loop.py"], Path("own/loop.py"), "own/loop.py"),
+    ):
+        assert cli.main(["recipe", "copy", *words]) == 0
+        assert f"copied to {path}; run it with: automoe train recipe={name}\n" == capsys.readouterr().out
+        assert path.read_text() == shipped
+        path.write_text("mine")
+        assert cli.main(["recipe", "copy", *words]) == 2
+        assert f"recipe={path}: this file exists" in capsys.readouterr().err
+        assert path.read_text() == "mine"
+    assert cli.main(["recipe", "copy", "pretrian"]) == 2
+    assert "recipe=pretrian: no such shipped recipe. There are: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["list", "more"], ["copy"], ["copy", "a", "b", "c"], ["move", "pretrain"]])
+def test_a_wrong_recipe_command_shows_the_right_ones(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipe", *words]) == 2
+    assert "automoe recipe copy NAME [FILE]" in capsys.readouterr().err
+    assert cli.main(["recipe", "--help"]) == 0
+    assert "automoe recipe copy NAME [FILE]" in capsys.readouterr().out

@@ -7,12 +7,12 @@ as the primary ``base``, so that a YAML file holds differences and nothing else.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from automoe.config.convert import check_key, config_from_dict, config_to_dict, leaf_keys, nearest
+from automoe.config.convert import check_key, config_from_dict, config_to_dict, nearest
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
@@ -112,37 +112,7 @@ def compose_config(
             "--config-name", config_name, f"Hydra cannot compose it: {reason}", "Mend that file or override"
         ) from error
     load_plugins(raw["plugins"])
-    return with_checkpoint_model(config_from_dict(raw), overrides)
-
-
-def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
-    """``config`` with the model that ``model.hf_path`` holds, where it is set: its config.json is the truth.
-
-    Raises:
-        ConfigError: no such checkpoint, an unknown family, or a ``model.`` override that says otherwise.
-    """
-    path = config.model.hf_path
-    if path is None:
-        return config
-    # Upwards, against the order of the house: only the families know how to read config.json.
-    from automoe.hf.families.registry import model_config_from_hf
-
-    stored = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key.startswith("model.") and key in set(leaf_keys()):
-            given, found = _lookup(config, key), _lookup(replace(config, model=stored), key)
-            if given != found:
-                rule = f"the checkpoint model.hf_path={path} has {found}"
-                raise ConfigError(key, value, rule, f"Leave {key} out, or start from random weights")
-    return replace(config, model=stored)
-
-
-def _lookup(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+    return config_from_dict(raw)
 
 
 def register_base() -> None:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
 from automoe.config.convert import config_from_dict, config_to_dict
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
+from automoe.shipped import own_recipe
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
-    """A copy in which nothing is left to derive: every axis, the number of ranks, the device."""
-    axes = {axis: getattr(shape, axis) for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
+    """A copy in which nothing is left to derive: every axis, the number of ranks, the device, whose recipe."""
     launch = replace(config.launch, num_ranks=shape.world_size, device=device)
-    return replace(config, mesh=MeshConfig(**axes), launch=launch)
+    own = own_recipe(config.recipe)
+    recipe = (
+        str(own) if isinstance(own, Path) else config.recipe
+    )  # of the working directory: the same file for every rank
+    return replace(config, recipe=recipe, mesh=MeshConfig(**asdict(shape)), launch=launch)
+
+
+def frozen_shape(config: Config) -> MeshShape:
+    """The mesh of a ``resolved`` configuration."""
+    shape = MeshShape(**{field.name: getattr(config.mesh, field.name) for field in fields(MeshShape)})
+    assert not config.mesh.preset and -1 not in shape.sizes("default") + shape.sizes("moe"), "not resolved"
+    return shape
 
 
 def dump_config(config: Config) -> str:

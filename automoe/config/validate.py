@@ -1,32 +1,26 @@
-"""Every rule that can be checked before a rank starts, in milliseconds and without torch."""
+"""Every rule of the configuration alone, checked before a rank starts, in milliseconds and without torch."""
 
 from __future__ import annotations
 
 import glob
 import os
-from math import gcd
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.recompute import check_recompute
+from automoe.config.rules import Row, check_rows, divides, number_rows
+from automoe.config.rules_kernels import check_compile, check_experts, check_fp8, check_kernels
+from automoe.config.rules_model import check_model, check_moe
 from automoe.config.schema import Config
 from automoe.config.stages import split_layers, stage_of_rank
-from automoe.config.validate_checkpoint import check_checkpoint
-from automoe.config.validate_compile import check_compile
-from automoe.config.validate_fp8 import check_fp8
-from automoe.config.validate_kernels import check_kernels
-from automoe.config.validate_layers import check_layers
-from automoe.config.validate_moe import check_moe
-from automoe.config.validate_numbers import check_numbers, parse_profile_steps
-from automoe.config.validate_optim import check_optimizer
 from automoe.errors import ConfigError
 from automoe.shipped import find_recipe
 
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
-    """Check a whole configuration and resolve its mesh.
+    """Check a whole configuration and resolve its mesh. ``automoe.launch.prepare`` checks other files as well.
 
     Args:
         config: composed configuration; not changed.
@@ -41,397 +35,226 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
         ConfigError: the first rule that is broken, with its numbers and the nearest valid choice.
     """
     device = device or config.launch.device
-    check_numbers(config)
+    check_rows(config, number_rows(config))
     shape = resolve_mesh(config.mesh, num_ranks)
     check_model(config, shape)
     check_moe(config)
-    _check_batch(config, shape)
+    check_rows(config, _batch_rows(config, shape))
     _check_pipeline(config, shape)
-    _check_context(config, shape, device)
-    _check_backend(config, shape, device)
+    check_rows(config, _context_rows(config, shape, device))
+    check_experts(config, shape, device)
     check_fp8(config, shape, device)
     check_recompute(config)
     check_kernels(config, shape, device)
     check_compile(config, shape)
-    check_optimizer(config)
-    _check_data(config)
+    check_rows(config, _optimizer_rows(config))
+    check_rows(config, _data_rows(config))
     check_checkpoint(config)
     parse_profile_steps(config.observe.profile_steps)
     _check_paths(config)
     return shape
 
 
-def check_model(config: Config, shape: MeshShape) -> None:
-    """The rules for a model's sizes, and for how a mesh cuts them. Raises ``ConfigError``."""
-    _check_experts(config, shape)
-    _check_routing(config)
-    _check_attention(config)
-    check_layers(config, shape)
-    _check_tensor(config, shape)
-
-
-def _divisor_error(key: str, value: int, divisor: int, rule: str, remedy: str = "") -> ConfigError:
-    below, above = value // divisor * divisor, (value // divisor + 1) * divisor
-    choices = f"{key}={below} or {above}" if below else f"{key}={above}"
-    return ConfigError(key, value, rule, f"Nearest valid choices: {choices}" + (f", or {remedy}" if remedy else ""))
-
-
-def _check_experts(config: Config, shape: MeshShape) -> None:
-    model = config.model
-    if model.first_k_dense > model.num_layers:
-        raise ConfigError(
-            "model.first_k_dense",
-            model.first_k_dense,
-            f"there are {model.num_layers} layers in all (model.num_layers)",
-            f"Set model.first_k_dense={model.num_layers} or less",
-        )
-    if model.first_k_dense == model.num_layers:  # no layer has experts
-        return
-    if model.num_experts % shape.ep:
-        raise _divisor_error(
-            "model.num_experts",
-            model.num_experts,
-            shape.ep,
-            f"mesh.ep={shape.ep} ranks hold equal numbers of experts: {model.num_experts} % {shape.ep} = "
-            f"{model.num_experts % shape.ep}",
-            f"mesh.ep={gcd(model.num_experts, shape.ep)}",
-        )
-    for key, size, ranks, what in (
-        (
-            "model.moe_intermediate_size",
-            model.moe_intermediate_size,
-            shape.etp * shape.ep_shard,
-            f"etp and FSDP cut the width of the experts evenly over mesh.etp*mesh.ep_shard = "
-            f"{shape.etp}*{shape.ep_shard} = {shape.etp * shape.ep_shard} ranks",
-        ),
-        (
-            "model.hidden_size",
-            model.hidden_size,
-            shape.ep_shard,
-            f"FSDP cuts the rows of the experts' down projection evenly over mesh.ep_shard={shape.ep_shard} ranks",
-        ),
-    ):
-        if size % ranks:
-            raise _divisor_error(
-                key,
-                size,
-                ranks,
-                f"{what}: {size} % {ranks} = {size % ranks}",
-                f"a mesh.ep that is {ranks // gcd(size, ranks)} times larger",
-            )
-
-
-def _check_tensor(config: Config, shape: MeshShape) -> None:
-    model, tp = config.model, shape.tp
-    if tp == 1:
-        return
-    sizes = {
-        "model.attention.num_heads": (model.attention.num_heads, "attention heads"),
-        "model.vocab_size": (model.vocab_size, "rows of the embedding"),
-    }
-    if model.first_k_dense:
-        sizes["model.intermediate_size"] = (model.intermediate_size, "columns of the dense FFN")
-    for key, (size, what) in sizes.items():
-        if size % tp:
-            raise _divisor_error(
-                key, size, tp, f"mesh.tp={tp} ranks hold equal numbers of {what}: {size} % {tp} = {size % tp}"
-            )
-    shared = model.num_shared_experts * model.moe_intermediate_size
-    if shared % tp:
-        raise _divisor_error(
-            "model.moe_intermediate_size",
-            model.moe_intermediate_size,
-            tp // gcd(tp, model.num_shared_experts),
-            f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts: num_shared_experts * "
-            f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}",
-        )
-    groups = model.attention.num_kv_heads
-    if model.attention.kind == "gqa" and groups % tp and tp % groups:
-        raise ConfigError(
-            "mesh.tp",
-            tp,
-            f"key/value heads divide over tp ranks or tp ranks over them: {groups} heads (model.attention.num_kv_heads)",
-            f"Nearest valid choice: mesh.tp={gcd(groups, tp)}",
-        )
-
-
-def _check_routing(config: Config) -> None:
-    experts, k, router = config.model.num_experts, config.model.num_experts_per_token, config.model.router
-    if k > experts:
-        raise ConfigError(
-            "model.num_experts_per_token",
-            k,
-            f"a token cannot choose more than all {experts} experts (model.num_experts)",
-            f"Set model.num_experts_per_token={experts} or less",
-        )
-    if experts % router.num_groups:
-        divisors = [n for n in range(1, experts + 1) if experts % n == 0]
-        near = min(divisors, key=lambda n: (abs(n - router.num_groups), n))
-        raise ConfigError(
-            "model.router.num_groups",
-            router.num_groups,
-            f"groups hold equal numbers of experts: {experts} % {router.num_groups} = {experts % router.num_groups}",
-            f"Nearest valid choice: model.router.num_groups={near}",
-        )
-    if router.topk_groups > router.num_groups:
-        raise ConfigError(
-            "model.router.topk_groups",
-            router.topk_groups,
-            f"there are only {router.num_groups} groups (model.router.num_groups)",
-            f"Set model.router.topk_groups={router.num_groups} or less",
-        )
-    group = experts // router.num_groups
-    if k > router.topk_groups * group:
-        raise ConfigError(
-            "model.router.topk_groups",
-            router.topk_groups,
-            f"{router.topk_groups} groups of {group} experts hold {router.topk_groups * group}, fewer than "
-            f"model.num_experts_per_token={k}",
-            f"Nearest valid choice: model.router.topk_groups={-(-k // group)}",
-        )
-    if router.num_groups > 1 and router.group_score_topk > group:
-        raise ConfigError(
-            "model.router.group_score_topk",
-            router.group_score_topk,
-            f"a group has {group} experts",
-            f"Set model.router.group_score_topk={group} or less",
-        )
-
-
-def _check_attention(config: Config) -> None:
-    a = config.model.attention
-    if a.kind == "gqa":
-        if a.num_heads % a.num_kv_heads:
-            raise ConfigError(
-                "model.attention.num_kv_heads",
-                a.num_kv_heads,
-                f"key/value heads serve equal numbers of query heads: {a.num_heads} % {a.num_kv_heads} = "
-                f"{a.num_heads % a.num_kv_heads}",
-                f"Nearest valid choice: model.attention.num_kv_heads={gcd(a.num_heads, a.num_kv_heads)}",
-            )
-        share = config.model.rope.partial_rotary_factor
-        rotary_key, rotary = "model.attention.head_dim", int(a.head_dim * share)
-        if share < 1 and (rotary % 2 or not rotary):
-            raise ConfigError(
-                "model.rope.partial_rotary_factor",
-                share,
-                f"rotary embedding turns pairs of dimensions, and int({a.head_dim} * {share}) = {rotary} of a head",
-                f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / a.head_dim}",
-            )
-    else:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(a, name) < 1:
-                raise ConfigError(
-                    f"model.attention.{name}",
-                    getattr(a, name),
-                    "attention kind mla needs this size",
-                    f"Set model.attention.{name}=1 or more, or model.attention.kind=gqa",
-                )
-        for key, value, plain in (
-            ("attention.qkv_bias", a.qkv_bias, False),
-            ("rope.partial_rotary_factor", config.model.rope.partial_rotary_factor, 1.0),
-        ):
-            if value != plain:
-                raise ConfigError(
-                    f"model.{key}",
-                    value,
-                    "attention kind gqa alone has it",
-                    f"Set model.{key}={str(plain).lower()}, or model.attention.kind=gqa",
-                )
-        rotary_key, rotary = "model.attention.qk_rope_head_dim", a.qk_rope_head_dim
-    if rotary % 2:
-        raise _divisor_error(rotary_key, rotary, 2, "rotary embedding turns pairs of dimensions")
-
-
-def _check_batch(config: Config, shape: MeshShape) -> None:
-    train = config.train
-    unit = shape.dp * train.micro_batch_size
-    if train.global_batch_size % unit:
-        raise _divisor_error(
-            "train.global_batch_size",
-            train.global_batch_size,
-            unit,
-            "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
-            f"{shape.dp_replicate}*{shape.dp_shard}*{train.micro_batch_size} = {unit} divides it: "
-            f"{train.global_batch_size} % {unit} = {train.global_batch_size % unit}",
-        )
-    if shape.tp > 1 and train.seq_len % (shape.cp * shape.tp):
-        raise _divisor_error(
+def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    rows, seq_len, micro = config.train.global_batch_size, config.train.seq_len, config.train.micro_batch_size
+    unit, cut, pieces = shape.dp * micro, shape.cp * shape.tp, 2 * shape.cp
+    yield divides(
+        "train.global_batch_size",
+        rows,
+        unit,
+        "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
+        f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}",
+    )
+    if shape.tp > 1:
+        yield divides(
             "train.seq_len",
-            train.seq_len,
-            shape.cp * shape.tp,
-            f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = "
-            f"{shape.cp * shape.tp}, {train.seq_len} % {shape.cp * shape.tp} = {train.seq_len % (shape.cp * shape.tp)}",
+            seq_len,
+            cut,
+            f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = {cut}, "
+            f"{seq_len} % {cut} = {seq_len % cut}",
         )
-    if shape.cp > 1 and train.seq_len % (2 * shape.cp):
-        raise _divisor_error(
+    if shape.cp > 1:
+        yield divides(
             "train.seq_len",
-            train.seq_len,
-            2 * shape.cp,
-            f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {2 * shape.cp} equal "
-            f"pieces: {train.seq_len} % {2 * shape.cp} = {train.seq_len % (2 * shape.cp)}",
+            seq_len,
+            pieces,
+            f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {pieces} equal pieces: "
+            f"{seq_len} % {pieces} = {seq_len % pieces}",
         )
 
 
 def _check_pipeline(config: Config, shape: MeshShape) -> None:
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
     stage_of_rank(parallel.schedule, shape.pp, parallel.stages_per_rank)
-    if shape.pp == 1:
-        if parallel.stages_per_rank > 1:
-            raise ConfigError(
-                "parallel.stages_per_rank",
-                parallel.stages_per_rank,
-                "with mesh.pp=1 the model is one stage",
-                "Set parallel.stages_per_rank=1, or mesh.pp=2 or more",
-            )
-        return
-    if parallel.schedule == "Interleaved1F1B" and parallel.stages_per_rank < 2:
-        raise ConfigError(
-            "parallel.stages_per_rank",
-            parallel.stages_per_rank,
-            "Interleaved1F1B runs at least 2 stages a rank",
-            "Set parallel.stages_per_rank=2 or parallel.schedule=1F1B",
-        )
-    split_layers(config.model.num_layers, shape.pp * parallel.stages_per_rank, parallel.layers_per_stage)
-    micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
-    row_unit = shape.dp * train.micro_batch_size
-    arithmetic = (
-        f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {train.global_batch_size} / "
-        f"({shape.dp_replicate}*{shape.dp_shard}*{train.micro_batch_size}) = {micro_batches} micro-batches"
+    check_rows(config, _stage_rows(config, shape))
+    if shape.pp > 1:
+        split_layers(config.model.num_layers, shape.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+        check_rows(config, _pipeline_rows(config, shape))
+
+
+def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    key, stages, interleaved = "parallel.stages_per_rank", config.parallel.stages_per_rank, "Interleaved1F1B"
+    yield (
+        key,
+        shape.pp == 1 and stages > 1,
+        "with mesh.pp=1 the model is one stage",
+        "Set parallel.stages_per_rank=1, or mesh.pp=2 or more",
     )
-    if parallel.schedule != "GPipe" and micro_batches < shape.pp:
-        raise ConfigError(
+    yield (
+        key,
+        shape.pp > 1 and config.parallel.schedule == interleaved and stages < 2,
+        "Interleaved1F1B runs at least 2 stages a rank",
+        "Set parallel.stages_per_rank=2 or parallel.schedule=1F1B",
+    )
+
+
+def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    parallel, micro, rows = config.parallel, config.train.micro_batch_size, config.train.global_batch_size
+    unit, pp, schedule = shape.dp * micro, shape.pp, parallel.schedule
+    micro_batches = rows // unit
+    arithmetic = (
+        f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
+        f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches"
+    )
+    yield (
+        "train.global_batch_size",
+        schedule != "GPipe" and micro_batches < pp,
+        f"{schedule} needs at least mesh.pp={pp} micro-batches in flight; {arithmetic}",
+        f"Nearest valid choice: train.global_batch_size={pp * unit}, or a smaller micro_batch_size",
+    )
+    if schedule == "Interleaved1F1B":
+        yield divides(
             "train.global_batch_size",
-            train.global_batch_size,
-            f"{parallel.schedule} needs at least mesh.pp={shape.pp} micro-batches in flight; {arithmetic}",
-            f"Nearest valid choice: train.global_batch_size={shape.pp * row_unit}, or a smaller micro_batch_size",
-        )
-    if parallel.schedule == "Interleaved1F1B" and micro_batches % shape.pp:
-        raise _divisor_error(
-            "train.global_batch_size",
-            train.global_batch_size,
-            shape.pp * row_unit,
-            f"Interleaved1F1B runs its micro-batches in rounds of mesh.pp={shape.pp}; {arithmetic}, "
-            f"{micro_batches} % {shape.pp} = {micro_batches % shape.pp}",
+            rows,
+            pp * unit,
+            f"Interleaved1F1B runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
+            f"{micro_batches} % {pp} = {micro_batches % pp}",
         )
     for key in ("reshard", "grad_sync"):
-        if getattr(parallel, key) == "micro_batch":
-            raise ConfigError(
-                f"parallel.{key}",
-                "micro_batch",
-                f"with mesh.pp={shape.pp} > 1 torch's pipeline stages always wait for the end of the step",
-                f"Set parallel.{key}=step, or mesh.pp=1",
-            )
-
-
-def _check_context(config: Config, shape: MeshShape, device: str) -> None:
-    if config.parallel.context != "ring" or shape.cp == 1:
-        return
-    if config.data.document_mask:
-        raise ConfigError(
-            "parallel.context",
-            "ring",
-            "ring attention has no document mask, and data.document_mask=true asks for one",
-            "Set parallel.context=gather, or data.document_mask=false",
-        )
-    if device == "cpu":
-        raise ConfigError(
-            "parallel.context",
-            "ring",
-            "ring attention needs CUDA, and this run is on cpu",
-            "Set parallel.context=gather",
+        yield (
+            f"parallel.{key}",
+            getattr(parallel, key) == "micro_batch",
+            f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
+            f"Set parallel.{key}=step, or mesh.pp=1",
         )
 
 
-def _check_backend(config: Config, shape: MeshShape, device: str) -> None:
-    backend = config.moe.experts
-    if backend == "loop" or config.model.first_k_dense == config.model.num_layers:
-        return
-    if config.train.dtype == "float64" and config.train.fp8 == "off":  # 8-bit products are emulated in it too
-        raise ConfigError(
-            "moe.experts",
-            backend,
-            f"{backend} has no float64, and train.dtype=float64",
-            "Set moe.experts=loop",
-        )
-    if backend == "triton":
-        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ConfigError(
-                "moe.experts",
-                backend,
-                "Triton's kernels need CUDA, and this run is on cpu",
-                "Set moe.experts=grouped_mm, or TRITON_INTERPRET=1 to try the kernels out, very slowly",
-            )
-        return
-    size = ELEMENT_BYTES[config.train.dtype]
-    for key, width in (
-        ("model.hidden_size", config.model.hidden_size),
-        ("model.moe_intermediate_size", config.model.moe_intermediate_size // shape.etp),
-    ):
-        if width * size % 16:
-            raise _divisor_error(
-                key,
-                width,
-                16 // size,
-                f"{backend} needs rows of a multiple of 16 bytes: {width} * {size} bytes = {width * size}",
-                "moe.experts=loop",
-            )
+def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    key, ring = "parallel.context", config.parallel.context == "ring" and shape.cp > 1
+    yield (
+        key,
+        ring and config.data.document_mask,
+        "ring attention has no document mask, and data.document_mask=true asks for one",
+        "Set parallel.context=gather, or data.document_mask=false",
+    )
+    on_cpu = "ring attention needs CUDA, and this run is on cpu"
+    yield key, ring and device == "cpu", on_cpu, "Set parallel.context=gather"
 
 
-def _check_data(config: Config) -> None:
-    data = config.data
-    if not 0 <= data.val_fraction < 1:
-        raise ConfigError(
-            "data.val_fraction",
-            data.val_fraction,
-            "a share of the text in [0, 1)",
-            "Set data.val_fraction=0.02",
-        )
-    if config.train.val_every and not data.val_fraction:
-        raise ConfigError(
-            "data.val_fraction",
-            data.val_fraction,
-            f"train.val_every={config.train.val_every} validates, and no text is set aside for it",
-            "Set data.val_fraction=0.02, or train.val_every=0",
-        )
-    if data.kind == "stdlib":
-        if data.path is not None:
-            raise ConfigError(
-                "data.path",
-                data.path,
-                "data.path is set and data.kind=stdlib reads none",
-                "Set data=text|jsonl|parquet, or leave data.path out",
-            )
-    else:
-        if data.path is None:
-            raise ConfigError(
-                "data.path",
-                None,
-                f"data.kind={data.kind} reads files, and no path is given",
-                "Set data.path=FILE, or data=stdlib",
-            )
-        if not glob.glob(os.path.expanduser(data.path), recursive=True):
-            raise ConfigError(
-                "data.path",
-                data.path,
-                f"nothing there (looked from {os.getcwd()})",
-                "Name a file, a directory or a glob that exists",
-            )
-    # Upwards, against the order of the house: the number of ids is known to the tokenizer alone.
-    from automoe.data.tokenizer import tokenizer_vocab_size
+def _optimizer_rows(config: Config) -> Iterator[Row]:
+    """The numbers of AdamW, and which parameters may be rounded stochastically."""
+    optim, stochastic = config.optim, config.optim.master_weights == "stochastic"
+    for i, beta in enumerate(optim.betas):
+        yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
+    yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
+    yield (
+        "optim.moments",
+        optim.moments == "bfloat16" and not stochastic,
+        "moments are rounded by chance where their parameters are, and optim.master_weights=float32 rounds none",
+        "Set optim.master_weights=stochastic, or optim.moments=float32",
+    )
+    yield (
+        "optim.master_weights",
+        stochastic and config.train.dtype != "bfloat16",
+        f"it is bfloat16 that is rounded by chance, and train.dtype={config.train.dtype}",
+        "Set train.dtype=bfloat16, or optim.master_weights=float32",
+    )
+    yield (
+        "optim.master_weights",
+        stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
+        "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
+        "bfloat16",
+        "Set parallel.grad_sync=step, or optim.master_weights=float32",
+    )
 
-    vocab = tokenizer_vocab_size(data.tokenizer)
-    if vocab > config.model.vocab_size:
-        remedy = f"Nearest valid choice: model.vocab_size={8 * -(-vocab // 8)}"
-        if config.model.hf_path is not None:  # whose embedding has the rows it has
-            remedy = f"Set data.tokenizer={config.model.hf_path} for the checkpoint's own, or a smaller one"
-        raise ConfigError(
-            "model.vocab_size",
-            config.model.vocab_size,
-            f"the tokenizer {data.tokenizer} makes ids up to {vocab - 1}, and the embedding ends at "
-            f"{config.model.vocab_size - 1}",
-            remedy,
-        )
+
+def _data_rows(config: Config) -> Iterator[Row]:
+    data, val_every = config.data, config.train.val_every
+    yield (
+        "data.val_fraction",
+        not 0 <= data.val_fraction < 1,
+        "a share of the text in [0, 1)",
+        "Set data.val_fraction=0.02",
+    )
+    yield (
+        "data.val_fraction",
+        val_every > 0 and not data.val_fraction,
+        f"train.val_every={val_every} validates, and no text is set aside for it",
+        "Set data.val_fraction=0.02, or train.val_every=0",
+    )
+    yield (
+        "data.path",
+        data.kind == "stdlib" and data.path is not None,
+        "data.path is set and data.kind=stdlib reads none",
+        "Set data=text|jsonl|parquet, or leave data.path out",
+    )
+    yield (
+        "data.path",
+        data.kind != "stdlib" and data.path is None,
+        f"data.kind={data.kind} reads files, and no path is given",
+        "Set data.path=FILE, or data=stdlib",
+    )
+    yield (
+        "data.path",
+        data.path is not None and not glob.glob(os.path.expanduser(data.path), recursive=True),
+        f"nothing there (looked from {os.getcwd()})",
+        "Name a file, a directory or a glob that exists",
+    )
+
+
+def check_checkpoint(config: Config) -> None:
+    """The rules of ``checkpoint``: where to resume from, which steps to keep. Raises ``ConfigError``."""
+    check_rows(config, _checkpoint_rows(config))
+
+
+def _checkpoint_rows(config: Config) -> Iterator[Row]:
+    checkpoint, every, val_every = config.checkpoint, config.checkpoint.every, config.train.val_every
+    yield (
+        "checkpoint.resume",
+        checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
+        f"no such directory (looked from {os.getcwd()})",
+        "Set auto, never, or the run or step directory to start from",
+    )
+    steps = f"checkpoints are of steps that divide by checkpoint.every={every}"
+    yield (
+        "checkpoint.keep_every",
+        checkpoint.keep_every > 0 and (not every or checkpoint.keep_every % every != 0),
+        steps if every else "no checkpoints are written: checkpoint.every=0",
+        f"Nearest valid choice: checkpoint.keep_every={-(-checkpoint.keep_every // every) * every if every else 0}",
+    )
+    yield (
+        "checkpoint.keep_best",
+        checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
+        "the best is told by the validation loss, so a step that is saved must be validated: "
+        f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",
+        f"Set train.val_every={every or 100} checkpoint.every={every or 100}, or checkpoint.keep_best=0",
+    )
+
+
+def parse_profile_steps(text: str) -> tuple[int, int] | None:
+    """First and last step to profile; None when ``text`` is empty.
+
+    Raises:
+        ConfigError: not ``first-last`` with 1 <= first <= last.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        rule = "a window is first-last with 1 <= first <= last"
+        raise ConfigError("observe.profile_steps", text, rule, 'For example "10-12"')
+    return first, last
 
 
 def _check_paths(config: Config) -> None:
@@ -442,11 +265,6 @@ def _check_paths(config: Config) -> None:
             f"no such directory (looked from {os.getcwd()})",
             "Name a directory with config.json and *.safetensors, or null to start from random weights",
         )
-    if config.checkpoint.export_hf:
-        # Upwards, as above: better now than when the run ends in an export.
-        from automoe.hf.families.registry import check_exportable
-
-        check_exportable(config.model)
     find_recipe(config.recipe)
     check_writable(config.run_dir)
     if config.moe.record_routing is not None:

@@ -158,15 +158,14 @@ def tokenizer_vocab_size(spec: str) -> int:
 
 def check_vocab_fits(config: Config) -> None:
     """Refuse a tokenizer with more ids than the model's embedding has rows. Raises ConfigError."""
-    size = tokenizer_vocab_size(config.data.tokenizer)
-    if size > config.model.vocab_size:
-        raise ConfigError(
-            "model.vocab_size",
-            config.model.vocab_size,
-            f"the tokenizer data.tokenizer={config.data.tokenizer} has {size} ids and the embedding "
-            f"{config.model.vocab_size} rows, and the tokenizer may not be the larger",
-            f"Set model.vocab_size={-(-size // 8) * 8} (the next multiple of 8) or choose another data.tokenizer.",
-        )
+    name, path = config.data.tokenizer, config.model.hf_path
+    size, rows = tokenizer_vocab_size(name), config.model.vocab_size
+    if size > rows:
+        remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
+        if path is not None:  # its embedding has the rows it has
+            remedy = f"Set data.tokenizer={path} for the checkpoint's own, or a smaller one"
+        rule = f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}"
+        raise ConfigError("model.vocab_size", rows, rule, remedy)
 
 
 def _directory(path: str) -> Path:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_model import check_model
 from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
-from automoe.config.validate import check_model
 from automoe.errors import ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf

@@ -17,6 +17,7 @@ from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import BackendError
+from automoe.shipped import own_recipe
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 # Sandboxes that pass a GPU on may have its device, nvidia0, and not the driver's folder.
@@ -70,6 +71,13 @@ def cpu_note(config: Config) -> str | None:
         f"note: launch.device=auto trains on the CPU: torch is a CUDA build, and no GPU is seen, neither in "
         f"{NVIDIA_DRIVER} nor as {DEVICES}/nvidia0. Make the driver visible, or set launch.device=cpu"
     )
+
+
+def start_notes(config: Config) -> list[str]:
+    """Lines that a run begins with: a CPU where a GPU was meant, a recipe that is not a shipped one."""
+    recipe = own_recipe(config.recipe)
+    notes = [cpu_note(config), None if recipe is None else f"note: recipe={config.recipe} is {recipe}"]
+    return [note for note in notes if note is not None]
 
 
 def default_num_ranks(config: Config, device: str) -> int | None:

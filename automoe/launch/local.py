@@ -1,10 +1,11 @@
-"""Ranks of one machine under torchrun: started, watched, stopped, and judged by the status file."""
+"""Ranks of one machine under torchrun: started, watched, stopped, judged by the status file, and started again."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,12 +21,13 @@ from typing import Any
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.launch import environment
 from automoe.launch import run_dir as runs
-from automoe.launch.restarts import Restarts
+from automoe.launch.external import without_rendezvous
+from automoe.launch.hardware import check_backends, start_notes
 
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_NO_ACCIDENT = "another attempt would end the same way"
 _KILL_AFTER_S = 8  # torchrun's patience between SIGTERM and SIGKILL when a rank has failed
 
 
@@ -45,6 +47,32 @@ class RunResult:
         if self.state == "done":
             return 0
         return 128 + self.signum if self.state == "preempted" and self.signum else 1
+
+
+def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
+    """Run a checked configuration on this machine, say how it ended, and write its report.
+
+    Raises:
+        ConfigError, DataError, LaunchError, BackendError: the run could not be started.
+    """
+    check_backends(config, shape, device)
+    for note in start_notes(config):
+        print(note, file=sys.stderr)
+    print(f"starting {shape.world_size} ranks on {device} in {config.run_dir}", flush=True)
+    from automoe.data.prepare import prepare_data
+
+    prepare_data(config)  # a bad line or a missing file is found here, before ranks start
+    result = launch_local(config, shape, device)
+    if result.error is not None:
+        error = runs.describe_error(result.error)
+        print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
+    elif result.state == "preempted":
+        print("stopped before the last step, as asked", file=sys.stderr)
+    if config.observe.report:
+        from automoe.observe.report import write_report
+
+        write_report(config.run_dir)  # by this process and not by rank 0: a run that died by SIGKILL has a report too
+    return result
 
 
 def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
@@ -102,7 +130,7 @@ class _Launch:
         self.signum: int | None = None
         self.kill_at: float | None = None  # on the monotonic clock, once asked to stop
         self.agent: subprocess.Popen[bytes] | None = None
-        self.env = environment.clean(os.environ)
+        self.env = without_rendezvous(os.environ)
         self.env["AUTOMOE_LAUNCHER_PID"] = str(os.getpid())
         self.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_KILL_AFTER_S)
         if config.launch.threads_per_rank:
@@ -237,6 +265,57 @@ class _Launch:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
             return int(rank), what
         return None
+
+
+@dataclass
+class Restarts:
+    """The failed attempts of one run.
+
+    Args:
+        limit: ``launch.max_restarts``.
+
+    Attributes:
+        failures: per failed attempt its number, the last step it recorded (None: it kept no record of
+            steps) and its first error.
+    """
+
+    run_dir: Path
+    limit: int
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def refusal(self, error: dict[str, Any]) -> str | None:
+        """Take note that an attempt ended with ``error``; None if another may follow, else why not."""
+        step = last_step(self.run_dir)
+        furthest = max((failure["step"] or 0 for failure in self.failures), default=-1)
+        self.failures.append({"attempt": len(self.failures) + 1, "step": step, "error": error})
+        if error["for_user"] and error["type"] != "LaunchError":
+            return f"{error['type']}: {_NO_ACCIDENT}"
+        if len(self.failures) > self.limit:
+            return f"launch.max_restarts={self.limit} is used up"
+        if step is not None and len(self.failures) > 1 and step <= furthest:
+            return f"the last attempt got no further than step {step}, and an earlier one to step {furthest}"
+        return None
+
+    def describe(self) -> str:
+        """The last failure and what follows, for a terminal."""
+        failure = self.failures[-1]
+        after = "" if failure["step"] is None else f" after step {failure['step']}"
+        return (
+            f"attempt {failure['attempt']} failed{after}: {runs.describe_error(failure['error'])}\n"
+            f"starting again from the newest checkpoint: restart {len(self.failures)} of at most {self.limit}"
+        )
+
+
+def last_step(run_dir: Path) -> int | None:
+    """The last step in ``metrics.jsonl``; None without that file, 0 before its first line is complete."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1_000_000))  # lines are a few kB, and the last may be cut
+        lines = file.read().split(b"\n")[:-1]
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def _identity(folder: Path) -> int | None:

@@ -14,19 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from automoe.config.compose import (
-    Arguments,
-    check_overrides,
-    check_primary,
-    register_base,
-    with_checkpoint_model,
-)
+from automoe.config.compose import Arguments, check_overrides, check_primary, register_base
 from automoe.config.convert import config_from_dict
 from automoe.config.frozen import CONFIG_FILE, dump_config, resolved
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
+from automoe.launch.hardware import missing_hardware
+from automoe.launch.local import train_here
+from automoe.launch.prepare import check_here, with_checkpoint_model
 from automoe.shipped import shipped_folder
 
 DEFAULT_DIRECTORY = "runs/sweep"
@@ -47,21 +44,29 @@ def run_sweep(args: Arguments) -> int:
     check_primary(args.config_name, args.config_dir)
     check_overrides(args.overrides, args.config_dir, sweep=True)
     directory, overrides = _split_directory(args.overrides)
+    jobs: list[dict[str, Any]] = []
+    try:
+        _multirun(args, directory, overrides, jobs)
+    except KeyboardInterrupt:
+        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
+        _show(jobs, directory)
+        return 130
+    _show(jobs, directory)
+    if all(record["state"] == "skipped" for record in jobs):
+        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
+        return 2
+    return 1 if any(record["state"] == "failed" for record in jobs) else 0
+
+
+def _multirun(args: Arguments, directory: str, overrides: list[str], jobs: list[dict[str, Any]]) -> None:
+    """Let Hydra's sweeper run every job and add it to ``jobs``. Raises ``KeyboardInterrupt`` when a job was stopped."""
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
-    jobs: list[dict[str, Any]] = []
-
     def job(composed: DictConfig) -> float:
-        from hydra.core.hydra_config import HydraConfig
-
         mine = HydraConfig.get()
-        record = {
-            "job": mine.job.num,
-            "overrides": list(mine.overrides.task),
-            "state": "skipped",
-            "objective": None,
-        }
+        record = {"job": mine.job.num, "overrides": list(mine.overrides.task), "state": "skipped", "objective": None}
         jobs.append(record)
         started = time.monotonic()
         print(f"\njob {record['job']}: {' '.join(record['overrides'])}", flush=True)
@@ -79,26 +84,13 @@ def run_sweep(args: Arguments) -> int:
     options = ["--multirun", f"--config-name={args.config_name}"]
     if args.config_dir is not None:
         options.append(f"--config-dir={Path(args.config_dir).absolute()}")
-    options += [
-        f"hydra.sweep.dir={_quoted(directory)}",
-        "hydra.sweep.subdir=${hydra.job.num}",
-        "hydra.output_subdir=null",
-    ]
-    options += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    options += [f"hydra.sweep.dir={_quoted(directory)}", "hydra.sweep.subdir=${hydra.job.num}"]
+    options += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     saved, sys.argv = sys.argv, ["automoe", *options, *overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(shipped_folder("conf")), config_name=args.config_name)(job)()
-    except KeyboardInterrupt:
-        print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
-        _show(jobs, directory)
-        return 130
     finally:
         sys.argv = saved
-    _show(jobs, directory)
-    if all(record["state"] == "skipped" for record in jobs):
-        print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
-        return 2
-    return 1 if any(record["state"] == "failed" for record in jobs) else 0
 
 
 def _show(jobs: list[dict[str, Any]], directory: str) -> None:
@@ -111,13 +103,10 @@ def _show(jobs: list[dict[str, Any]], directory: str) -> None:
 
 def _run_job(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """One job in its own process tree; whatever goes wrong is this job's result and not the sweep's end."""
-    from automoe.launch.hardware import missing_hardware
-    from automoe.train import check, train
-
     try:
         load_plugins(raw["plugins"])
         config = with_checkpoint_model(config_from_dict(raw), overrides)
-        shape, device = check(config)
+        shape, device = check_here(config)
         meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
         missing = missing_hardware(shape, device)
         if missing is not None:
@@ -130,7 +119,7 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
         print(f"skipped: {error}")
         return {"reason": str(error)}
     try:
-        result = train(config, shape, device)
+        result = train_here(config, shape, device)
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return {"state": "failed", "reason": str(error), **meshes}

@@ -18,8 +18,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from automoe.config.frozen import load_config
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.schema import Config
 from automoe.errors import LaunchError
 from automoe.launch import ranks, stuck
@@ -129,7 +128,7 @@ def _run_recipe(
     stop: ranks.StopRequest,
 ) -> tuple[float | None, bool]:
     """The recipe's objective, and whether all ranks agreed to leave before its end."""
-    shape = resolve_mesh(config.mesh, world_size)
+    shape = frozen_shape(config)
     if shape.world_size != world_size:
         raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
     recipe = load_recipe(config.recipe).main

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from automoe.config.schema import Config
-from automoe.config.validate_numbers import parse_profile_steps
+from automoe.config.validate import parse_profile_steps
 from automoe.trace import listening
 
 PROFILE_DIR = "profile"

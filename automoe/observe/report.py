@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from automoe.config.frozen import CONFIG_FILE, load_config
-from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.observe.environment import ENVIRONMENT_FILE
@@ -93,7 +93,7 @@ def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
     """The run's configuration and mesh, or why there is none: a report of a dead run needs neither."""
     try:
         config = load_config(run_dir)
-        return config, resolve_mesh(config.mesh, config.launch.num_ranks), ""
+        return config, frozen_shape(config), ""
     except AutomoeError as error:
         return None, None, str(error)
 

@@ -12,8 +12,8 @@ from math import gcd
 from typing import Any
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, resolve_mesh
+from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
-from automoe.config.validate_fp8 import BLOCK
 
 MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     force_proxy = "--proxy" in argv
     argv = [word for word in argv if word != "--proxy"]
     try:
-        from automoe.config.compose import compose_config, parse_arguments
+        from automoe.config.compose import parse_arguments
 
         args = parse_arguments(argv)
         if args.help:
@@ -76,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.multirun:
             raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
-        config = compose_config(args.config_name, args.overrides, args.config_dir)
+        from automoe.launch.prepare import compose
+
+        config = compose(args)
         runnable, shape, cuts = make_runnable(config, force_proxy)
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -146,16 +148,13 @@ def make_runnable(
     Raises:
         ConfigError: the configuration is not valid, or depends on the mesh by intention.
     """
-    from automoe.config.mesh_shape import resolve_mesh
     from automoe.config.schema import MeshConfig
-    from automoe.config.validate import validate
     from automoe.data.tokenizer import tokenizer_vocab_size
-    from automoe.launch.hardware import default_num_ranks, resolve_device
+    from automoe.launch.prepare import check, check_here
     from automoe.verify.proxy import list_cuts, make_proxy
 
     _refuse_what_depends_on_the_mesh(config)
-    device = resolve_device(config)
-    shape = validate(config, default_num_ranks(config, device), device)
+    shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
     here = replace(
         sized,
@@ -170,8 +169,7 @@ def make_runnable(
     here = _with_kernels_of_a_cpu(here)
     if force_proxy or too_large(config, shape):
         here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
-    validate(here, None, "cpu")
-    assert resolve_mesh(here.mesh, None) == shape
+    assert check(here, None, "cpu") == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
     return here, shape, cuts
 

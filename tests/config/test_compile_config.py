@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_kernels import check_compile
 from automoe.config.schema import Config, KernelsConfig, MeshConfig, ParallelConfig, TrainConfig
-from automoe.config.validate_compile import check_compile
 from automoe.errors import ConfigError
 
 

@@ -17,6 +17,7 @@ from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of
+from automoe.launch.prepare import compose
 
 
 def error_of(*overrides: str, config_name: str = "config", config_dir: str | None = None) -> ConfigError:
@@ -166,12 +167,15 @@ def test_a_directory_without_a_frozen_file(tmp_path: Path) -> None:
 def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
     model = replace(compose_config(overrides=["model=small_mixtral"]).model, hidden_size=128)
     (tmp_path / "config.json").write_text(json.dumps(family_of(model).write_config(model)))
-    config = compose_config(overrides=[f"model.hf_path={tmp_path}"])
+    config = compose(Arguments(overrides=[f"model.hf_path={tmp_path}"]))
     assert config.model == replace(model, hf_path=str(tmp_path)), "not the default's DeepSeek"
-    compose_config(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=128"])
-    error = error_of(f"model.hf_path={tmp_path}", "model.hidden_size=192")
+    compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=128"]))
+    with pytest.raises(ConfigError) as caught:
+        compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=192"]))
+    error = caught.value
     assert error.key == "model.hidden_size" and f"model.hf_path={tmp_path} has 128" in error.rule
-    assert "no config.json" in str(error_of("model.hf_path=/nowhere"))
+    with pytest.raises(ConfigError, match="no config.json"):
+        compose(Arguments(overrides=["model.hf_path=/nowhere"]))
 
 
 def test_arguments() -> None:

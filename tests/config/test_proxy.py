@@ -8,9 +8,9 @@ import pytest
 
 from automoe.config.compose import compose_config, list_options
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config
 from automoe.config.validate import validate
-from automoe.config.validate_fp8 import BLOCK
 from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.verify.proxy import list_cuts, make_proxy

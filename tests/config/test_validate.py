@@ -6,8 +6,9 @@ import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import Config
-from automoe.config.validate import check_writable, validate
+from automoe.config.validate import check_writable
 from automoe.errors import ConfigError
+from automoe.launch import prepare
 from automoe.launch.run_dir import locked
 
 
@@ -17,7 +18,7 @@ def small(*overrides: str) -> Config:
 
 
 def check(num_ranks: int, *overrides: str, device: str | None = None) -> None:
-    validate(small(*overrides), num_ranks, device)
+    prepare.check(small(*overrides), num_ranks, device)
 
 
 BAD = [
@@ -259,7 +260,7 @@ BAD = [
         "a deepseek_v3 checkpoint can only say True",
         "model.router.expert_bias=True",
     ),
-    (1, ["recipe=no.such.recipe"], "recipe", "no such module", "recipes.pretrain"),
+    (1, ["recipe=no.such.recipe"], "recipe", "no such recipe", "Name one of "),
     (1, ["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
     (1, ["optim.lr=nan"], "optim.lr", "at least 0", "optim.lr=0 or more"),
     (1, ["optim.betas=[0.9,1.0]"], "optim.betas", "beta 2 is 1.0", "[0.9,0.95]"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from automoe.config.schema import Config
-from automoe.config.validate_checkpoint import check_checkpoint
+from automoe.config.validate import check_checkpoint
 from automoe.errors import ConfigError
 
 

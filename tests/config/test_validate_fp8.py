@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_kernels import check_compile, check_fp8
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.config.validate_compile import check_compile
-from automoe.config.validate_fp8 import check_fp8
 from automoe.errors import ConfigError
 from automoe.observe.plan_view import print_plan
 from automoe.verify.run import passes

@@ -8,6 +8,7 @@ import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import check_recompute
+from automoe.config.rules_kernels import check_kernels
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -18,7 +19,6 @@ from automoe.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from automoe.config.validate_kernels import check_kernels
 from automoe.errors import ConfigError
 
 DSV3 = AttentionConfig(kind="mla", kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

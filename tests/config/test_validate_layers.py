@@ -11,9 +11,9 @@ import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_model import check_layers
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate
-from automoe.config.validate_layers import check_layers
 from automoe.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from automoe.config.rules_model import check_moe
 from automoe.config.schema import Config, ModelConfig, MoEConfig, RouterConfig
-from automoe.config.validate_moe import check_moe
 from automoe.errors import ConfigError
 
 

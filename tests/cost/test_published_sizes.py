@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 from automoe.cost.params import count_params, layer_params
+from automoe.shipped import shipped_folder
 
-CONF = Path(__file__).parents[2] / "automoe" / "conf" / "model"
+CONF = shipped_folder("conf") / "model"
 
 # What the checkpoint's safetensors hold, scales of quantized ones apart; and how many multi-token-prediction
 # modules that is with: without tables of their own, with their own embedding and head.

@@ -129,7 +129,9 @@ def test_tokenizer_larger_than_the_embedding_is_refused(byte_level_dir):
     check_vocab_fits(config)
     config.data.tokenizer = str(byte_level_dir)
     config.model.vocab_size = 399
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=399: .* has 400 ids .* 399 rows.*vocab_size=400"):
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size=399: .* ids up to 399, .* ends at 398\. .*vocab_size=400"
+    ):
         check_vocab_fits(config)
     config.model.vocab_size = 400
     check_vocab_fits(config)

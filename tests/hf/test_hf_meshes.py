@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from hf_mesh_cases import MESHES, ROWS, SEQ, config_for, load_on_mesh, stored, world_size
 
 from automoe.config.schema import MeshConfig, OptimConfig
-from automoe.config.validate import validate
 from automoe.data.batch import StepBatch
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.keys import hf_pieces
 from automoe.hf.shards import Parts
 from automoe.hf.writer import export_model, save_hf
+from automoe.launch.prepare import check
 from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.pipeline import build_runner
@@ -162,7 +162,7 @@ def refusal_of(path: Path, mesh: MeshConfig) -> str:
     # Bytes need more ids than small models have: three times as many, which are as odd.
     model = replace(config.model, vocab_size=3 * config.model.vocab_size)
     try:
-        validate(replace(config, model=model, run_dir=str(path / "run")), None, "cpu")
+        check(replace(config, model=model, run_dir=str(path / "run")), None, "cpu")
     except ConfigError as error:
         return str(error)
     return ""

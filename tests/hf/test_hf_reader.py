@@ -12,15 +12,15 @@ import torch
 from hf_mesh_cases import empty_on_mesh
 from safetensors.torch import load_file, save_file
 
-from automoe.config.compose import compose_config
+from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
-from automoe.config.validate import validate
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import files, transfer
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.files import INDEX_FILE, read_headers
 from automoe.hf.reader import load_hf
+from automoe.launch.prepare import prepare
 from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts
@@ -270,8 +270,8 @@ def test_a_tokenizer_larger_than_the_checkpoints_embedding(single: Path, tmp_pat
     vocabulary = {f"word{i}": i for i in range(97)}
     (words / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}}))
     mesh = ["mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "mesh.ep_shard=1"]
-    config = compose_config(overrides=[f"model.hf_path={single}", f"data.tokenizer={words}", *mesh])
+    arguments = Arguments(overrides=[f"model.hf_path={single}", f"data.tokenizer={words}", *mesh])
     with pytest.raises(ConfigError) as caught:
-        validate(config, 1)
+        prepare(arguments)
     assert "makes ids up to 96, and the embedding ends at 95" in caught.value.rule
     assert caught.value.remedy.startswith(f"Set data.tokenizer={single}")

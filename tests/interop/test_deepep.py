@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_model import check_moe
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.config.validate_moe import check_moe
 from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
 from automoe.launch.hardware import check_backends

@@ -13,7 +13,7 @@ from launch_command import PATIENCE_S, Command, read_until
 
 from automoe.config.frozen import load_config
 from automoe.errors import LaunchError
-from automoe.launch.environment import check_agent, clean, detect_external, first_host, left_over
+from automoe.launch.external import check_agent, detect_external, first_host, left_over, without_rendezvous
 from automoe.launch.run_dir import read_status
 
 TORCHRUN = (
@@ -152,7 +152,7 @@ def test_an_agent_that_answers_passes() -> None:
 
 def test_ranks_inherit_no_other_launch() -> None:
     env = AGENT | {"HOME": "/root", "PET_RDZV_ID": "1"}
-    assert clean(env) == {"HOME": "/root"}
+    assert without_rendezvous(env) == {"HOME": "/root"}
     assert left_over({"RANK": "0", "PATH": "/bin"}) == ["RANK"]
 
 

@@ -5,8 +5,7 @@ from launch_command import Command
 from test_external_launch import AGENT, SRUN, TORCHRUN
 
 from automoe.errors import LaunchError
-from automoe.launch.environment import detect_external
-from automoe.launch.external import check_gpus
+from automoe.launch.external import check_gpus, detect_external
 from automoe.launch.ranks import device_index
 
 ON_CPU = ("mesh=fsdp", "launch.device=cpu", "observe.report=true")

@@ -140,4 +140,4 @@ def test_a_rank_whose_torchrun_died_while_it_started_leaves(tmp_path: Path) -> N
 def test_a_recipe_that_does_not_exist(command: Command, name: str) -> None:
     code, _, err = command.run(name)
     assert code == 2
-    assert f"recipe={name}: no such module" in err
+    assert f"recipe={name}: no such recipe (looked from " in err and "pretrain" in err

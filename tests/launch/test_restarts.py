@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launch_command import TWO_RANKS, Command
 
-from automoe.launch.restarts import Restarts, last_step
+from automoe.launch.local import Restarts, last_step
 from automoe.launch.run_dir import read_status
 
 KILLED = {

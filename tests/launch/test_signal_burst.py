@@ -12,7 +12,7 @@ from tests.support.command import PATIENCE_S, ROOT
 RANK = """
 import sys
 from pathlib import Path
-from automoe import worker
+from automoe.launch import worker
 from automoe.launch.ranks import StopRequest
 
 stop = StopRequest()

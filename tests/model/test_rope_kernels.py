@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules_kernels import check_kernels
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -23,7 +24,6 @@ from automoe.config.schema import (
     RopeConfig,
     TrainConfig,
 )
-from automoe.config.validate_kernels import check_kernels
 from automoe.errors import BackendError, ConfigError
 from automoe.model import rope
 from automoe.model.init import initialize, reset_buffers

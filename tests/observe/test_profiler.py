@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from automoe.config.schema import Config
-from automoe.config.validate_numbers import parse_profile_steps
+from automoe.config.validate import parse_profile_steps
 from automoe.errors import ConfigError
 from automoe.observe.profiler import StepProfiler
 from automoe.trace import phase

@@ -1,0 +1,282 @@
+"""Rules of what computes: attention, rotation, norm and expert kernels, ``train.compile``, 8 bits. No torch.
+
+``device`` is ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import gcd
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import PROMISED
+from automoe.config.rules import Row, check_rows, divides
+from automoe.config.schema import Config, is_linear
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+BLOCK = 128  # rows and columns of a weight under one 8-bit scale
+ROW_BYTES = 16  # grouped products need rows of a multiple of this
+MAX_FLASH_DIM = 256
+MAX_CUDNN_DIM = 128
+MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
+DIM_UNIT = 8
+FOREIGN_EXPERTS = {"te": "transformer-engine", "quack": "quack-kernels"}
+_FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
+_INTERPRET = "TRITON_INTERPRET=1 to try the kernels out, very slowly"
+
+
+def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
+    """The rules of ``kernels``, and of experts from other packages. Raises ``ConfigError``."""
+    if config.kernels.attention != "sdpa":
+        check_rows(config, _attention_rows(config, shape, device))
+    if config.kernels.rope == "triton":
+        check_rows(config, _rope_rows(config, device))
+    if config.kernels.norm == "te":
+        check_rows(config, _norm_rows(config, device))
+    if config.moe.experts in FOREIGN_EXPERTS and _has_experts(config):
+        check_rows(config, _foreign_expert_rows(config, device))
+
+
+def check_experts(config: Config, shape: MeshShape, device: str) -> None:
+    """Dtypes, sizes and devices of ``moe.experts``. Raises ``ConfigError``."""
+    if config.moe.experts != "loop" and _has_experts(config):
+        check_rows(config, _expert_rows(config, shape, device))
+
+
+def check_fp8(config: Config, shape: MeshShape, device: str) -> None:
+    """The rules of ``train.fp8``. Raises ``ConfigError``."""
+    if config.train.fp8 != "off":
+        check_rows(config, _fp8_rows(config, shape, device), shape)
+
+
+def check_compile(config: Config, shape: MeshShape) -> None:
+    """The rules of ``train.compile``: what is compiled is compiled whole. Raises ``ConfigError``."""
+    if config.train.compile:
+        check_rows(config, _compile_rows(config, shape))
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.first_k_dense < config.model.num_layers
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _rope_rows(config: Config, device: str) -> Iterator[Row]:
+    key, remedy = "kernels.rope", "Set kernels.rope=torch"
+    yield key, config.train.dtype == "float64", "it has no float64, and train.dtype=float64", remedy
+    on_cpu = device == "cpu" and not _interprets()
+    yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", f"{remedy}, or {_INTERPRET}"
+
+
+def _norm_rows(config: Config, device: str) -> Iterator[Row]:
+    for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", config.train.dtype, "float64")):
+        rule = f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}"
+        yield "kernels.norm", value == wrong, rule, "Set kernels.norm=torch"
+    yield (
+        "kernels.norm",
+        "layernorm" in config.parallel.recompute,
+        "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others "
+        "read it too",
+        "Set kernels.norm=torch, or leave layernorm out of parallel.recompute",
+    )
+
+
+def _expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    key, backend, model, dtype = "moe.experts", config.moe.experts, config.model, config.train.dtype
+    # 8-bit products are emulated in float64 too
+    no_double = dtype == "float64" and config.train.fp8 == "off"
+    yield key, no_double, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
+    if backend == "triton":
+        on_cpu = device == "cpu" and not _interprets()
+        remedy = f"Set moe.experts=grouped_mm, or {_INTERPRET}"
+        yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", remedy
+        return
+    size = ELEMENT_BYTES[dtype]
+    inner = model.moe_intermediate_size // shape.etp
+    for name, width, ranks in (("hidden_size", model.hidden_size, 1), ("moe_intermediate_size", inner, shape.etp)):
+        yield divides(
+            f"model.{name}",
+            width * ranks,
+            ROW_BYTES // size * ranks,
+            f"{backend} needs rows of a multiple of {ROW_BYTES} bytes: {width} * {size} bytes = {width * size}",
+            "moe.experts=loop",
+        )
+
+
+def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
+    backend, model, dtype = config.moe.experts, config.model, config.train.dtype
+    for broken, rule in (
+        (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
+        (model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
+        (
+            backend == "quack" and dtype != "bfloat16",
+            f"it computes in half precision alone, and train.dtype={dtype}",
+        ),
+        (
+            backend == "quack" and model.expert_activation != "swiglu",
+            f"it has SwiGLU alone, and model.expert_activation={model.expert_activation}",
+        ),
+    ):
+        yield "moe.experts", broken, rule, "Nearest valid choice: moe.experts=grouped_mm"
+
+
+def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    key, kernel, dtype = "kernels.attention", config.kernels.attention, config.train.dtype
+    remedy = "Nearest valid choice: kernels.attention=sdpa"
+    ring = config.parallel.context == "ring" and shape.cp > 1
+    yield key, ring, "ring attention (parallel.context=ring) calls kernels of its own", remedy
+    if kernel == "math":
+        return
+    query, value = head_dims(config)
+    if kernel in _FOREIGN_ATTENTION:
+        yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy
+        # What te's fused attention computes with, too.
+        yield (
+            key,
+            (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM,
+            f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; this "
+            f"model's have {query}, its values {value}",
+            remedy,
+        )
+        yield (
+            key,
+            query % DIM_UNIT != 0 or value % DIM_UNIT != 0,
+            f"it has heads of multiples of {DIM_UNIT} dims: {query} % {DIM_UNIT} = {query % DIM_UNIT}, "
+            f"{value} % {DIM_UNIT} = {value % DIM_UNIT}",
+            remedy,
+        )
+    if device != "cuda":  # the CPU's flash kernel takes any mask, dtype and dims
+        return
+    half = f"on CUDA it computes in half precision alone, and train.dtype={dtype}"
+    yield key, dtype != "bfloat16", half, f"{remedy}, or train.dtype=bfloat16"
+    dim = max(query, value)
+    wide = f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}"
+    yield key, kernel == "flash" and dim > MAX_FLASH_DIM, wide, remedy
+    if kernel == "cudnn":
+        return
+    causal, window = "on CUDA it knows causality alone, and ", config.model.attention.sliding_window
+    masks = f"{causal}data.document_mask=true masks documents"
+    yield key, config.data.document_mask, masks, f"{remedy}, or data.document_mask=false"
+    for broken, why in (
+        (window > 0, f"model.attention.sliding_window={window} masks what is further back"),
+        (shape.cp > 1, f"with mesh.cp={shape.cp} keys are masked by their position"),
+        (config.model.attention.sinks and kernel == "te", "model.attention.sinks=true adds a key"),
+    ):
+        yield key, broken, causal + why, remedy
+
+
+def head_dims(config: Config) -> tuple[int, int]:
+    """Dims of a head as kernels see it: of queries and keys, and of values."""
+    attention = config.model.attention
+    if attention.kind == "mla":
+        return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+    dim = attention.head_dim
+    if attention.sinks:  # one more dim of the queries holds the sink, and multiples of 8 stay so
+        dim += DIM_UNIT - dim % DIM_UNIT
+    return dim, dim
+
+
+def _compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    kernels, fp8 = config.kernels, config.train.fp8
+    names = config.parallel.recompute
+    names = [names] if isinstance(names, str) else names
+    # Whose outputs are computed again for those who read them: within a compiled part the compiler decides that.
+    hooked = [name for name in PROMISED if name in names]
+    left = ",".join(name for name in names if name not in PROMISED)
+    without_core = ",".join(name for name in names if name != "core_attn")
+    ring = config.parallel.context == "ring" and shape.cp > 1
+    # torch 2.13 then takes the mesh of a weight for a tensor that it has to keep.
+    core = "core_attn" in names and shape.tp > 1
+    for broken, what, instead in (
+        (ring, "the calls of parallel.context=ring", "parallel.context=gather"),
+        (kernels.attention == "te", "the modules of kernels.attention=te", "kernels.attention=sdpa"),
+        (kernels.rope == "triton", "the kernels of kernels.rope=triton", "kernels.rope=torch"),
+        (kernels.norm == "te", "the modules of kernels.norm=te", "kernels.norm=torch"),
+        (fp8 != "off", f"the products of train.fp8={fp8}", "train.fp8=off"),
+        (bool(hooked), f"the hooks of parallel.recompute=[{','.join(hooked)}]", f"parallel.recompute=[{left}]"),
+        (core, f"parallel.recompute=[core_attn] with mesh.tp={shape.tp}", f"parallel.recompute=[{without_core}]"),
+    ):
+        rule = f"attention and norms are compiled whole, and {what} cannot be a part of that"
+        yield "train.compile", broken, rule, f"Set train.compile=false, or {instead}"
+
+
+def _fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    mode, blockwise = config.train.fp8, config.train.fp8 == "blockwise"
+    yield (
+        "train.fp8",
+        config.train.dtype == "float64" and device != "cpu",
+        "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
+        "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu",
+    )
+    if _has_experts(config):
+        yield (
+            "moe.experts",
+            config.moe.experts != "grouped_mm",
+            f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
+            "Set moe.experts=grouped_mm, or train.fp8=off",
+        )
+        yield (
+            "moe.pad_to_capacity",
+            not blockwise and config.moe.pad_to_capacity,
+            f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales over "
+            "other tokens on every mesh",
+            "Set moe.pad_to_capacity=false, or train.fp8=blockwise",
+        )
+        hidden, width, etp = config.model.hidden_size, config.model.moe_intermediate_size, shape.etp
+        yield (
+            "model.moe_intermediate_size",
+            blockwise and width % (BLOCK * etp) != 0,
+            f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
+            f"{width} % {BLOCK * etp} = {width % (BLOCK * etp)}",
+            "Set train.fp8=tensorwise" + (f", or mesh.etp={_largest_cut(width, etp)}" if etp > 1 else ""),
+        )
+        for name, size, ranks in (("hidden_size", hidden, 1), ("moe_intermediate_size", width // etp, etp)):
+            yield (
+                f"model.{name}",
+                size % ROW_BYTES != 0,
+                f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes: {size} % {ROW_BYTES} = "
+                f"{size % ROW_BYTES}",
+                f"Nearest valid choice: {-(-size // ROW_BYTES) * ROW_BYTES * ranks}, or train.fp8=off",
+            )
+    # Blocks are counted from a weight's first row and column, so tp must cut it where blocks meet.
+    for what, size in _cut_sizes(config, shape.tp) if blockwise and shape.tp > 1 else ():
+        whole = size * shape.tp
+        yield (
+            "mesh.tp",
+            size % BLOCK != 0,
+            f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
+            f"{what} inside one: {whole} / {shape.tp} = {size}, {size} % {BLOCK} = {size % BLOCK}",
+            f"Nearest valid choice: mesh.tp={_largest_cut(whole, shape.tp)}, or train.fp8=tensorwise",
+        )
+
+
+def _largest_cut(size: int, ranks: int) -> int:
+    """The largest divisor of ``ranks`` that cuts ``size`` where blocks meet; one if there is none."""
+    return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
+
+
+def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
+    """What tp cuts, and how many rows or columns of it a rank gets."""
+    model, a = config.model, config.model.attention
+    if model.first_k_dense:
+        yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
+    if model.num_shared_experts and _has_experts(config):
+        shared = model.num_shared_experts * model.moe_intermediate_size
+        yield "the shared experts (num_shared_experts * moe_intermediate_size)", shared // tp
+    if a.kind == "mla":
+        heads, nope, value = a.num_heads // tp, a.qk_nope_head_dim, a.v_head_dim
+        yield "queries (num_heads * (qk_nope_head_dim + qk_rope_head_dim))", heads * (nope + a.qk_rope_head_dim)
+        yield "keys and values (num_heads * (qk_nope_head_dim + v_head_dim))", heads * (nope + value)
+        yield "the output projection (num_heads * v_head_dim)", heads * value
+        return
+    yield "heads (num_heads * head_dim)", a.num_heads * a.head_dim // tp
+    # Heads that ranks share are used one by one.
+    yield "keys and values (num_kv_heads * head_dim)", max(a.num_kv_heads // tp, 1) * a.head_dim
+    if any(is_linear(a, layer) for layer in range(model.num_layers)):
+        keys = a.linear_num_key_heads * a.linear_key_head_dim
+        values = a.linear_num_value_heads * a.linear_value_head_dim
+        yield "a delta net's keys and values", (2 * keys + 2 * values) // tp
+        yield "a delta net's output projection", values // tp
