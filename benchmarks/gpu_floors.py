@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import automoe.kernels.launches as kernels
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.kernels.blocks import HOPPER
+from automoe.kernels.tiling import HOPPER
 from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE

@@ -1,6 +1,6 @@
 """Which blocks are fastest for each product of the Triton experts, on one GPU.
 
-Every product is timed alone, with every candidate of ``automoe.kernels.blocks`` in turns, at the layers of
+Every product is timed alone, with every candidate of ``automoe.kernels.tiling`` in turns, at the layers of
 ``moe_kernel.py``. A candidate must first give what float32 gives, into memory that was poisoned. What wins is for a person
 to write into ``HOPPER``: a choice made anew on each machine would give each machine its own rounding.
 
@@ -31,9 +31,7 @@ from moe_kernel import SHAPES, Inputs, choices, poison
 from provenance import commit
 
 from automoe.kernels import launches
-from automoe.kernels.blocks import HOPPER, Blocks, candidates
-from automoe.kernels.tiles import row_tiles, tile_height
-from automoe.moe.activation import SWIGLU
+from automoe.kernels.tiling import HOPPER, Blocks, candidates, row_tiles, tile_height
 from automoe.moe.dispatch.base import sort_by_expert
 from automoe.observe.environment import describe_environment
 
@@ -73,7 +71,7 @@ def products(
     yield (
         "up",
         2 * one,
-        lambda b: launches.gather_up_activate(x, gather_idx, w_gate_up, None, probs, tiles, SWIGLU, b),
+        lambda b: launches.gather_up_activate(x, gather_idx, w_gate_up, None, probs, tiles, None, b),
         (pre, act),
     )
     expected = by_expert(act, w_down.transpose(1, 2))
@@ -86,7 +84,7 @@ def products(
     del gate, up, sigmoid, value, grad, by_gate, by_up
 
     def back(blocks: Blocks) -> Results:
-        *found, shares = launches.grad_down_activate(grad_out, w_down, probs, pre, tiles, SWIGLU, blocks)
+        *found, shares = launches.grad_down_activate(grad_out, w_down, probs, pre, tiles, None, blocks)
         return *found, shares.sum(1)
 
     yield "back", one, back, (grad_pre, act, grad_probs)

@@ -1,11 +1,11 @@
-"""``moe.experts=quack``: the experts composed from quack-kernels' products (CuTe DSL, Hopper and later).
+"""``moe.experts=quack``: the experts made of quack-kernels' products (CuTe DSL, Hopper and later).
 
-The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; they have not been
-run on a GPU by this project. As in ``automoe.kernels`` rows are gathered by the products that read them, and
-what is kept for the backward beside the arguments is gate and up before the activation, here side by side
-(g0, u0, g1, u1, ...). No autotuning: it would start over with every new number of rows.
+The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; this project has not
+run them on a GPU. As in ``automoe.kernels``, the products gather the rows that they read. Besides the arguments,
+only gate and up before the activation are kept for the backward, here interleaved (g0, u0, g1, u1, ...). No
+autotuning: it would start again with every new number of rows.
 
-Shapes: N rows to read from, R computed rows, E experts of this rank, H hidden, I expert width.
+Shapes: T rows to read from, R computed rows, E experts of this rank, H hidden, I expert width, J = 2I.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from automoe.errors import BackendError
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.experts import ExpertFn
+from automoe.moe.grouped_mm import zero_gradients
 
 # Of the epilogue that computes gradients: it packs a gate and an up into 32 bits.
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -37,7 +38,7 @@ def experts() -> ExpertFn:
     """
     try:
         ops = import_module("quack.gemm_interface")
-    except Exception as error:  # CuTe DSL raises all kinds where a driver or a library is not to its liking
+    except Exception as error:  # CuTe DSL raises exceptions of all kinds if it misses a driver or a library
         raise BackendError(
             f"moe.experts=quack: quack does not import ({type(error).__name__}: {error}). Install quack-kernels "
             "0.3.11, or set moe.experts=grouped_mm"
@@ -55,93 +56,80 @@ class _Experts:
         self._ops = ops
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        gather_idx: torch.Tensor,
-        offsets: torch.Tensor,
-        probs: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        b_gate_up: torch.Tensor | None = None,
-        b_down: torch.Tensor | None = None,
+        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
         activation: Activation = SWIGLU,
-    ) -> torch.Tensor:
-        if b_gate_up is not None or b_down is not None or activation is not SWIGLU:
+    ) -> torch.Tensor:  # fmt: skip
+        if b_gate_up_E2I is not None or b_down_EH is not None or activation is not SWIGLU:
             raise BackendError("moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm")
-        if x.dtype not in DTYPES:
+        if x_TH.dtype not in DTYPES:
             raise BackendError(
-                f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x.dtype}. Set "
+                f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x_TH.dtype}. Set "
                 "moe.experts=grouped_mm"
             )
-        return _QuackExperts.apply(self._ops, x, gather_idx, offsets, probs, w_gate_up.flatten(1, 2), w_down)
+        w_gate_up_EJH = w_gate_up_E2IH.flatten(1, 2)
+        return _QuackExperts.apply(self._ops, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI)
 
 
 class _QuackExperts(torch.autograd.Function):
-    """probs * down(silu(gate) * up) of gathered rows; w_gate_up is [E, 2I, H] here, gates first."""
+    """probs * down(silu(gate) * up) of gathered rows; J = 2I, gates first."""
 
     @staticmethod
-    def forward(ctx, ops, x, gather_idx, offsets, probs, w_gate_up, w_down):
+    def forward(ctx, ops, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI):
         ctx.ops = ops
-        x, w_gate_up, w_down = x.contiguous(), w_gate_up.contiguous(), w_down.contiguous()
+        x_TH, w_gate_up_EJH, w_down_EHI = x_TH.contiguous(), w_gate_up_EJH.contiguous(), w_down_EHI.contiguous()
         # Kernels read these in groups of four: copies, since a view may begin between two groups.
-        ends = F.pad(offsets.int(), (1, 0))  # [E + 1], from 0
-        rows = gather_idx.to(torch.int32, copy=True)
-        if gather_idx.shape[0] == 0:  # kernels need not take empty operands; autograd still comes by
-            ctx.save_for_backward(x, gather_idx, rows, ends, probs, w_gate_up, w_down, x.new_empty(0))
-            return x.new_empty(0, x.shape[1])
-        gate_up, act = ops.gemm_gated(
-            x,
-            w_gate_up.mT,
+        ends = F.pad(offsets_E.int(), (1, 0))  # [E + 1], from 0
+        row_idx_R = gather_idx_R.to(torch.int32, copy=True)
+        args = x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI
+        if gather_idx_R.shape[0] == 0:  # kernels need not take empty operands, but the backward will still run
+            ctx.save_for_backward(*args, row_idx_R, ends, x_TH.new_empty(0))
+            return x_TH.new_empty(0, x_TH.shape[1])
+        gate_up_RJ, act_RI = ops.gemm_gated(
+            x_TH,
+            w_gate_up_EJH.mT,
             activation="swiglu",
             cu_seqlens_m=ends,
-            A_idx=rows,
+            A_idx=row_idx_R,
             dynamic_scheduler=False,
             tuned=False,
             concat_layout=("B",),
         )
-        ctx.save_for_backward(x, gather_idx, rows, ends, probs, w_gate_up, w_down, gate_up)
-        act.mul_(probs.unsqueeze(1))
-        return _product(ops, act, w_down.mT, cu_seqlens_m=ends)
+        ctx.save_for_backward(*args, row_idx_R, ends, gate_up_RJ)
+        act_RI.mul_(probs_R.unsqueeze(1))
+        return _product(ops, act_RI, w_down_EHI.mT, cu_seqlens_m=ends)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out):
-        x, gather_idx, rows, ends, probs, w_gate_up, w_down, gate_up = ctx.saved_tensors
-        if gather_idx.shape[0] == 0:  # zeros and not None: all ranks must reduce the same gradients
-            grads = [torch.zeros_like(tensor) for tensor in (x, probs, w_gate_up, w_down)]
-            return None, grads[0], None, None, *grads[1:]
-        ops, grad_out = ctx.ops, grad_out.contiguous()
+    def backward(ctx, grad_out_RH):
+        *args, row_idx_R, ends, gate_up_RJ = ctx.saved_tensors
+        x_TH, gather_idx_R, _, probs_R, w_gate_up_EJH, w_down_EHI = args
+        if gather_idx_R.shape[0] == 0:
+            return None, *zero_gradients(*args)
+        ops, grad_out_RH = ctx.ops, grad_out_RH.contiguous()
         # One product and its epilogue: the gradient of gate and up, the weighted activation once more, and
         # for the gradient of probs each row's product of the activation with its own gradient.
-        grad_gate_up, act, grad_probs = ops.gemm_dgated(
-            grad_out,
-            w_down,
-            gate_up,
+        grad_gate_up_RJ, act_RI, grad_probs_R = ops.gemm_dgated(
+            grad_out_RH,
+            w_down_EHI,
+            gate_up_RJ,
             activation="swiglu",
-            colvec_scale=probs.to(torch.promote_types(probs.dtype, torch.float32), copy=True),
+            colvec_scale=probs_R.to(torch.promote_types(probs_R.dtype, torch.float32), copy=True),
             colvec_reduce=True,
             cu_seqlens_m=ends,
             dynamic_scheduler=False,
             tuned=False,
         )
-        grad_w_down = _product(ops, grad_out.mT, act, cu_seqlens_k=ends)
-        # Transposed, because it is the left operand whose rows can be gathered. Gates and ups lie side by side
-        # in grad_gate_up and one behind the other in the result, along the dim that is not contiguous.
-        grad_w_gate_up = torch.empty_like(w_gate_up)
-        _product(
-            ops,
-            x.mT,
-            grad_gate_up,
-            out=grad_w_gate_up.mT,
-            cu_seqlens_k=ends,
-            A_idx=rows,
-            concat_layout=("out",),
-        )
-        grad_rows = _product(ops, grad_gate_up, w_gate_up, cu_seqlens_m=ends, concat_layout=("B",))
-        grad_x = torch.zeros_like(x).index_add_(0, gather_idx, grad_rows)
-        return None, grad_x, None, None, grad_probs.to(probs.dtype), grad_w_gate_up, grad_w_down
+        grad_w_down_EHI = _product(ops, grad_out_RH.mT, act_RI, cu_seqlens_k=ends)
+        # Transposed, because only the rows of the left operand can be gathered. Gates and ups are interleaved in
+        # grad_gate_up and halves of the result, along the dim that is not contiguous.
+        grad_w_gate_up_EJH = torch.empty_like(w_gate_up_EJH)
+        out, halves = grad_w_gate_up_EJH.mT, ("out",)
+        _product(ops, x_TH.mT, grad_gate_up_RJ, out=out, cu_seqlens_k=ends, A_idx=row_idx_R, concat_layout=halves)
+        grad_rows_RH = _product(ops, grad_gate_up_RJ, w_gate_up_EJH, cu_seqlens_m=ends, concat_layout=("B",))
+        grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
+        return None, grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up_EJH, grad_w_down_EHI
 
 
 def _product(ops: Any, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Each expert's ``left @ right``, over its rows of left (cu_seqlens_m) or of what is summed (cu_seqlens_k)."""
+    """Each expert's ``left @ right``; cu_seqlens_m are its rows of left, cu_seqlens_k its part of the summed dim."""
     return ops.gemm(left, right, dynamic_scheduler=False, tuned=False, **options)

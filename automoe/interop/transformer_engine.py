@@ -1,8 +1,8 @@
 """transformer-engine behind one file: ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``.
 
-The calls follow the signatures of 2.20.2 as published in its sources; they have not been run on a GPU by this
-project. Parameters stay the model's own, under their own names: a module of transformer-engine is made without
-storage and called with ours in place of its parameters, so checkpoints do not change, nor get its extra state.
+The calls follow the signatures of 2.20.2 as published in its sources; this project has not run them on a GPU.
+Parameters stay the model's own, under their own names: a module of transformer-engine is made without storage
+and called with ours in place of its parameters. So checkpoints do not change and get none of its extra state.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H hidden, I width.
 """
@@ -10,6 +10,7 @@ Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,6 @@ from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import on_host
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
-from automoe.parallel.collectives import arrived
 
 
 def attention() -> AttentionFn:
@@ -46,8 +46,11 @@ def experts() -> ExpertFn:
     return _Experts(_load("moe.experts=te", "moe.experts=grouped_mm"))
 
 
-def use_norms(model: nn.Module) -> None:
+def use_norms(model: nn.Module, wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let transformer-engine compute every RMSNorm of ``model``, zero-centered ones included.
+
+    Args:
+        wait: gives a tensor whose data is there, for kernels that read by pointer.
 
     Raises:
         BackendError: transformer-engine does not import; names the norm that there is.
@@ -55,7 +58,7 @@ def use_norms(model: nn.Module) -> None:
     te = _load("kernels.norm=te", "kernels.norm=torch")
     for module in model.modules():
         if isinstance(module, RMSNorm):
-            module.forward = _Norm(te, module)  # not another module: parameters keep their names
+            module.forward = _Norm(te, module, wait)  # not another module: parameters keep their names
 
 
 def _load(choice: str, instead: str) -> Any:
@@ -113,8 +116,8 @@ class _Attention:
 class _Norm:
     """The forward of one ``RMSNorm``: x [..., D] -> [..., D] in the dtype of x."""
 
-    def __init__(self, te: Any, norm: RMSNorm) -> None:
-        self._norm = norm
+    def __init__(self, te: Any, norm: RMSNorm, wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._norm, self._wait = norm, wait
         self._module = te.RMSNorm(
             norm.weight.shape[0],
             eps=norm.eps,
@@ -125,8 +128,8 @@ class _Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
-        # Its kernels read by pointer, and under tp the first layer's rows may be on their way still.
-        x = arrived(x)
+        # Under tp the first layer's rows may still be on their way.
+        x = self._wait(x)
         return functional_call(self._module, {"weight": self._norm.weight}, (x,)).to(x.dtype)
 
 
@@ -142,30 +145,22 @@ class _Experts:
         self._modules: dict[tuple[int, int, int, torch.dtype], nn.Module] = {}
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        gather_idx: torch.Tensor,
-        offsets: torch.Tensor,
-        probs: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        b_gate_up: torch.Tensor | None = None,
-        b_down: torch.Tensor | None = None,
+        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
         activation: Activation = SWIGLU,
-    ) -> torch.Tensor:
-        if b_gate_up is not None or b_down is not None:
+    ) -> torch.Tensor:  # fmt: skip
+        if b_gate_up_E2I is not None or b_down_EH is not None:
             raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
-        ends: list[int] = on_host(offsets)
+        ends: list[int] = on_host(offsets_E)
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        num_rows, used = gather_idx.shape[0], ends[-1]
+        num_rows, used = gather_idx_R.shape[0], ends[-1]
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
-            out = grouped_mm_experts(x, gather_idx[:0], offsets, probs[:0], w_gate_up, w_down)
+            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], w_gate_up_E2IH, w_down_EHI)
         else:
-            rows = x.index_select(0, gather_idx[:used])
-            gate, up = self._multiply(rows, splits, w_gate_up.flatten(1, 2)).chunk(2, dim=-1)
-            act = activation(gate, up) * probs[:used, None].to(x.dtype)
-            out = self._multiply(act, splits, w_down)
-        return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to nobody
+            rows = x_TH.index_select(0, gather_idx_R[:used])
+            gate, up = self._multiply(rows, splits, w_gate_up_E2IH.flatten(1, 2)).chunk(2, dim=-1)
+            act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
+            out = self._multiply(act, splits, w_down_EHI)
+        return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to no expert
 
     def _multiply(self, rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
         """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R, N]."""

@@ -1,7 +1,7 @@
-"""Each product of the experts' kernels as a function of tensors. Shapes as in ``products``; all contiguous.
+"""Each kernel of ``products`` as a function of tensors, all contiguous; shapes as there.
 
-Where rows and tensors begin at multiples of 16 bytes, the tensor memory accelerator copies what is not
-gathered, if ``Blocks.tma`` says so; else threads copy. Both give the same numbers.
+Where rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory accelerator
+copies all operands but gathered rows. Elsewhere threads copy. Both give the same numbers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from automoe.kernels import products
-from automoe.kernels.blocks import INTERPRETED, Blocks, blocks_of
-from automoe.kernels.tiles import RowTiles
-from automoe.moe.activation import Activation, ClampedSwiGLU
+from automoe.kernels.tiling import INTERPRETED, Blocks, RowTiles, blocks_of
 
+Clamp = tuple[float, float] | None  # alpha and limit of the clamped SwiGLU; None: plain SwiGLU
 _SUM_COLUMNS = 1024
 
 
@@ -28,7 +27,7 @@ def gather_up_activate(
     b_gate_up: torch.Tensor | None,
     probs: torch.Tensor,
     tiles: RowTiles,
-    activation: Activation,
+    clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
@@ -42,8 +41,8 @@ def gather_up_activate(
     _over_rows(
         products.gather_up_activate, tiles, width, blocks, x.dtype,
         x, gather_idx, weights, _or(b_gate_up, w_gate_up), probs, pre, act,
-        sizes=(hidden, width, *_constants(activation)),
-        BIASED=b_gate_up is not None, CLAMPED=isinstance(activation, ClampedSwiGLU), STEP=step, TMA=tma,
+        sizes=(hidden, width, *(clamp or (1.0, 0.0))),
+        BIASED=b_gate_up is not None, CLAMPED=clamp is not None, STEP=step, TMA=tma,
     )  # fmt: skip
     return pre, act
 
@@ -66,7 +65,7 @@ def grad_down_activate(
     probs: torch.Tensor,
     pre: torch.Tensor,
     tiles: RowTiles,
-    activation: Activation,
+    clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
@@ -81,8 +80,8 @@ def grad_down_activate(
     _over_rows(
         products.grad_down_activate, tiles, width, blocks, pre.dtype,
         grad_out, w_down, probs, pre, grad_pre, act, shares,
-        sizes=(hidden, width, *_constants(activation)),
-        CLAMPED=isinstance(activation, ClampedSwiGLU), STEP=step, TMA=tma,
+        sizes=(hidden, width, *(clamp or (1.0, 0.0))),
+        CLAMPED=clamp is not None, STEP=step, TMA=tma,
         COLUMNS_AT_ONCE=blocks.columns_at_once,
     )  # fmt: skip
     return grad_pre, act, shares
@@ -120,7 +119,7 @@ def grad_weights(
 def sum_of_tokens(rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """[R, H] gradients of gathered rows -> [N, H] of what they were read from."""
     num_tokens, hidden = x.shape
-    # Rows past the last offset were never computed: they belong to a token that there is not.
+    # Rows past the last offset were never computed: they go to a token number that does not exist.
     row = torch.arange(gather_idx.numel(), device=x.device)
     token = gather_idx.masked_fill(row >= offsets[-1], num_tokens)
     tokens, order = torch.sort(token, stable=True)
@@ -175,26 +174,24 @@ def _over_rows(
 
 
 def _step(*tensors: torch.Tensor) -> int:
-    """Numbers in 16 bytes if all rows of all of them begin at multiples of that, else 1. Memory itself comes aligned."""
+    """Numbers in 16 bytes if every row of every tensor begins at a multiple of 16 bytes, else 1. Storage is aligned."""
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
     return step if all(start % step == 0 for start in starts) else 1
 
 
 def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]  # its own may lie where a dim is 1
+    strides = [
+        prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())
+    ]  # of a dim of size 1 its own may be anything
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Full float32 where float32 is asked for; half precision has one way to be multiplied on a GPU."""
+    """Full float32 for float32 operands; for 16 bits there is only one way on a GPU."""
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
 
-def _constants(activation: Activation) -> tuple[float, float]:
-    return (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else (1.0, 0.0)
-
-
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A kernel wants a pointer even for what it does not read."""
+    """``tensor``, or ``other`` for None: a kernel wants a pointer even for what it does not read."""
     return other if tensor is None else tensor

@@ -1,8 +1,8 @@
-"""The matrix products of the routed experts, each with what stands before and after it fused in.
+"""The matrix products of the routed experts, with gathering and activation fused in.
 
-Every product runs over tiles of rows that belong to one expert (``automoe.kernels.tiles``), accumulates in
-float32 and writes each number once: no atomics, so a run repeats bit for bit. Shapes: R rows sorted by
-expert, E experts, H hidden, I expert width; ``pre`` is gate and up before the activation, [R, 2I].
+Every product runs over tiles of rows of one expert (``automoe.kernels.tiling``), accumulates in float32 and
+writes each number once, without atomics: a run repeats bit for bit. Shapes: R rows sorted by expert, E
+experts, H hidden, I expert width; ``pre`` is gate and up before the activation, [R, 2I].
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Tiles of rows that share their weights stay together while all columns are computed: the weights of an
-# expert come from L2 then, and not once a tile from memory.
+# This many tiles run together through all columns, so that the weights that they share come from L2 and are not
+# read from memory once for each tile.
 _TILES_TOGETHER = tl.constexpr(8)
 
 
@@ -27,16 +27,17 @@ def _tile_and_column(num_tiles, num_columns):
 
 @triton.jit
 def _known(size, STEP: tl.constexpr):
-    """``size``, which the compiler then knows to be a multiple of STEP. By itself it sees multiples of 16 alone, and moves
-    rows of another length number by number.
+    """``size``, as a multiple of STEP that the compiler can see. By itself it sees only multiples of 16, and copies
+    rows of other lengths one number at a time.
     """
     return size // STEP * STEP
 
 
 @triton.jit
 def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr):
-    """Of this program: expert (``num_experts`` if it has no tile), block of columns, first row, rows after it, which of
-    them are real. Addresses are a start of 64 bits and 32 bits within the tile: twice those would spill.
+    """What this program computes: its expert (``num_experts`` if it has no tile), its block of columns, its first row,
+    the row numbers from there, and which of them are real. The first row has 64 bits, for addresses; the numbers within
+    the tile have 32, since 64 would spill.
     """
     tile, column = _tile_and_column(num_tiles, num_columns)
     expert = tl.load(tile_expert + tile)
@@ -48,13 +49,13 @@ def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_co
 
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] -> its left and its right half of columns, without leaving the registers."""
+    """[ROWS, COLUMNS] -> the left and the right half of its columns, within registers."""
     return tile.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. ``ieee``: in full float32, which is also how the interpreter has to take bfloat16."""
+    """acc + a @ b. ``ieee``: in full float32, which the interpreter also needs for bfloat16."""
     if PRECISION == "ieee":
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -62,7 +63,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
-    """``value`` (float32) as ``to``, to nearest even: GPUs do it so, the interpreter cuts bfloat16 off."""
+    """``value`` (float32) as ``to``, rounded to nearest even as on GPUs; the interpreter's cast truncates bfloat16."""
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -120,7 +121,7 @@ def gather_up_activate(
         return
     source = tl.load(gather_idx + first + row, mask=real, other=0).to(tl.int64)
     from_x = x + source[:, None] * hidden
-    # Gate's columns and up's in one product: as two, each would read the rows from shared memory again.
+    # One product for the columns of gate and up: two would read the rows from shared memory twice.
     if TMA:
         product = _described_product(
             from_x, first, real, w_gate_up, 2 * expert, column * BLOCK_N, hidden,
@@ -138,19 +139,26 @@ def gather_up_activate(
         bias = b_gate_up + expert * 2 * width + cols
         gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + width, mask=inside, other=0.0).to(tl.float32)[None, :]
-    mask = real[:, None] & inside[None, :]
-    to = pre + first * 2 * width + row[:, None] * (2 * width) + cols[None, :]
-    # What the backward will read is what is activated here.
+    _store_activation(
+        gate, up, row, cols, real, probs + first, pre + first * 2 * width, act + first * width, width,
+        alpha, limit, CLAMPED, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_activation(
+    gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Writes gate, up and probs * activation of the block ``row`` x ``cols``; pointers start at the tile's first row."""
+    mask = real[:, None] & (cols < width)[None, :]
+    to = pre + row[:, None] * (2 * width) + cols[None, :]
+    # Rounded first: the backward activates what is stored here.
     gate, up = _narrow(gate, pre.dtype.element_ty, PRECISION), _narrow(up, pre.dtype.element_ty, PRECISION)
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
-    value *= tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        act + first * width + row[:, None] * width + cols[None, :],
-        _narrow(value, act.dtype.element_ty, PRECISION),
-        mask=mask,
-    )
+    value *= tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
+    tl.store(act + row[:, None] * width + cols[None, :], _narrow(value, act.dtype.element_ty, PRECISION), mask=mask)
 
 
 @triton.jit
@@ -234,10 +242,10 @@ def _described_product(
     a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As ``_product``, blocks copied by the tensor memory accelerator: one instruction for each and no addresses.
+    """``_product`` with blocks copied by the tensor memory accelerator: one instruction each, without addresses.
 
-    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` [R, K], or is where rows start if GATHERED. What it
-    reads past the last real row is another row or zeros, which add nothing to the real ones.
+    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to the rows if GATHERED.
+    Rows read past the last real one are other rows or zeros, and do not change the real ones.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -281,7 +289,7 @@ def grad_down_activate(
     BLOCK_K: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """The gradient of the activation never leaves the chip; the router's is its product with the activation."""
+    """The gradient of the activation stays on the chip; the gradient of probs is its product with the activation."""
     hidden, width = _known(hidden, STEP), _known(width, STEP)
     num_columns = tl.cdiv(width, BLOCK_N)
     expert, column, first, row, real = _rows_of_tile(
@@ -314,9 +322,9 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns' gradients and activation, returns their share of the gradient of probs.
+    """Writes gradients and activation of these columns; returns their share of the gradient of probs.
 
-    Gate, up and four results of all columns would not fit the registers beside the accumulator.
+    A few columns at a time: gate, up and four results of all columns do not fit the registers with the accumulator.
     """
     if COLUMNS > COLUMNS_AT_ONCE:
         left, right = _halves(grad, BLOCK_M, COLUMNS)
@@ -399,7 +407,7 @@ def sum_rows_of_token(
     PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Each token's gradient from its copies, added in the order of the experts."""
+    """The gradient of each token: those of its rows, added in the order of the experts."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros((BLOCK_H,), tl.float32)

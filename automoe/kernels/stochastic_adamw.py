@@ -1,19 +1,19 @@
-"""``optim.master_weights=stochastic`` on a GPU: one kernel updates a parameter, each number read and written once.
+"""``optim.master_weights=stochastic`` on a GPU: one kernel updates a parameter, and reads and writes each number once.
 
-It has the operations of ``automoe.optim.stochastic.update_in_torch`` in their order, each rounded by itself (no product
-is fused with a sum), and so the same numbers to the bit. Compiled for Hopper and run in Triton's interpreter; not run on
-a GPU yet.
+It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds each of them (no
+product is fused with a sum), so the numbers are equal to the bit. Compiled for Hopper and run in Triton's interpreter;
+not run on a GPU yet.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from automoe.counter_random import GOLDEN_GAMMA, MIX_1, MIX_2
-from automoe.model.init import index_runs
-from automoe.optim.stochastic import Numbers, local_tensors
 
 WARPS = 4
 BLOCK = 1024  # elements of a program
@@ -31,7 +31,7 @@ def random_bits(index, key):
 
 @triton.jit
 def _load(source, at, mask):
-    """As float32. The interpreter's own cast gets bfloat16's smallest numbers wrong."""
+    """As float32. The interpreter's own cast is wrong for the smallest bfloat16 numbers."""
     x = tl.load(source + at, mask=mask, other=0.0)
     if source.dtype.element_ty == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -57,7 +57,7 @@ def update_part(
     grads,
     firsts,
     seconds,
-    steps,  # of all parameters of a group, as the next two; this one's are at place
+    steps,  # of all parameters of a group, like the next two; this one's is number ``place``
     rates,
     second_scales,
     place,
@@ -98,14 +98,27 @@ def update_part(
     _store(seconds, at, second, bits >> 32, mask)
 
 
-def update_in_one_pass(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
-    """``update_in_torch`` of a parameter in bfloat16 or float32, in one launch."""
-    values, grads, firsts, seconds = tensors = local_tensors(parameter, state)
+def update_in_one_pass(
+    values: torch.Tensor,
+    grads: torch.Tensor,
+    firsts: torch.Tensor,
+    seconds: torch.Tensor,
+    first_index: int,
+    runs: list[tuple[int, int]],
+    numbers: Any,
+) -> None:
+    """Update a parameter and its moments by its gradient, in one launch; all bfloat16 or float32 and contiguous.
+
+    Args:
+        first_index: index of the first element of ``values`` in the whole parameter.
+        runs: (size, stride in the whole parameter) of its dims, at most three; the last stride is one.
+        numbers: ``automoe.optim.stochastic.Numbers``.
+    """
     if not values.numel():
         return
-    assert all(x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float32) for x in tensors)
-    first_index, runs = index_runs(parameter)
-    # At most three: an expert's w_down is cut in both of its dims, by ep_shard and by etp.
+    assert all(
+        x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float32) for x in (values, grads, firsts, seconds)
+    )
     (_, outer), (num_middle, middle), (num_cols, _) = [(1, 0)] * (3 - len(runs)) + runs
     num_rows = values.numel() // num_cols
     cols = min(triton.next_power_of_2(num_cols), BLOCK)

@@ -1,6 +1,7 @@
 """Experts as grouped matrix products, with a backward that keeps little and copies little.
 
-Shapes: R rows sorted by expert, E experts, H hidden, I expert width.
+Shapes: T rows to read from, R computed rows sorted by expert, E experts, H hidden, I expert width, J = 2I (gate and
+up). Of one product alone: N output and K input features.
 """
 
 from __future__ import annotations
@@ -19,193 +20,165 @@ Scales = torch.Tensor | None
 class GroupedProducts(Protocol):
     """The three products of one weight [E, N, K] of all experts; offsets [E] int32 are the ends of their rows.
 
-    Each operand may have scales, which are found once and then given to each product of it. Finding them may be a
-    collective, so it is done where a rank has no rows too; products are not.
+    Each operand may have scales, found once and given to each product of the operand. Finding them may be a collective,
+    so a rank without rows does it too; the products are not.
     """
 
-    def scales(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tuple[Scales, Scales]:
-        """Of x [R, K] and of the weight."""
+    def scales(self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor) -> tuple[Scales, Scales]:
+        """Of the rows and of the weight."""
 
-    def gradient_scales(self, grad: torch.Tensor, offsets: torch.Tensor) -> Scales:
-        """Of grad [R, N]."""
+    def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
+        """Of the gradient of the output."""
 
-    def out(
-        self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, of_x: Scales, of_weight: Scales
+    def output(
+        self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor, x_scales: Scales, w_scales: Scales
     ) -> torch.Tensor:
-        """x [R, K] -> [R, N]: each row by its expert's weight, transposed."""
+        """[R, N]: each row times its expert's weight, transposed."""
 
-    def grad_rows(
-        self,
-        grad: torch.Tensor,
-        weight: torch.Tensor,
-        offsets: torch.Tensor,
-        of_grad: Scales,
-        of_weight: Scales,
+    def grad_input(
+        self, grad_RN: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor, grad_scales: Scales, w_scales: Scales
     ) -> torch.Tensor:
-        """grad [R, N] -> [R, K]: each row by its expert's weight."""
+        """[R, K]: each row times its expert's weight."""
 
     def grad_weight(
-        self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, of_grad: Scales, of_x: Scales
+        self, grad_RN: torch.Tensor, x_RK: torch.Tensor, offsets_E: torch.Tensor, grad_scales: Scales, x_scales: Scales
     ) -> torch.Tensor:
-        """grad [R, N], x [R, K] -> [E, N, K]: over each expert's rows."""
+        """[E, N, K]: grad.T times x over each expert's rows."""
 
 
-class _InOwnDtype:
-    def scales(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tuple[None, None]:
+class _UnscaledProducts:
+    """``torch.nn.functional.grouped_mm`` in the operands' own dtype."""
+
+    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[None, None]:
         return None, None
 
-    def gradient_scales(self, grad: torch.Tensor, offsets: torch.Tensor) -> None:
+    def grad_scales(self, grad_RN, offsets_E) -> None:
         return None
 
-    def out(self, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *scales: Scales) -> torch.Tensor:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    def output(self, x_RK, w_ENK, offsets_E, x_scales, w_scales) -> torch.Tensor:
+        return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
 
-    def grad_rows(
-        self, grad: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *scales: Scales
-    ) -> torch.Tensor:
-        return F.grouped_mm(grad, weight, offs=offsets)
+    def grad_input(self, grad_RN, w_ENK, offsets_E, grad_scales, w_scales) -> torch.Tensor:
+        return F.grouped_mm(grad_RN, w_ENK, offs=offsets_E)
 
-    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, *scales: Scales) -> torch.Tensor:
-        return F.grouped_mm(grad.transpose(0, 1), x, offs=offsets)
+    def grad_weight(self, grad_RN, x_RK, offsets_E, grad_scales, x_scales) -> torch.Tensor:
+        return F.grouped_mm(grad_RN.transpose(0, 1), x_RK, offs=offsets_E)
 
 
-IN_OWN_DTYPE = _InOwnDtype()
+UNSCALED = _UnscaledProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """probs * (down(activation(gate, up)) + b_down) of gathered rows; w_gate_up is [E, 2I, H] here.
+    """probs * (down(activation(gate, up)) + b_down) of gathered rows; gate and up are one dim J here.
 
-    Kept for the backward beside the arguments: the [R, 2I] gate and up alone. The gathered rows [R, H] are
-    gathered again, the activation [R, I] is computed again.
+    Besides its arguments it keeps gate and up [R, J] for the backward, which gathers the rows [R, H] and computes the
+    activation [R, I] again.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        x: torch.Tensor,
-        gather_idx: torch.Tensor,
-        offsets: torch.Tensor,
-        probs: torch.Tensor,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        b_gate_up: torch.Tensor | None,
-        b_down: torch.Tensor | None,
-        activation: Activation,
-        up_products: GroupedProducts,
-        down_products: GroupedProducts,
-    ) -> torch.Tensor:
-        ctx.activation, ctx.products = activation, (up_products, down_products)
-        args = (x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down)
-        rows = x.index_select(0, gather_idx)
-        of_x, of_up = up_products.scales(rows, w_gate_up, offsets)
-        if gather_idx.shape[0] == 0:
-            # No token reached this rank. Kernels need not take empty operands; autograd still comes by.
-            of_act, of_down = down_products.scales(x.new_empty(0, w_down.shape[-1]), w_down, offsets)
-            ctx.save_for_backward(*args, x.new_empty(0), of_x, of_up, of_act, of_down)
-            return x.new_empty(0, x.shape[1])
-        gate_up = up_products.out(rows, w_gate_up, offsets, of_x, of_up)
-        del rows
-        if b_gate_up is not None:
-            gate_up += of_each_row(b_gate_up, offsets, gate_up.shape[0])
-        gate, up = gate_up.chunk(2, dim=-1)
-        scale = probs.unsqueeze(1).to(x.dtype)
-        act = activation(gate, up).mul_(scale).contiguous()
-        of_act, of_down = down_products.scales(act, w_down, offsets)
-        ctx.save_for_backward(*args, gate_up, of_x, of_up, of_act, of_down)
-        out = down_products.out(act, w_down, offsets, of_act, of_down)
-        return out if b_down is None else out.addcmul_(of_each_row(b_down, offsets, out.shape[0]), scale)
+        ctx, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI, b_gate_up_EJ, b_down_EH,
+        activation: Activation, up: GroupedProducts, down: GroupedProducts,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.activation, ctx.products = activation, (up, down)
+        args = (x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI, b_gate_up_EJ, b_down_EH)
+        rows_RH = x_TH.index_select(0, gather_idx_R)
+        x_scales, up_scales = up.scales(rows_RH, w_gate_up_EJH, offsets_E)
+        if gather_idx_R.shape[0] == 0:
+            # No token for this rank. Kernels need not take empty operands, but the backward will still run.
+            act_scales, down_scales = down.scales(x_TH.new_empty(0, w_down_EHI.shape[-1]), w_down_EHI, offsets_E)
+            ctx.save_for_backward(*args, x_TH.new_empty(0), x_scales, up_scales, act_scales, down_scales)
+            return x_TH.new_empty(0, x_TH.shape[1])
+        gate_up_RJ = up.output(rows_RH, w_gate_up_EJH, offsets_E, x_scales, up_scales)
+        del rows_RH
+        if b_gate_up_EJ is not None:
+            gate_up_RJ += repeat_by_expert(b_gate_up_EJ, offsets_E, gate_up_RJ.shape[0])
+        gate_RI, up_RI = gate_up_RJ.chunk(2, dim=-1)
+        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
+        act_RI = activation(gate_RI, up_RI).mul_(scale_R1).contiguous()
+        act_scales, down_scales = down.scales(act_RI, w_down_EHI, offsets_E)
+        ctx.save_for_backward(*args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales)
+        out_RH = down.output(act_RI, w_down_EHI, offsets_E, act_scales, down_scales)
+        if b_down_EH is not None:
+            out_RH.addcmul_(repeat_by_expert(b_down_EH, offsets_E, out_RH.shape[0]), scale_R1)
+        return out_RH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out: torch.Tensor):
-        *args, gate_up, of_x, of_up, of_act, of_down = ctx.saved_tensors
-        x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down = args
-        up_products, down_products = ctx.products
-        grad_out = grad_out.contiguous()  # grouped_mm refuses expanded gradients
-        of_grad = down_products.gradient_scales(grad_out, offsets)
-        if gather_idx.shape[0] == 0:  # zeros and not None: all ranks must reduce the same gradients
-            up_products.gradient_scales(x.new_empty(0, w_gate_up.shape[1]), offsets)
-            trained = (x, probs, w_gate_up, w_down, b_gate_up, b_down)
-            zeros = [None if tensor is None else torch.zeros_like(tensor) for tensor in trained]
-            return zeros[0], None, None, *zeros[1:], None, None, None
-        gate, up = gate_up.chunk(2, dim=-1)
-        scale = probs.unsqueeze(1).to(x.dtype)
+    def backward(ctx, grad_out_RH: torch.Tensor):
+        *args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
+        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI, b_gate_up_EJ, b_down_EH = args
+        up, down = ctx.products
+        grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
+        grad_scales = down.grad_scales(grad_out_RH, offsets_E)
+        if gather_idx_R.shape[0] == 0:
+            up.grad_scales(x_TH.new_empty(0, w_gate_up_EJH.shape[1]), offsets_E)
+            return *zero_gradients(*args), None, None, None
+        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
-        # Of probs * activation.
-        grad_act = down_products.grad_rows(grad_out, w_down, offsets, of_grad, of_down)
-        act = torch.empty_like(grad_act)
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        grad_probs = torch.empty_like(probs)
-        for block in row_blocks(*act.shape, act.device):
-            ctx.activation.backward(
-                gate[block],
-                up[block],
-                scale[block],
-                grad_act[block],
-                act[block],
-                grad_gate[block],
-                grad_up[block],
-                grad_probs[block],
-            )
-        grad_w_down = down_products.grad_weight(grad_out, act, offsets, of_grad, of_act)
-        del act, grad_act
-        grad_b_down = None
-        if b_down is not None:
-            grad_b_down = sum_by_expert(grad_out * scale, offsets)
-            products = grad_out * of_each_row(b_down, offsets, grad_out.shape[0])
-            grad_probs += products.sum(-1, dtype=probs.dtype)
-            del products
-        grad_b_gate_up = None if b_gate_up is None else sum_by_expert(grad_gate_up, offsets)
+        grad_act_RI = down.grad_input(grad_out_RH, w_down_EHI, offsets_E, grad_scales, down_scales)
+        act_RI, grad_gate_up_RJ = torch.empty_like(grad_act_RI), torch.empty_like(gate_up_RJ)
+        grad_probs_R = torch.empty_like(probs_R)
+        read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
+        written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
+        for block in row_blocks(*act_RI.shape, act_RI.device):
+            ctx.activation.backward(*(tensor[block] for tensor in read + written))
+        grad_w_down_EHI = down.grad_weight(grad_out_RH, act_RI, offsets_E, grad_scales, act_scales)
+        del act_RI, grad_act_RI, read, written
+        grad_b_gate_up_EJ = grad_b_down_EH = None
+        if b_down_EH is not None:
+            grad_b_down_EH = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
+            bias_grad_RH = grad_out_RH * repeat_by_expert(b_down_EH, offsets_E, grad_out_RH.shape[0])
+            grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
+            del bias_grad_RH
+        if b_gate_up_EJ is not None:
+            grad_b_gate_up_EJ = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
-        of_grad = up_products.gradient_scales(grad_gate_up, offsets)
-        rows = x.index_select(0, gather_idx)
-        grad_w_gate_up = up_products.grad_weight(grad_gate_up, rows, offsets, of_grad, of_x)
-        del rows
-        grad_rows = up_products.grad_rows(grad_gate_up, w_gate_up, offsets, of_grad, of_up)
-        grad_x = torch.zeros_like(x).index_add_(0, gather_idx, grad_rows)
+        grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
+        rows_RH = x_TH.index_select(0, gather_idx_R)
+        grad_w_gate_up_EJH = up.grad_weight(grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales)
+        del rows_RH
+        grad_rows_RH = up.grad_input(grad_gate_up_RJ, w_gate_up_EJH, offsets_E, grad_scales, up_scales)
+        grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         return (
-            grad_x,
-            None,
-            None,
-            grad_probs,
-            grad_w_gate_up,
-            grad_w_down,
-            grad_b_gate_up,
-            grad_b_down,
-            None,
-            None,
-            None,
-        )
+            grad_x_TH, None, None, grad_probs_R, grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH,
+            None, None, None,
+        )  # fmt: skip
 
 
-def of_each_row(bias: torch.Tensor, offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[E, N] -> [R, N], to each row what belongs to its expert; rows past the last offset get the last one's."""
-    row = torch.arange(num_rows, dtype=offsets.dtype, device=offsets.device)
-    expert = torch.searchsorted(offsets, row, right=True).clamp_(max=bias.shape[0] - 1)
-    return bias.index_select(0, expert)
+def zero_gradients(x, gather_idx, offsets, probs, *weights: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Gradients of an expert function that computed no row: zeros, since all ranks must reduce the same gradients."""
+    zeros = [None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)]
+    return [zeros[0], None, None, *zeros[1:]]
 
 
-def sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[R, N] -> [E, N] sums over each expert's rows; those past the last offset are left out.
+def repeat_by_expert(bias_EN: torch.Tensor, offsets_E: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[E, N] -> [R, N]: the entry of each row's expert; rows past the last offset get the last expert's."""
+    row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
+    expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=bias_EN.shape[0] - 1)
+    return bias_EN.index_select(0, expert_R)
+
+
+def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """[R, N] -> [E, N] sums over each expert's rows, without those past the last offset.
 
     A product with ones: accumulated wide, in a fixed order, without atomics.
     """
-    step = 16 // rows.element_size()  # grouped_mm takes multiples of 16 bytes
-    num_cols = rows.shape[1]
+    step = 16 // rows_RN.element_size()  # grouped_mm takes multiples of 16 bytes
+    num_cols = rows_RN.shape[1]
     if missing := -num_cols % step:  # else it would be a copy for nothing
-        rows = F.pad(rows, (0, missing))
-    return grouped_mm(rows.transpose(0, 1), rows.new_ones(rows.shape[0], step), offsets)[:, :num_cols, 0]
+        rows_RN = F.pad(rows_RN, (0, missing))
+    return grouped_mm(rows_RN.transpose(0, 1), rows_RN.new_ones(rows_RN.shape[0], step), offsets_E)[:, :num_cols, 0]
 
 
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """``torch.nn.functional.grouped_mm``, and in float64, which that has not, product by product.
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.functional.grouped_mm``, and in float64, which it does not take, one product after the other.
 
     a [R, K], b [E, K, N] -> [R, N], rows past the last offset may hold anything; a [M, R], b [R, N] -> [E, M, N].
     """
     if a.dtype != torch.float64:
-        return F.grouped_mm(a, b, offs=offsets)
-    ends = offsets.tolist()
+        return F.grouped_mm(a, b, offs=offsets_E)
+    ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     if b.dim() == 2:
         return torch.stack([a[:, span] @ b[span] for span in spans])
@@ -216,35 +189,17 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch
 
 
 def grouped_mm_experts(
-    x: torch.Tensor,
-    gather_idx: torch.Tensor,
-    offsets: torch.Tensor,
-    probs: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    w_down: torch.Tensor,
-    b_gate_up: torch.Tensor | None = None,
-    b_down: torch.Tensor | None = None,
-    activation: Activation = SWIGLU,
-    up_products: GroupedProducts = IN_OWN_DTYPE,
-    down_products: GroupedProducts = IN_OWN_DTYPE,
-) -> torch.Tensor:
+    x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    activation: Activation = SWIGLU, up: GroupedProducts = UNSCALED, down: GroupedProducts = UNSCALED,
+) -> torch.Tensor:  # fmt: skip
     """Products of ``torch.nn.functional.grouped_mm``; float32, bfloat16 and float16, on CPU and GPU.
 
-    Arguments and result as ``automoe.moe.experts`` says; ``up_products`` and ``down_products`` are those of
-    w_gate_up and of w_down. Rows past the last offset are not computed: their
-    output, and what they add to the gradients of x and probs, is whatever memory held.
+    Arguments and result as ``automoe.moe.experts`` says; ``up`` and ``down`` are the products of w_gate_up and of
+    w_down. Rows past the last offset are not computed: their output, and what they add to the gradients of x and
+    probs, is whatever memory held.
     """
-    bias = None if b_gate_up is None else b_gate_up.flatten(1, 2)
+    b_gate_up_EJ = None if b_gate_up_E2I is None else b_gate_up_E2I.flatten(1, 2)
     return _GroupedExperts.apply(
-        x,
-        gather_idx,
-        offsets,
-        probs,
-        w_gate_up.flatten(1, 2),
-        w_down,
-        bias,
-        b_down,
-        activation,
-        up_products,
-        down_products,
-    )
+        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH.flatten(1, 2), w_down_EHI, b_gate_up_EJ, b_down_EH,
+        activation, up, down,
+    )  # fmt: skip

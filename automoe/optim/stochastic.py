@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automoe.counter_random import bits_at, stream_key
-from automoe.model.init import indexed_blocks
+from automoe.model.init import index_runs, indexed_blocks
 
 _DROPPED_BITS = 16  # of a float32's mantissa, in bfloat16
 
@@ -108,9 +108,15 @@ class StochasticAdamW(torch.optim.Optimizer):
             if parameter.device.type == "cpu":
                 update_in_torch(parameter, self.state[parameter], numbers)
             else:
-                from automoe.kernels.stochastic_adamw import update_in_one_pass
+                update_in_triton(parameter, self.state[parameter], numbers)
 
-                update_in_one_pass(parameter, self.state[parameter], numbers)
+
+def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
+    """``update_in_torch`` of a parameter in bfloat16 or float32 in one kernel, on CUDA."""
+    from automoe.kernels.stochastic_adamw import update_in_one_pass
+
+    # At most three runs: an expert's w_down is cut in two of its dims, by ep_shard and by etp.
+    update_in_one_pass(*local_tensors(parameter, state), *index_runs(parameter), numbers)
 
 
 def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:

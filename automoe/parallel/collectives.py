@@ -1,9 +1,8 @@
 """Differentiable collectives under one name each.
 
-torch 2.13 renamed the functional collectives that 2.11 has (``..._tensor_autograd`` became
-``..._single_autograd``) and warns at every call of the old ones; this file is the only one that knows. Results may be torch's
-asynchronous tensors, which wait when an operation of torch first reads them and have no storage for kernels that read by
-pointer: those get them from ``arrived``.
+torch 2.13 renamed the functional collectives of 2.11 (``..._tensor_autograd`` became ``..._single_autograd``) and warns
+at every call of the old ones; only this file knows. Results may be torch's asynchronous tensors, which wait when an
+operation of torch first reads them. They have no storage for kernels that read by pointer, which need ``wait_tensor``.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+
+from automoe.moe.dispatch.measure import stages_are_timed
 
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 _reduce_scatter = (
@@ -34,7 +35,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     return _reduce_scatter(x.contiguous(), "sum", dim, group)
 
 
-class _Arrived(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: functional.AsyncCollectiveTensor) -> torch.Tensor:
         return x.trigger_wait()
@@ -44,9 +45,9 @@ class _Arrived(torch.autograd.Function):
         return grad
 
 
-def arrived(x: Any) -> Any:
-    """``x`` waited for and plain where it is one of torch's asynchronous tensors; anything else as it is."""
-    return _Arrived.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
+def wait_tensor(x: Any) -> Any:
+    """The plain tensor of one of torch's asynchronous tensors, waited for, differentiable; anything else as it is."""
+    return _Wait.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
 class GroupCommunicator:
@@ -82,3 +83,35 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send ``input_splits[r]`` rows of ``x`` to rank r and receive ``output_splits[r]``; the gradient goes back."""
     return functional.all_to_all_single_autograd(x.contiguous(), output_splits, input_splits, group)
+
+
+class ProcessGroupDispatch:
+    """The ``automoe.moe.dispatch.DispatchGroup`` over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._timed(all_gather(x, 0, self.group))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self._timed(reduce_scatter(x, 0, self.group))
+
+    def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
+        return self._timed(all_to_all(x, output_splits, input_splits, self.group))
+
+    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        return received
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        return wait_tensor(x)
+
+    @staticmethod
+    def _timed(x: torch.Tensor) -> torch.Tensor:
+        """``x``; waited for where stages are timed, so that no later stage pays for the wait."""
+        if stages_are_timed() and isinstance(x, functional.AsyncCollectiveTensor):
+            x.trigger_wait()
+        return x

@@ -21,7 +21,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
 from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
-from automoe.parallel.collectives import arrived
+from automoe.parallel.collectives import wait_tensor
 
 # The router's choice of experts is between ``score`` and ``weigh``, in Python: recomputation repeats it.
 COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
@@ -56,7 +56,7 @@ def _compile_method(module: nn.Module, name: str, backend: str) -> None:
 
     def call(*args: Any) -> Any:
         # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen in torch 2.13).
-        return compiled(module, *map(arrived, args))
+        return compiled(module, *map(wait_tensor, args))
 
     setattr(module, name, call)
 

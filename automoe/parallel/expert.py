@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automoe.config.plugins import registered
@@ -24,6 +23,7 @@ from automoe.moe.dispatch import (
     ExpertTensorDispatcher,
 )
 from automoe.moe.experts import GroupedExperts
+from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
 
 
@@ -41,21 +41,22 @@ class ExpertParallel(ParallelStyle):
             placements = [Shard(dims[axis]) for axis in axes]
             sharded = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(sharded))
+        module.local_shard = DTensor.to_local
         if "etp" in axes:
             etp = device_mesh["etp"]
             module.first_bias_column = etp.get_local_rank() * module.hidden_size // etp.size()
         return module
 
 
-def _deepep(group: dist.ProcessGroup) -> Callable[[int], Dispatcher]:
-    exchange = open_deepep(group)  # one for all layers
-    return lambda num_experts: DeepEPDispatcher(num_experts, group.size(), exchange)
+def _deepep(ep: ProcessGroupDispatch) -> Callable[[int], Dispatcher]:
+    exchange = open_deepep(ep.group)  # one for all layers
+    return lambda num_experts: DeepEPDispatcher(num_experts, ep.num_ranks, exchange)
 
 
-# For a group, what makes the dispatcher of one layer from its number of experts.
-DISPATCHERS: dict[str, Callable[[dist.ProcessGroup], Callable[[int], Dispatcher]]] = {
-    "alltoall": lambda group: partial(AllToAllDispatcher, group=group),
-    "allgather": lambda group: partial(AllGatherDispatcher, group=group),
+# For the ep group, what makes the dispatcher of one layer from its number of experts.
+DISPATCHERS: dict[str, Callable[[ProcessGroupDispatch], Callable[[int], Dispatcher]]] = {
+    "alltoall": lambda ep: partial(AllToAllDispatcher, ep=ep),
+    "allgather": lambda ep: partial(AllGatherDispatcher, ep=ep),
     "deepep": _deepep,
 }
 
@@ -73,10 +74,10 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes, moe: MoEConfig) -> Non
     if not axes:
         return
     ep, etp = meshes.group("ep"), meshes.group("etp")
-    make = dispatchers[moe.dispatcher](ep) if ep is not None else None
+    make = dispatchers[moe.dispatcher](ProcessGroupDispatch(ep)) if ep is not None else None
     for _, layer in model.moe_layers():
         parallelize_module(layer.experts, meshes.moe[axes], ExpertParallel())
         if make is not None:
             layer.dispatcher = make(layer.router.num_experts)
         if etp is not None:
-            layer.dispatcher = ExpertTensorDispatcher(layer.dispatcher, etp)
+            layer.dispatcher = ExpertTensorDispatcher(layer.dispatcher, ProcessGroupDispatch(etp))

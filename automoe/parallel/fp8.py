@@ -26,9 +26,9 @@ from automoe.model.linear import Linear
 from automoe.model.mlp import MLP
 from automoe.moe.quantized import QuantizedExperts
 from automoe.parallel.mesh import Meshes
-from automoe.quantize.dense import QuantizedProduct
 from automoe.quantize.formats import E4M3, E5M2
-from automoe.quantize.scaling import Agreement, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
+from automoe.quantize.linear import QuantizedProduct
+from automoe.quantize.scaling import AmaxReduce, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
 
 _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     MLP: ("gate_proj", "up_proj", "down_proj"),
@@ -125,7 +125,7 @@ def _scaling(
     return Tensorwise(gradients, _max_over(stage), _max_over(of_weight))
 
 
-def _max_over(group: dist.ProcessGroup | None) -> Agreement:
+def _max_over(group: dist.ProcessGroup | None) -> AmaxReduce:
     def largest(x: torch.Tensor) -> torch.Tensor:
         if group is not None:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=group)

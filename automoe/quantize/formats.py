@@ -1,9 +1,9 @@
 """Numbers in 8 bits with one scale a tile: what is rounded, and how, in plain torch on any device.
 
-A scale is a power of two. It then moves exponents alone: a number that is in a code's normal range is rounded
-the same whatever its scale, so what shares a tile with it does not matter, nor does it when a number is
-quantized again along the other dim. Only numbers that a scale pushes below the normal range
-(2**-15 of the tile's largest for e4m3, 2**-30 for e5m2) lose bits to it.
+A scale is a power of two, so it changes only exponents. A number in a code's normal range is rounded the same whatever
+its scale: neither the other numbers of its tile nor quantizing it again along the other dim make a difference. Only
+numbers that a scale pushes below the normal range lose bits to it (2**-15 of the tile's largest for e4m3, 2**-30 for
+e5m2).
 
 Letters: R rows, C columns of a matrix; leading dims are a batch of matrices.
 """
@@ -39,7 +39,7 @@ class Quantized:
     tile: tuple[int, int]
 
 
-def largest_of_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """[..., R, C] -> [..., tiles down, tiles across] largest magnitude, float32; zero where there is none."""
     x = x.detach()
     if tile == WHOLE:
@@ -54,22 +54,22 @@ def largest_of_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     return padded.abs().view(*x.shape[:-2], down, tile[0], across, tile[1]).amax(dim=(-3, -1))
 
 
-def scales_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest powers of two that take ``largest`` into the range of ``dtype``; one for zero, NaN if not finite.
+def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest powers of two that bring ``amax`` into the range of ``dtype``; one for zero, NaN if not finite.
 
-    Never below 2**-126, so that dividing by it and multiplying with it are exact.
+    Never below 2**-126, so that dividing and multiplying by them are exact.
     """
-    mantissa, exponent = torch.frexp((largest / LARGEST[dtype]).clamp_min(2.0**-126))
-    scales = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).to(exponent.dtype))
-    scales = torch.where(largest == 0, torch.ones_like(scales), scales)
-    return torch.where(largest.isfinite(), scales, torch.full_like(scales, torch.nan))
+    mantissa, exponent = torch.frexp((amax / LARGEST[dtype]).clamp_min(2.0**-126))
+    scales = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scales = torch.where(amax == 0, torch.ones_like(scales), scales)
+    return torch.where(amax.isfinite(), scales, torch.full_like(scales, torch.nan))
 
 
 def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
-    """``x`` [..., R, C] with scales that are given. What they leave out of range becomes the largest code.
+    """``x`` [..., R, C] with given scales. Numbers beyond their range become the largest code.
 
-    An infinite number does not, but becomes NaN, so that the step that made it is still seen to have failed.
-    Codes are laid out by rows, however ``x`` is.
+    Infinite numbers become NaN instead, so that the step that made them is still seen to have failed. Codes are
+    laid out by rows, whatever the layout of ``x``.
     """
     if x.is_cuda:
         return _in_one_pass(x, scales, dtype, tile)
@@ -80,10 +80,10 @@ def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tupl
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
-    """``x`` [..., R, C] with the scales that its own tiles ask for."""
+    """``x`` [..., R, C] with scales from its own tiles."""
     if x.is_cuda and tile != WHOLE:
         return _in_one_pass(x, None, dtype, tile)
-    return encode(x, scales_for(largest_of_tiles(x, tile), dtype), dtype, tile)
+    return encode(x, scales_for(tile_amax(x, tile), dtype), dtype, tile)
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
@@ -94,8 +94,8 @@ def dequantize(q: Quantized) -> torch.Tensor:
 def transposed(q: Quantized) -> Quantized:
     """The transposed matrix, laid out by rows.
 
-    Tiles that are as high as wide keep their codes. Lines do not turn: their numbers are quantized again in
-    lines along the other dim (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
+    Square tiles keep their codes. Lines cannot: their numbers are quantized again in lines along the other dim
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
     """
     if q.tile == LINE:
         return quantize(dequantize(q).transpose(-2, -1), q.codes.dtype, LINE)
@@ -104,9 +104,9 @@ def transposed(q: Quantized) -> Quantized:
 
 
 def _in_one_pass(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
-    from automoe.kernels.quantize import encode_in_one_pass
+    from automoe.kernels.fp8 import encode_in_one_pass
 
-    if tile == WHOLE:  # the kernel knows blocks, all of which have this scale then
+    if tile == WHOLE:  # the kernel takes blocks, which then all have this scale
         assert scales is not None
         grid = (-(-x.shape[-2] // SIDE), -(-x.shape[-1] // SIDE))
         codes, _ = encode_in_one_pass(x, scales.expand(*scales.shape[:-2], *grid), dtype, LARGEST[dtype], SIDE)
@@ -116,7 +116,7 @@ def _in_one_pass(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtyp
 
 
 def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Scales as a factor of each number, or what broadcasts to it."""
+    """Scales as one factor for each number, or a tensor that broadcasts to that."""
     if tile == WHOLE:
         return scales
     down, across = scales.shape[-2:]

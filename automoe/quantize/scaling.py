@@ -1,7 +1,7 @@
 """Which scales a product's operands get: ``train.fp8`` as objects.
 
-A product has three operands: activations x, a weight w, and the gradient of its result. Their three products
-are x w.T (forward), grad w (gradient of x) and grad.T x (gradient of w), none of them from anything wider.
+A product has three operands: activations x, a weight w, and the gradient of its output. The three matrix products
+are x w.T (forward), grad w (gradient of x) and grad.T x (gradient of w); all have operands in 8 bits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from automoe.quantize.formats import (
     WHOLE,
     Quantized,
     encode,
-    largest_of_tiles,
     quantize,
     scales_for,
+    tile_amax,
     transposed,
 )
 
@@ -30,15 +30,12 @@ HISTORY = 16  # steps that a delayed scale looks back
 X, W, GRAD = range(3)
 
 
-Agreement = Callable[[torch.Tensor], torch.Tensor]
-"""Makes the largest numbers of this rank's part of a tensor those of the whole tensor: a collective of its ranks.
-
-It may write into what it is given.
-"""
+AmaxReduce = Callable[[torch.Tensor], torch.Tensor]
+"""Maximum, over the ranks that hold parts of a tensor, of each part's largest numbers. It may write into its argument."""
 
 
-def _alone(largest: torch.Tensor) -> torch.Tensor:
-    return largest
+def _one_rank(amax: torch.Tensor) -> torch.Tensor:
+    return amax
 
 
 class Tensorwise(nn.Module):
@@ -46,48 +43,50 @@ class Tensorwise(nn.Module):
 
     Args:
         gradients: format of gradients.
-        of_rows: agrees on activations and gradients.
-        of_weight: agrees on the weight.
+        reduce_rows: over the ranks that share activations and gradients.
+        reduce_weight: over those that share the weight.
     """
 
-    def __init__(self, gradients: torch.dtype, of_rows: Agreement = _alone, of_weight: Agreement = _alone) -> None:
+    def __init__(
+        self, gradients: torch.dtype, reduce_rows: AmaxReduce = _one_rank, reduce_weight: AmaxReduce = _one_rank
+    ) -> None:
         super().__init__()
-        self.gradients, self.of_rows, self.of_weight = gradients, of_rows, of_weight
+        self.gradients, self.reduce_rows, self.reduce_weight = gradients, reduce_rows, reduce_weight
 
     def scales(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
         """[..., 1, 1] scale of ``tensor``, or of anything with its largest number. Collective: once a product.
 
-        Whoever quantizes the operand a second time gives the scale that it had.
+        To quantize the operand a second time, pass the same scale again.
         """
-        largest = self.largest(largest_of_tiles(tensor, WHOLE), operand)
-        return scales_for(largest, self.gradients if operand == GRAD else E4M3)
+        amax = self.amax(tile_amax(tensor, WHOLE), operand)
+        return scales_for(amax, self.gradients if operand == GRAD else E4M3)
 
-    def largest(self, mine: torch.Tensor, operand: int) -> torch.Tensor:
-        """[..., 1, 1] largest number of this rank's part -> what the scale of ``operand`` must hold."""
-        # A maximum over ranks may pass over what is not a number.
-        mine = mine.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        return self.of_weight(mine) if operand == W else self.of_rows(mine)
+    def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
+        """[..., 1, 1] largest number of this rank's part -> the one that the scale of ``operand`` must hold."""
+        # A maximum over ranks may ignore NaN.
+        local = local.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return self.reduce_weight(local) if operand == W else self.reduce_rows(local)
 
     def activation(self, x: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        """x [R, C], and what its transposed form (``transposed``) is made from."""
-        return _under_one(x, scales, E4M3)
+        """x [R, C]; ``transposed`` makes the transposed form from it."""
+        return _encode_whole(x, scales, E4M3)
 
     def weight(self, w: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
         """w [..., N, K]."""
-        return _under_one(w, scales, E4M3)
+        return _encode_whole(w, scales, E4M3)
 
     def gradient(self, grad: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
         """grad [R, C] for the product that sums over its columns."""
-        return _under_one(grad, scales, self.gradients)
+        return _encode_whole(grad, scales, self.gradients)
 
     def gradient_transposed(
         self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None
     ) -> Quantized:
-        """[C, R] for the product that sums over rows; ``q`` is what ``gradient`` made of it, if it did already."""
+        """[C, R] for the product that sums over rows; ``q``: the result of ``gradient`` for it, if there is one."""
         return transposed(self.gradient(grad, scales) if q is None else q)
 
 
-def _under_one(tensor: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> Quantized:
+def _encode_whole(tensor: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> Quantized:
     assert scales is not None
     return encode(tensor, scales, dtype, WHOLE)
 
@@ -95,22 +94,22 @@ def _under_one(tensor: torch.Tensor, scales: torch.Tensor | None, dtype: torch.d
 class Delayed(Tensorwise):
     """One scale a matrix, from the largest number of the last ``HISTORY`` steps (arXiv 2209.05433, section 3).
 
-    An operand without a history has the scale of the numbers themselves, as ``Tensorwise``. Buffers:
+    An operand without a history has the scale of its own numbers, as in ``Tensorwise``. Buffers:
     ``history`` [3, HISTORY] (saved, equal on all ranks) and ``seen`` [3], the largest numbers of the step so far
-    (not saved, each rank's own until somebody makes them equal before ``end_step``).
+    (not saved, different on each rank until they are reduced before ``end_step``).
 
     Args:
         gradients: format of gradients.
-        agree: agrees on each operand; the experts of all ranks share a history, so on weights too.
+        reduce: over the ranks that share an operand. The experts of all ranks share a history, so also for weights.
     """
 
     history: torch.Tensor
     seen: torch.Tensor
     known: list[bool] | None
-    """Which operands have a history, for the host; None: ask."""
+    """Which operands have a history, on the host; None: read it from the device."""
 
-    def __init__(self, gradients: torch.dtype, agree: Agreement = _alone) -> None:
-        super().__init__(gradients, agree, agree)
+    def __init__(self, gradients: torch.dtype, reduce: AmaxReduce = _one_rank) -> None:
+        super().__init__(gradients, reduce, reduce)
         self.register_buffer("history", torch.empty(3, HISTORY, dtype=torch.float32))
         self.register_buffer("seen", torch.empty(3, dtype=torch.float32), persistent=False)
         self.reset_buffers()
@@ -125,8 +124,8 @@ class Delayed(Tensorwise):
         self.known = None
 
     @torch.no_grad()
-    def largest(self, mine: torch.Tensor, operand: int) -> torch.Tensor:
-        one = mine.amax().view(1, 1) if mine.numel() else mine.new_zeros(1, 1)  # experts share a history
+    def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
+        one = local.amax().view(1, 1) if local.numel() else local.new_zeros(1, 1)  # experts share a history
         if self.training:
             self.seen[operand] = torch.maximum(self.seen[operand], one[0, 0])
         if self.known is None:
@@ -134,12 +133,12 @@ class Delayed(Tensorwise):
         if self.known[operand]:
             one = self.history[operand].amax().view(1, 1)
         else:
-            one = super().largest(one, operand)
-        return one.expand_as(mine).contiguous()
+            one = super().amax(one, operand)
+        return one.expand_as(local).contiguous()
 
     @torch.no_grad()
     def end_step(self, remember: bool) -> None:
-        """What was seen since the last call enters the history, or is forgotten."""
+        """The largest numbers since the last call enter the history, or are forgotten."""
         if remember:
             self.history.copy_(torch.cat((self.seen.unsqueeze(1), self.history[:, :-1]), dim=1))
             self.known = None
@@ -147,25 +146,25 @@ class Delayed(Tensorwise):
 
 
 def clipped_share(history: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Share of delayed scales that were too small for what they had to hold: numbers beyond became the largest code.
+    """Share of delayed scales that were too small for their numbers, so that some became the largest code.
 
     Args:
-        history, seen: [..., HISTORY] and [...], as ``Delayed`` has them. No history is no scale to exceed.
+        history, seen: [..., HISTORY] and [...], as in ``Delayed``. Operands without a history do not count.
     """
     past = history.amax(-1)
-    # Of either format: the largest codes of both are 1.75 times a power of two, and scales are such powers.
+    # For both formats: their largest codes are 1.75 times a power of two, and scales are powers of two.
     held = scales_for(past, E4M3) * LARGEST[E4M3]
     return ((past > 0) & (seen > held)).to(torch.float32).mean()
 
 
 class Blockwise(nn.Module):
-    """Activations and gradients by 128 numbers of a row, weights by 128 x 128, e4m3 throughout.
+    """One scale for 128 numbers of a row in activations and gradients, for 128 x 128 in weights; e4m3 throughout.
 
     DeepSeek-V3, arXiv 2412.19437, section 3.3.2, with scales that are powers of two everywhere.
     """
 
     def scales(self, tensor: torch.Tensor, operand: int) -> None:
-        """None: tiles lie within what a rank has, and their scales are found with their codes."""
+        """None: a rank has whole tiles, and finds their scales together with their codes."""
 
     def activation(self, x: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
         return quantize(x, E4M3, LINE)

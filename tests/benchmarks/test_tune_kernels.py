@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automoe.kernels.blocks import HOPPER, candidates
+from automoe.kernels.tiling import HOPPER, candidates
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # The last candidate of each product, which alone sums 128 a step, leaves its memory as it was.

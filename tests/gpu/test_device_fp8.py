@@ -11,7 +11,7 @@ from device_models import relative, small
 from automoe.data.batch import StepBatch
 from automoe.moe.quantized import _spread_rows, grouped_product, grouped_weight_product, whole_tiles
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize
-from automoe.quantize.products import scaled_product
+from automoe.quantize.linear import scaled_product
 from automoe.verify.trajectory import run_trajectory
 
 # Operands are the same, so what is left is how a kernel sums: Hopper's 8-bit units keep fewer bits than float32.

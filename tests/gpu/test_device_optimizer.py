@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import automoe.kernels.stochastic_adamw
 import automoe.optim.stochastic
 from automoe.config.schema import OptimConfig
-from automoe.kernels.stochastic_adamw import update_in_one_pass
 from automoe.optim.adamw import build_optimizer
-from automoe.optim.stochastic import update_in_torch
+from automoe.optim.stochastic import update_in_torch, update_in_triton
 
 SHAPES = {"cpu": (3, 2, 5, 48), "cuda": (16, 2, 512, 2048)}
 
@@ -31,7 +29,7 @@ def updated(update, device: torch.device, dtype: torch.dtype, moments: str) -> l
     optimizer = build_optimizer([model], config)
     with (
         patch.object(automoe.optim.stochastic, "update_in_torch", update),
-        patch.object(automoe.kernels.stochastic_adamw, "update_in_one_pass", update),
+        patch.object(automoe.optim.stochastic, "update_in_triton", update),
     ):
         for _ in range(3):
             model.weight.grad = normal()
@@ -46,6 +44,6 @@ def updated(update, device: torch.device, dtype: torch.dtype, moments: str) -> l
     ids=["bfloat16", "bfloat16, moments too", "float32"],
 )
 def test_an_update_in_one_pass_is_that_of_plain_torch(device: torch.device, dtype: torch.dtype, moments: str) -> None:
-    plain, fused = (updated(update, device, dtype, moments) for update in (update_in_torch, update_in_one_pass))
+    plain, fused = (updated(update, device, dtype, moments) for update in (update_in_torch, update_in_triton))
     assert [tensor.dtype for tensor in plain] == [dtype, *[getattr(torch, moments)] * 2]
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))

@@ -22,7 +22,7 @@ from automoe.errors import BackendError
 from automoe.interop import quack
 from automoe.launch.hardware import check_backends
 from automoe.moe.activation import ClampedSwiGLU
-from automoe.moe.experts import expert_backend, loop_experts
+from automoe.moe.experts import loop_experts
 
 # quack-kernels 0.3.11, quack/gemm_interface.py; gemm_gated is gemm_act, gemm_dgated is gemm_dact.
 SIGNATURES = {
@@ -142,7 +142,7 @@ def expert_args(counts: list[int], past_the_end: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 8, 0], [0, 0, 0, 0]], ids=str)
 def test_experts_equal_the_float64_loop(counts: list[int]) -> None:
     args, results = expert_args(counts), []
-    for fn in (expert_backend("quack"), loop_experts):
+    for fn in (quack.experts(), loop_experts):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
         out = fn(*leaves)
         upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
@@ -156,7 +156,7 @@ def test_experts_equal_the_float64_loop(counts: list[int]) -> None:
 def test_rows_past_the_last_offset_touch_no_weight() -> None:
     args, used = expert_args([2, 0, 3, 1], past_the_end=3), 6
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
-    out = expert_backend("quack")(*leaves)
+    out = quack.experts()(*leaves)
     expected = loop_experts(*args)
     torch.testing.assert_close(out[:used], expected, rtol=1e-11, atol=1e-12)
     out.backward(torch.ones_like(out))
@@ -180,15 +180,15 @@ def test_what_is_kept_beside_the_arguments_is_gate_and_up() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        expert_backend("quack")(*args)
+        quack.experts()(*args)
     assert list(kept.values()) == KEPT == [8 * 2 * WIDTH]
 
 
 @pytest.mark.usefixtures("documented")
 def test_what_it_has_not() -> None:
-    experts, args = expert_backend("quack"), expert_args([1, 1, 1, 1])
+    experts, args = quack.experts(), expert_args([1, 1, 1, 1])
     for options in (
-        {"b_gate_up": torch.zeros(E, 2, WIDTH), "b_down": torch.zeros(E, H)},
+        {"b_gate_up_E2I": torch.zeros(E, 2, WIDTH), "b_down_EH": torch.zeros(E, H)},
         {"activation": ClampedSwiGLU(1.7, 7.0)},
     ):
         with pytest.raises(BackendError, match="SwiGLU experts without biases alone.*moe.experts=grouped_mm"):
@@ -202,7 +202,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(BackendError, match=r"capability 9\.0 and later, and this GPU has \(8, 0\)"):
-        expert_backend("quack")
+        quack.experts()
 
 
 def test_the_recorded_signatures_refuse_what_they_do_not_have() -> None:
@@ -224,4 +224,4 @@ def test_absence_is_told_before_ranks_start(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(tmp_path)
     check_backends(chosen, shape, "cuda")
     with pytest.raises(BackendError, match="quack does not import .*no CUDA driver.*moe.experts=grouped_mm"):
-        expert_backend("quack")
+        quack.experts()

@@ -39,7 +39,7 @@ from automoe.launch.hardware import check_backends
 from automoe.model.attention import attention_fn
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.dispatch.measure import HostSyncs
-from automoe.moe.experts import expert_backend, loop_experts
+from automoe.moe.experts import loop_experts
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, run_trajectory
@@ -239,7 +239,7 @@ def expert_args(counts: list[int], past_the_end: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize("past_the_end", [0, 3])
 def test_experts_equal_the_float64_loop(counts: list[int], past_the_end: int) -> None:
     args, used = expert_args(counts, past_the_end), sum(counts)
-    te, results = expert_backend("te"), []
+    te, results = transformer_engine.experts(), []
     for fn in (te, loop_experts):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
         with HostSyncs() as syncs:
@@ -256,10 +256,10 @@ def test_experts_equal_the_float64_loop(counts: list[int], past_the_end: int) ->
 @pytest.mark.usefixtures("documented")
 def test_experts_take_any_activation_and_no_biases() -> None:
     args, clamped = expert_args([2, 1, 0, 4]), ClampedSwiGLU(1.7, 0.5)
-    got, expected = (fn(*args, activation=clamped) for fn in (expert_backend("te"), loop_experts))
+    got, expected = (fn(*args, activation=clamped) for fn in (transformer_engine.experts(), loop_experts))
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
     with pytest.raises(BackendError, match="without biases alone.*moe.experts=grouped_mm"):
-        expert_backend("te")(*args, torch.zeros(E, 2, WIDTH), torch.zeros(E, H))
+        transformer_engine.experts()(*args, torch.zeros(E, 2, WIDTH), torch.zeros(E, H))
 
 
 def rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
@@ -353,7 +353,7 @@ def test_an_import_that_fails_is_a_backend_error_whatever_it_raises(
         for make, instead in (
             (transformer_engine.attention, "kernels.attention=sdpa"),
             (transformer_engine.experts, "moe.experts=grouped_mm"),
-            (lambda: transformer_engine.use_norms(nn.Linear(1, 1)), "kernels.norm=torch"),
+            (lambda: transformer_engine.use_norms(nn.Linear(1, 1), lambda x: x), "kernels.norm=torch"),
         ):
             with pytest.raises(BackendError, match=f"does not import .*{what}.*set {instead}"):
                 make()

@@ -377,7 +377,7 @@ def terms_of_etp_ranks_averaged():
     return _replace(
         ExpertTensorDispatcher,
         "_run",
-        lambda original: lambda self, *args, **options: original(self, *args, **options) / self.num_ranks,
+        lambda original: lambda self, *args, **options: original(self, *args, **options) / self.etp.num_ranks,
     )
 
 
@@ -387,7 +387,7 @@ def columns_of_the_first_etp_rank_believed_everywhere():
     def first(self, bias):
         return F.pad(bias, (0, self.hidden_size - bias.shape[1]))
 
-    return patch.object(GroupedExperts, "_whole_width", first)
+    return patch.object(GroupedExperts, "_pad_to_hidden", first)
 
 
 def output_bias_added_by_every_tp_rank():

@@ -17,11 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from automoe.kernels import launches, products, scaled
+from automoe.kernels import fp8, launches, products
 from automoe.kernels import rope as rope_kernels
 from automoe.kernels import stochastic_adamw as adamw
-from automoe.kernels.blocks import HOPPER, Blocks, blocks_of, candidates
-from automoe.quantize import kernels as encoding
+from automoe.kernels.tiling import HOPPER, Blocks, blocks_of, candidates
 from tests.support.cubins import resource_usage
 
 HEIGHT = 128
@@ -106,17 +105,17 @@ def kernels(everything: bool):
             yield f"{product}{kind}, float32", kernel, constants, small, FLOAT32
     constants = dict(PRECISION="tf32", BLOCK_H=launches._SUM_COLUMNS)
     yield "sum", products.sum_rows_of_token, constants, Blocks(0, num_warps=4, num_stages=1)
-    for kind, block, height in (("lines", False, encoding._HEIGHT), ("blocks", True, 128)):
-        constants = dict(FIND=True, BLOCK=block, HEIGHT=height) | encoding.FORMATS[torch.float8_e4m3fn]
+    for kind, block, height in (("lines", False, fp8._HEIGHT), ("blocks", True, 128)):
+        constants = dict(FIND=True, BLOCK=block, HEIGHT=height) | fp8.FORMATS[torch.float8_e4m3fn]
         yield (
             f"quantize {kind}",
-            encoding.encode_tiles,
+            fp8.encode_tiles,
             constants,
-            Blocks(0, num_warps=encoding.WARPS, num_stages=1),
+            Blocks(0, num_warps=fp8.WARPS, num_stages=1),
         )
-    blocks = Blocks(128, num_warps=scaled.WARPS, num_stages=scaled.STAGES)
-    yield "8 bits, rows", scaled.rows_by_blocks, dict(PRECISION="tf32", BLOCK_M=HEIGHT), blocks
-    yield "8 bits, weights", scaled.weights_by_lines, dict(PRECISION="tf32"), blocks
+    blocks = Blocks(128, num_warps=fp8.WARPS, num_stages=fp8.STAGES)
+    yield "8 bits, rows", fp8.rows_by_blocks, dict(PRECISION="tf32", BLOCK_M=HEIGHT), blocks
+    yield "8 bits, weights", fp8.weights_by_lines, dict(PRECISION="tf32"), blocks
     heads = Blocks(0, num_warps=rope_kernels._NUM_WARPS, num_stages=1)
     shared = dict(HEADS=rope_kernels._HEADS)
     turn = shared | dict(DIM=192, START=128, HALF=32, BLOCK_HALF=32, BLOCK_KEPT=128, INTERPRETED=False)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from automoe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from automoe.moe.dispatch.base import group_ends, sort_by_expert, sum_to_tokens
+from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.verify.pool import RankPool
 
 E, H, WORLD = 8, 5, 4
@@ -101,7 +102,8 @@ ROUTINGS: dict[str, Callable[[torch.Generator, int, int], torch.Tensor]] = {
 
 def dispatched(kind: str, routing: str, tokens_per_rank: list[int], top_k: int) -> bool:
     rank, num_local = dist.get_rank(), E // WORLD
-    dispatcher = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind](E, dist.group.WORLD)
+    make = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind]
+    dispatcher = make(E, ProcessGroupDispatch(dist.group.WORLD))
     for seed in range(3):
         generator = torch.Generator().manual_seed(100 * seed + rank)
         tokens = tokens_per_rank[rank]

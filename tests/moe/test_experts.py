@@ -9,7 +9,7 @@ import torch
 
 from automoe.errors import BackendError
 from automoe.moe.activation import ClampedSwiGLU
-from automoe.moe.experts import BACKENDS, GroupedExperts, expert_backend
+from automoe.moe.experts import GroupedExperts, expert_backend
 
 E, H, WIDTH, T = 6, 16, 8, 20
 
@@ -110,7 +110,7 @@ def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tol
 
 
 def test_rows_past_the_last_offset_reach_no_bias() -> None:
-    """A dispatcher's buffer may be longer than what has arrived, and hold anything there."""
+    """A dispatcher's buffer may be longer than what it received, and hold anything there."""
     args = inputs([3, 0, 2, 1, 0, 4], torch.float32, biased=True)
     expected = outputs_and_gradients(expert_backend("grouped_mm"), args)
     longer = inputs([3, 0, 2, 1, 0, 4], torch.float32, biased=True)
@@ -124,7 +124,7 @@ def test_rows_past_the_last_offset_reach_no_bias() -> None:
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "triton"])
 def test_an_expert_without_a_token_gets_a_gradient_of_zeros(backend: str) -> None:
     args = inputs(COUNTS["one expert"], torch.float32, biased=True)
     expert_backend(backend)(*args).sum().backward()

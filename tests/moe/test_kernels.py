@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automoe.errors import BackendError
-from automoe.kernels import blocks, launches
-from automoe.kernels.tiles import row_tiles, tile_height
+from automoe.kernels import launches, tiling
+from automoe.kernels.tiling import row_tiles, tile_height
 from automoe.moe.experts import expert_backend, loop_experts
 
 
@@ -82,7 +82,7 @@ def test_copies_by_the_accelerator_and_by_threads_give_the_same_numbers(monkeypa
     monkeypatch.setattr(launches, "_described", described)
     first = run(expert_backend("triton"), args)
     assert described.call_count == 7  # the weights of four products, the rows of the three that do not gather
-    monkeypatch.setattr(blocks, "_INTERPRETED", replace(blocks._INTERPRETED, tma=False))
+    monkeypatch.setattr(tiling, "_INTERPRETED", replace(tiling._INTERPRETED, tma=False))
     second = run(expert_backend("triton"), args)
     assert described.call_count == 7
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

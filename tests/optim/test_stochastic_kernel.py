@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import automoe.kernels.stochastic_adamw
 import automoe.optim.stochastic
 from automoe.config.schema import OptimConfig
-from automoe.kernels.stochastic_adamw import update_in_one_pass
 from automoe.optim.adamw import build_optimizer
+from automoe.optim.stochastic import update_in_triton
 from automoe.verify.pool import RankPool
 
 # Of numpy, which the interpreter computes with.
@@ -31,7 +31,7 @@ SHAPES = ((5,), (1, 1), (3, 700), (1500,), (4, 2, 6, 8), (2, 1, 1030), (0, 3))
 
 def in_one_pass():
     """The kernel wherever the optimizer would compute with torch, as it does on the CPU."""
-    return patch.object(automoe.optim.stochastic, "update_in_torch", update_in_one_pass)
+    return patch.object(automoe.optim.stochastic, "update_in_torch", update_in_triton)
 
 
 def module(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automoe.kernels.quantize import encode_in_one_pass
+from automoe.kernels.fp8 import encode_in_one_pass
 from automoe.quantize.formats import (
     BLOCK,
     E4M3,
@@ -19,9 +19,9 @@ from automoe.quantize.formats import (
     WHOLE,
     dequantize,
     encode,
-    largest_of_tiles,
     quantize,
     scales_for,
+    tile_amax,
     transposed,
 )
 
@@ -49,7 +49,7 @@ def test_scales_of_nothing_of_the_tiny_and_of_the_infinite() -> None:
 @TILES
 def test_tiles_are_counted_from_the_first_row_and_column(tile: tuple[int, int]) -> None:
     x = numbers(2, 200, 300)
-    got = largest_of_tiles(x, tile)
+    got = tile_amax(x, tile)
     high, wide = (200, 300) if tile == WHOLE else tile
     assert got.shape == (2, math.ceil(200 / high), math.ceil(300 / wide))
     for matrix in range(2):

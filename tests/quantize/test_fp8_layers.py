@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automoe.kernels.scaled import block_scaled_rows, block_scaled_weights
+from automoe.kernels.fp8 import block_scaled_rows, block_scaled_weights
 from automoe.model.linear import Linear
 from automoe.moe import quantized
 from automoe.moe.experts import loop_experts
 from automoe.moe.quantized import QuantizedExperts, whole_tiles
-from automoe.quantize import products
-from automoe.quantize.dense import QuantizedProduct
+from automoe.quantize import linear
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, SIDE, WHOLE, Quantized, dequantize, quantize
+from automoe.quantize.linear import QuantizedProduct
 from automoe.quantize.scaling import GRAD, Blockwise, Delayed, Scaling, Tensorwise, W, X, clipped_share
 
 E4, E5 = 0.045, 0.070
@@ -91,11 +91,11 @@ def test_blocks_survive_outliers_that_one_scale_does_not() -> None:
 def test_all_three_products_have_quantized_operands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def product(a, b, dtype, real=products.scaled_product):
+    def product(a, b, dtype, real=linear.scaled_product):
         seen.append((a.codes.dtype, b.codes.dtype, a.tile, b.tile, tuple(a.codes.shape), tuple(b.codes.shape)))
         return real(a, b, dtype)
 
-    monkeypatch.setattr(products, "scaled_product", product)
+    monkeypatch.setattr(linear, "scaled_product", product)
     through(QuantizedProduct(SCALINGS[name][0]()), random(40, 96), random(64, 96), grad=random(40, 64))
     gradient = E4M3 if name == "blockwise" else E5M2
     lines, blocks = (LINE, BLOCK) if name == "blockwise" else (WHOLE, WHOLE)
@@ -361,7 +361,7 @@ def test_torch_takes_the_layouts_of_its_cuda_products(
         return Quantized(*(torch.empty_like(t, device="cuda") for t in (on_cpu.codes, on_cpu.scales)), tile)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        out = products.scaled_product(fake(rows, tiles[0]), fake(cols, tiles[1]), torch.bfloat16)
+        out = linear.scaled_product(fake(rows, tiles[0]), fake(cols, tiles[1]), torch.bfloat16)
     assert out.shape == (rows, cols) and out.dtype == torch.bfloat16 and out.is_cuda
 
 

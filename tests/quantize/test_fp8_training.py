@@ -22,8 +22,8 @@ from automoe.moe.quantized import QuantizedExperts
 from automoe.parallel import fp8
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.quantize import products
-from automoe.quantize.dense import QuantizedProduct
+from automoe.quantize import linear
+from automoe.quantize.linear import QuantizedProduct
 from automoe.quantize.scaling import GRAD, Delayed, Scaling, W, X
 from automoe.verify.compare import Comparison, compare_trajectories
 from automoe.verify.pool import RankPool
@@ -225,7 +225,7 @@ def what_is_quantized(settings: Config) -> tuple[list[str], int, int]:
 
     with mock.patch("automoe.parallel.parallelize.apply_fp8", apply):
         grouped = counting(quantized, "grouped_product"), counting(quantized, "grouped_weight_product")
-        with counting(products, "scaled_product"), grouped[0], grouped[1]:
+        with counting(linear, "scaled_product"), grouped[0], grouped[1]:
             run_trajectory(settings, batches, 1, keep_tensors=False)
     return names, calls["scaled_product"], calls["grouped_product"] + calls["grouped_weight_product"]
 

@@ -1,21 +1,22 @@
-"""Dispatchers bring each token to the ranks of its experts and the results back.
+"""Dispatchers send each token to the ranks of its experts and bring the results back.
 
-Every dispatcher is an object with one signature, ``dispatcher(x, ids, weights, experts, rows_per_expert) -> y``:
+Every dispatcher is an object with one signature:
 
-    x       [T, H]  this rank's tokens
-    ids     [T, K]  int64, chosen experts, numbered over all E of the layer; E: a dropped choice
-    weights [T, K]  routing weights
+    x_TH            this rank's tokens
+    topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
+    weights_TK      routing weights
     experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
-    rows_per_expert how many choices every expert gets from every rank, where that is known (padding to
-                    capacity); sizes are then known too and no host sync asks for them. Default None
+    rows_per_expert how many choices every expert gets from every rank, if known (padding to capacity): then
+                    sizes need no host sync. Default None
     returns [T, H]  sum over k of weights * expert(x)
 
-Weights know nothing of dispatchers, so any of them runs on any checkpoint.
+It is given the group that it sends over (``DispatchGroup``) and knows nothing else of the mesh. Weights do not
+depend on the dispatcher, so any of them runs on any checkpoint.
 """
 
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
-from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
+from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, LocalDispatcher
 from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 
@@ -23,6 +24,7 @@ __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "DeepEPDispatcher",
+    "DispatchGroup",
     "Dispatcher",
     "ExpertTensorDispatcher",
     "LocalDispatcher",

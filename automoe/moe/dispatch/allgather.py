@@ -1,59 +1,48 @@
 """All-gather and reduce-scatter: every rank of the ep axis sees every token. Simple, and the reference.
 
-It sends E/K times the bytes of the all-to-all at one expert a rank.
-Shapes: T tokens a rank (equal on all), K top-k, H hidden, P ranks of the ep axis, L experts a rank.
+With one expert a rank it sends E/K times the bytes of the all-to-all.
+Shapes: T tokens of a rank (equal on all), K top-k, H hidden, P ranks of the ep axis, L experts of this rank,
+A = P T tokens of all ranks, R rows that this rank computes.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from automoe.moe.dispatch.base import Experts, group_ends, sort_by_expert, sum_to_tokens
-from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
-from automoe.parallel.collectives import all_gather, reduce_scatter
+from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.measure import on_host, stage
 
 
 class AllGatherDispatcher:
     """Gathers tokens and routing, computes the part of this rank's experts, sums the parts.
 
-    One host sync a call, for the number of rows to compute: without it there would have to be room, and
-    elementwise work, for every choice of all ranks, P times what is computed on average.
+    One host sync a call, for the number of rows to compute. Without it there would be room, and elementwise
+    work, for every choice of all ranks: P times what is computed on average.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.num_ranks = dist.get_world_size(group)
-        self.num_local = num_experts // self.num_ranks
-        self.first_expert = dist.get_rank(group) * self.num_local
+    def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
+        self.ep, self.num_local = ep, num_experts // ep.num_ranks
+        self.first_expert = ep.rank * self.num_local
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        experts: Experts,
-        rows_per_expert: int | None = None,
-    ) -> torch.Tensor:
-        top_k = ids.shape[1]
+    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
         with stage("all_gather"):
-            all_x = wait_if_timed(all_gather(x, 0, self.group))
-            all_weights = wait_if_timed(all_gather(weights, 0, self.group))
-            all_ids = all_gather(ids, 0, self.group)
+            x_AH = self.ep.all_gather(x_TH)
+            weights_AK = self.ep.all_gather(weights_TK)
+            topk_ids_AK = self.ep.all_gather(topk_ids_TK)
 
         with stage("permute"):
-            mine = all_ids - self.first_expert
-            elsewhere = (mine < 0) | (mine >= self.num_local)
-            order, counts = sort_by_expert(mine.masked_fill(elsewhere, self.num_local), self.num_local)
+            local_ids_AK = topk_ids_AK - self.first_expert
+            elsewhere_AK = (local_ids_AK < 0) | (local_ids_AK >= self.num_local)
+            order_R, counts_L = sort_by_expert(local_ids_AK.masked_fill(elsewhere_AK, self.num_local), self.num_local)
             if rows_per_expert is None:
-                num_rows = on_host(counts.sum())
+                num_rows = on_host(counts_L.sum())
             else:
-                num_rows = rows_per_expert * self.num_local * self.num_ranks
-            order = order[:num_rows]
-            token_idx = order // top_k
-            probs = all_weights.flatten()[order]
-        rows = experts(all_x, token_idx, group_ends(counts), probs)
+                num_rows = rows_per_expert * self.num_local * self.ep.num_ranks
+            order_R = order_R[:num_rows]
+            token_idx_R = order_R // topk_ids_TK.shape[1]
+            probs_R = weights_AK.flatten()[order_R]
+        rows_RH = experts(self.ep.wait(x_AH), token_idx_R, group_ends(counts_L), probs_R)
         with stage("unpermute"):
-            partial = sum_to_tokens(rows, token_idx, all_x.shape[0])
+            partial_AH = sum_to_tokens(rows_RH, token_idx_R, x_AH.shape[0])
         with stage("reduce_scatter"):
-            return wait_if_timed(reduce_scatter(partial, 0, self.group))
+            return self.ep.reduce_scatter(partial_AH)

@@ -1,73 +1,65 @@
 """Dropless all-to-all: permute, A2A-V over ep, experts, A2A-V back, unpermute.
 
-Shapes: T tokens, K top-k, H hidden, P ranks of the ep axis, L = E / P experts a rank,
-M = T K rows sent, N rows received.
+Shapes: T tokens, K top-k, H hidden, E experts, P ranks of the ep axis, L = E / P experts of this rank,
+M rows sent (T K without dropping), R rows received.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from automoe.moe.dispatch.base import Experts, group_ends, regroup_by_expert, sort_by_expert, sum_to_tokens
-from automoe.moe.dispatch.measure import on_host, stage, wait_if_timed
-from automoe.parallel.collectives import all_to_all
+from automoe.moe.dispatch.base import (
+    DispatchGroup,
+    Experts,
+    group_ends,
+    regroup_by_expert,
+    sort_by_expert,
+    sum_to_tokens,
+)
+from automoe.moe.dispatch.measure import on_host, stage
 
 
 class AllToAllDispatcher:
-    """Each chosen (token, expert) pair travels once, to the rank that holds the expert.
+    """Each chosen (token, expert) pair is sent once, to the rank that holds the expert.
 
-    One host sync a call: the number of rows to receive sizes the buffer. None where ``rows_per_expert`` does.
+    One host sync a call, for the number of rows to receive; none where ``rows_per_expert`` gives it.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.num_experts, self.group = num_experts, group
-        self.num_ranks = dist.get_world_size(group)
+    def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
+        self.num_experts, self.ep = num_experts, ep
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        experts: Experts,
-        rows_per_expert: int | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
         with stage("permute"):
-            order, counts = sort_by_expert(ids, self.num_experts)
+            order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         with stage("a2a_dispatch"):
-            received, sent_splits, received_splits = self._sizes(counts, rows_per_expert)
+            counts_PL, sent, received = self._sizes(counts_E, rows_per_expert)
         with stage("permute"):
-            order = order[: sum(sent_splits)]  # dropped choices lie behind
-            token_idx = order // ids.shape[1]
-            chosen = x.index_select(0, token_idx)
-            chosen_weights = weights.flatten()[order].unsqueeze(1)
+            order_M = order_M[: sum(sent)]  # dropped choices come last
+            token_idx_M = order_M // topk_ids_TK.shape[1]
+            rows_MH = x_TH.index_select(0, token_idx_M)
+            weights_M1 = weights_TK.flatten()[order_M].unsqueeze(1)
         with stage("a2a_dispatch"):
-            rows = self._exchange(chosen, received_splits, sent_splits)
-            probs = self._exchange(chosen_weights, received_splits, sent_splits).squeeze(1)
+            rows_RH = self.ep.all_to_all(rows_MH, received, sent)
+            probs_R = self.ep.all_to_all(weights_M1, received, sent).squeeze(1)
 
         with stage("permute"):
-            local = received.view(self.num_ranks, -1)
-            by_expert, back = regroup_by_expert(local, rows.shape[0])
-            probs = probs[by_expert]
-        out = experts(rows, by_expert, group_ends(local.sum(0)), probs)
+            by_expert_R, back_R = regroup_by_expert(counts_PL, rows_RH.shape[0])
+            probs_R = probs_R[by_expert_R]
+        out_RH = experts(self.ep.wait(rows_RH), by_expert_R, group_ends(counts_PL.sum(0)), probs_R)
 
         with stage("unpermute"):
-            out = out.index_select(0, back)
+            out_RH = out_RH.index_select(0, back_R)
         with stage("a2a_combine"):
-            returned = self._exchange(out, sent_splits, received_splits)
+            out_MH = self.ep.all_to_all(out_RH, sent, received)
         with stage("unpermute"):
-            return sum_to_tokens(returned, token_idx, x.shape[0])
+            return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
-    def _sizes(self, counts: torch.Tensor, rows_per_expert: int | None) -> tuple[torch.Tensor, list[int], list[int]]:
-        """[P, L] flat: rows from each rank for each of my experts; rows sent to and received from each rank."""
+    def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None) -> tuple[torch.Tensor, list[int], list[int]]:
+        """[P, L] rows from each rank for each expert of this one; rows sent to and received from each rank."""
+        num_ranks = self.ep.num_ranks
         if rows_per_expert is not None:
-            splits = [rows_per_expert * self.num_experts // self.num_ranks] * self.num_ranks
-            return torch.full_like(counts, rows_per_expert), splits, splits
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.group)
-        per_rank = torch.stack((counts.view(self.num_ranks, -1).sum(1), received.view(self.num_ranks, -1).sum(1)))
-        sent_splits, received_splits = on_host(per_rank)
-        return received, sent_splits, received_splits
-
-    def _exchange(self, rows: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
-        return wait_if_timed(all_to_all(rows, output_splits, input_splits, self.group))
+            splits = [rows_per_expert * self.num_experts // num_ranks] * num_ranks
+            return torch.full_like(counts_E, rows_per_expert).view(num_ranks, -1), splits, splits
+        counts_PL = self.ep.exchange_counts(counts_E).view(num_ranks, -1)
+        sent, received = on_host(torch.stack((counts_E.view(num_ranks, -1).sum(1), counts_PL.sum(1))))
+        return counts_PL, sent, received

@@ -1,7 +1,7 @@
 """Where the time of a dispatch goes, and how often it waits for a number on the host.
 
-Dispatchers name their stages and read sizes through this file. With neither a ``StageTimer`` nor a
-``HostSyncs`` entered, a stage is a shared null context and a read is a read: no clock, no event.
+Dispatchers name their stages and read sizes through this file. Without a ``StageTimer`` or ``HostSyncs`` in
+effect, a stage is a shared null context and a read is a plain read: no clock, no event.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-# In the order of a forward pass. Sizes that ranks tell each other count to the collective they belong to.
+# In the order of a forward pass. The exchange of sizes belongs to the collective that needs them.
 STAGES = ("permute", "a2a_dispatch", "all_gather", "experts", "reduce_scatter", "a2a_combine", "unpermute")
 
 
@@ -34,12 +33,12 @@ class StageTime:
 
 
 class StageTimer:
-    """Times the stages of every dispatch while it is entered. Collectives are waited for within their stage.
+    """Times the stages of every dispatch inside its ``with`` block. Each stage waits for its own collectives.
 
-    Only the forward pass has stages: backward, the same collectives run in reverse order.
+    Only the forward pass has stages; the backward runs the same collectives in reverse order.
 
     Args:
-        device: whose clock counts. On CUDA nothing is synchronised until ``times`` is called.
+        device: the device whose clock counts. On CUDA nothing is synchronised until ``times`` is called.
     """
 
     _active: StageTimer | None = None
@@ -86,19 +85,17 @@ _UNTIMED = nullcontext()
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """Times what it encloses as stage ``name`` where a ``StageTimer`` is entered."""
+    """Times its ``with`` block as stage ``name`` if a ``StageTimer`` is in effect."""
     return _UNTIMED if StageTimer._active is None else StageTimer._active._time(name)
 
 
-def wait_if_timed(received: torch.Tensor) -> torch.Tensor:
-    """``received`` itself; where stages are timed, waited for, so that no later stage pays for the wait."""
-    if StageTimer._active is not None and isinstance(received, AsyncCollectiveTensor):
-        received.trigger_wait()
-    return received
+def stages_are_timed() -> bool:
+    """Whether a ``StageTimer`` is entered. Collectives then wait for their data, so that no later stage has to."""
+    return StageTimer._active is not None
 
 
 class HostSyncs:
-    """Counts, in ``count``, the times that dispatchers wait for a tensor's values on the host while it is entered."""
+    """Counts in ``count`` how often dispatchers wait on the host for a tensor's values, inside its ``with`` block."""
 
     _active: HostSyncs | None = None
 
@@ -114,12 +111,12 @@ class HostSyncs:
 
 
 def count_host_sync() -> None:
-    """Say that the host waits for the device here (a library that does it on its own)."""
+    """To be called where a library makes the host wait for the device on its own."""
     if HostSyncs._active is not None:
         HostSyncs._active.count += 1
 
 
 def on_host(tensor: torch.Tensor) -> Any:
-    """``tensor.tolist()``, counted: every size that a dispatcher needs on the host comes through here."""
+    """``tensor.tolist()``, counted. Dispatchers read every size that they need on the host through this function."""
     count_host_sync()
     return tensor.tolist()

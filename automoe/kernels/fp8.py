@@ -1,0 +1,280 @@
+"""Kernels for 8-bit numbers with block scales: quantizing, and the grouped products that torch has none of for Hopper.
+
+Quantizing is one pass over memory: each tile's largest number, its scale and its codes. The numbers are those of
+``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
+
+A product's scale holds for 128 numbers of the summed dim. So each step sums 128 products on the matrix units and is
+then scaled into the float32 accumulator (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Each number is written once,
+without atomics. Compiled for Hopper and run in Triton's interpreter; not run on a GPU yet.
+Shapes: R rows sorted by expert, E experts, K summed.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+
+from automoe.kernels.products import _narrow, _rows_of_tile
+from automoe.kernels.tiling import INTERPRETED, row_tiles, tile_height
+
+WARPS, STAGES = 8, 3
+_SIDE = tl.constexpr(128)
+_COLUMNS = tl.constexpr(64)  # of a gradient of weights: with 128 the accumulators spill
+_HEIGHT = 32  # rows of a program where each row has scales of its own
+FORMATS = {
+    torch.float8_e4m3fn: dict(FORMAT=tl.float8e4nv, MANTISSA=3, LEAST=-6),
+    torch.float8_e5m2: dict(FORMAT=tl.float8e5, MANTISSA=2, LEAST=-14),
+}
+
+
+@triton.jit
+def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
+    """[HEIGHT] scale of each row of numbers [HEIGHT, 128], the same for all rows if BLOCK; NaN where one is not finite."""
+    size = tl.max(tl.abs(numbers), axis=1)
+    # Checked apart, since a maximum may ignore NaN.
+    finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), axis=1)
+    if BLOCK:
+        size = tl.max(size, axis=0) + tl.zeros((HEIGHT,), tl.float32)
+        finite = tl.min(finite, axis=0) + tl.zeros((HEIGHT,), tl.int32)
+    # The next power of two: one more in the exponent if the mantissa has a bit set.
+    bits = tl.maximum(tl.div_rn(size, largest), 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    bits = ((bits + 0x7FFFFF) >> 23) << 23
+    scale = tl.where(size == 0.0, 1.0, bits.to(tl.float32, bitcast=True))
+    return tl.where(finite == 1, scale, float("nan"))
+
+
+@triton.jit
+def _rounded(numbers, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+    """The nearest numbers of a format, ties to even; beyond ``largest`` the largest, and NaN for infinite ones."""
+    infinite = tl.abs(numbers) == float("inf")
+    numbers = tl.where(numbers > largest, largest, tl.where(numbers < -largest, -largest, numbers))
+    numbers = tl.where(infinite, float("nan"), numbers)
+    # Casts differ between GPUs and the interpreter. This is exact: adding ``far`` rounds away the bits below the
+    # format's step, and subtracting it gives the rounded number.
+    exponent = tl.maximum((tl.abs(numbers).to(tl.int32, bitcast=True) >> 23), LEAST + 127)
+    far = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True) * 12582912.0  # 1.5 * 2**23 steps
+    return (numbers + far) - far
+
+
+@triton.jit
+def encode_tiles(
+    x,  # [batch, num_rows, num_cols] by its strides
+    scales,  # [batch, rows or blocks of them, blocks of columns], written if FIND
+    codes,  # [batch, num_rows, num_cols] uint8, written
+    num_rows,
+    num_cols,
+    stride_batch,
+    stride_row,
+    stride_col,
+    largest,
+    FIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """A program quantizes HEIGHT rows of 128 columns, with one scale for all if BLOCK, else one for each row.
+
+    FORMAT is the dtype of the codes, MANTISSA its bits, LEAST the exponent of its smallest normal number.
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT).to(tl.int64)
+    col = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE).to(tl.int64)
+    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    at = x + batch * stride_batch + row[:, None] * stride_row + col[None, :] * stride_col
+    numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if BLOCK:
+        row_of_scales = tl.program_id(1) + tl.zeros((HEIGHT,), tl.int64)
+        rows_of_scales = tl.cdiv(num_rows, HEIGHT)
+    else:
+        row_of_scales = row
+        rows_of_scales = num_rows
+    blocks = tl.cdiv(num_cols, _SIDE)
+    at_scale = scales + (batch * rows_of_scales + row_of_scales) * blocks + tl.program_id(0)
+    known = row_of_scales < rows_of_scales
+    if FIND:
+        scale = _scales_of_rows(numbers, largest, BLOCK, HEIGHT)
+        tl.store(at_scale, scale, mask=known)
+    else:
+        scale = tl.load(at_scale, mask=known, other=1.0)
+    numbers = _rounded(tl.div_rn(numbers, scale[:, None]), largest, MANTISSA, LEAST)
+    to = codes + (batch * num_rows + row[:, None]) * num_cols + col[None, :]
+    coded = numbers.to(FORMAT).to(tl.uint8, bitcast=True)
+    tl.store(to, tl.where(numbers == numbers, coded, 0x7F), mask=mask)  # NaN of both formats
+
+
+def encode_in_one_pass(
+    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, largest: float, height: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., R, C] and scales of ``x`` [..., R, C]; scales are found where none are given.
+
+    Args:
+        scales: [..., tiles down, tiles across] or None.
+        largest: number of ``dtype``.
+        height: rows of a tile, 1 or 128; it has 128 columns.
+    """
+    rows, cols = x.shape[-2:]
+    flat = x.detach().reshape(prod(x.shape[:-2]), rows, cols)
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    find = scales is None
+    if scales is None:
+        scales = torch.empty(
+            (*x.shape[:-2], triton.cdiv(rows, height), triton.cdiv(cols, 128)), dtype=torch.float32, device=x.device
+        )  # fmt: skip
+    scales = scales.contiguous()
+    if codes.numel():
+        block = height == 128
+        step = height if block else _HEIGHT
+        encode_tiles[(triton.cdiv(cols, 128), triton.cdiv(rows, step), flat.shape[0])](
+            flat, scales, codes.view(torch.uint8), rows, cols, *flat.stride(), largest,
+            FIND=find, BLOCK=block, HEIGHT=step, num_warps=WARPS, **FORMATS[dtype],
+        )  # fmt: skip
+    return codes, scales
+
+
+@triton.jit
+def _scaled_dot(a, b, PRECISION: tl.constexpr):
+    """a @ b of 8-bit blocks in float32."""
+    if PRECISION == "ieee":  # the interpreter multiplies no 8-bit numbers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def rows_by_blocks(
+    a,  # [R, K]
+    a_scales,  # [R, blocks of K]
+    w,  # [E, N, K]
+    w_scales,  # [E, blocks of N, blocks of K]
+    out,  # [R, N], written
+    tile_expert,
+    tile_row,
+    offsets,
+    num_tiles,
+    num_experts,
+    K,
+    N,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """out = a @ w.T of each row's expert."""
+    expert, column, first, row, real = _rows_of_tile(
+        tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, _SIDE), BLOCK_M
+    )
+    if expert >= num_experts:
+        return
+    cols = column * _SIDE + tl.arange(0, _SIDE)
+    inside = cols < N
+    k = tl.arange(0, _SIDE)
+    blocks = tl.cdiv(K, _SIDE)
+    a += first * K + row[:, None] * K + k[None, :]
+    w += expert.to(tl.int64) * N * K + cols[None, :].to(tl.int64) * K + k[:, None]
+    a_scales += (first + row) * blocks
+    w_scales += (expert.to(tl.int64) * tl.cdiv(N, _SIDE) + column) * blocks
+    acc = tl.zeros((BLOCK_M, _SIDE), tl.float32)
+    for block in range(0, blocks):
+        in_k = k < K - block * _SIDE
+        product = _scaled_dot(
+            tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
+            tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
+            PRECISION,
+        )
+        scale = tl.load(a_scales + block, mask=real, other=0.0) * tl.load(w_scales + block)
+        acc += product * scale[:, None]
+        a += _SIDE
+        w += _SIDE
+    tl.store(
+        out + first * N + row[:, None] * N + cols[None, :],
+        _narrow(acc, out.dtype.element_ty, PRECISION),
+        mask=real[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def weights_by_lines(
+    a,  # [M, R]
+    a_scales,  # [M, R / 128]
+    b,  # [N, R]
+    b_scales,  # [N, R / 128]
+    out,  # [E, M, N], written
+    offsets,
+    R,
+    M,
+    N,
+    PRECISION: tl.constexpr,
+):
+    """out[e] = a @ b.T over the columns of e, which begin and end where lines do."""
+    num_columns = tl.cdiv(N, _COLUMNS)
+    blocks = tl.cdiv(M, _SIDE) * num_columns
+    expert = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    first = tl.load(offsets + expert - 1, mask=expert > 0, other=0) // _SIDE
+    end = tl.load(offsets + expert) // _SIDE
+    m = ((block // num_columns) * _SIDE + tl.arange(0, _SIDE)).to(tl.int64)
+    n = ((block % num_columns) * _COLUMNS + tl.arange(0, _COLUMNS)).to(tl.int64)
+    k = tl.arange(0, _SIDE)
+    lines = R // _SIDE
+    a += m[:, None] * R + first * _SIDE + k[None, :]
+    b += n[None, :] * R + first * _SIDE + k[:, None]
+    a_scales += m * lines
+    b_scales += n * lines
+    acc = tl.zeros((_SIDE, _COLUMNS), tl.float32)
+    for line in range(first, end):
+        product = _scaled_dot(
+            tl.load(a, mask=(m < M)[:, None], other=0.0),
+            tl.load(b, mask=(n < N)[None, :], other=0.0),
+            PRECISION,
+        )
+        by_row = tl.load(a_scales + line, mask=m < M, other=0.0)
+        by_col = tl.load(b_scales + line, mask=n < N, other=0.0)
+        acc += product * by_row[:, None] * by_col[None, :]
+        a += _SIDE
+        b += _SIDE
+    to = out + expert.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
+    tl.store(to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def block_scaled_rows(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    w: torch.Tensor,
+    w_scales: torch.Tensor,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """a [R, K] @ w[e].T -> [R, N] in ``dtype``; shapes as ``rows_by_blocks``, all contiguous."""
+    (num_rows, summed), (num_experts, num_cols, _) = a.shape, w.shape
+    out = torch.empty(num_rows, num_cols, dtype=dtype, device=a.device)
+    tiles = row_tiles(offsets, num_rows, 16 if INTERPRETED else tile_height(num_rows, num_experts))
+    rows_by_blocks[(tiles.slots * triton.cdiv(num_cols, 128),)](
+        a, a_scales, w, w_scales, out, tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, num_experts,
+        summed, num_cols, PRECISION=_precision(), BLOCK_M=tiles.height, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return out
+
+
+def block_scaled_weights(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """a [M, R] @ b [N, R].T -> [E, M, N] in ``dtype``; shapes as ``weights_by_lines``, all contiguous."""
+    (m, num_rows), n = a.shape, b.shape[0]
+    out = torch.empty(offsets.numel(), m, n, dtype=dtype, device=a.device)
+    grid = offsets.numel() * triton.cdiv(m, 128) * triton.cdiv(n, _COLUMNS.value)
+    weights_by_lines[(grid,)](
+        a, a_scales, b, b_scales, out, offsets, num_rows, m, n,
+        PRECISION=_precision(), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return out
+
+
+def _precision() -> str:
+    return "ieee" if INTERPRETED else "tf32"

@@ -1,0 +1,112 @@
+"""``moe.experts=triton``: this project's kernels as an expert backend, without a permuted copy of the tokens.
+
+Besides its arguments it keeps gate and up before the activation, [R, 2I], for the backward. Shapes as in
+``automoe.moe.experts``. The kernels have compiled for Hopper and run in Triton's interpreter; they have not
+run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from automoe.errors import BackendError
+from automoe.kernels import launches
+from automoe.kernels.tiling import INTERPRETED, RowTiles, row_tiles, tile_height
+from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
+from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CAPABILITIES = (9, 10)  # Hopper and datacenter Blackwell: the blocks need their 227 KB of shared memory
+
+
+def check_gpu() -> None:
+    """Raises BackendError if this machine's GPU is one that the kernels do not fit."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
+        raise BackendError(
+            "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and this "
+            f"GPU has {torch.cuda.get_device_capability()}. Set moe.experts=grouped_mm"
+        )
+
+
+def triton_experts(
+    x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    activation: Activation = SWIGLU,
+) -> torch.Tensor:  # fmt: skip
+    """Arguments and result as ``automoe.moe.experts`` says; bfloat16, float16 and float32, on CUDA.
+
+    Rows past the last offset are not computed: their output, and what they add to the gradient of probs, is
+    whatever memory held. They add nothing to the gradient of x.
+
+    Raises:
+        BackendError: tensors on the CPU, or of another dtype.
+    """
+    if x_TH.dtype not in _DTYPES:
+        raise BackendError(
+            f"moe.experts=triton computes in bfloat16, float16 and float32, and the rows are {x_TH.dtype}. "
+            "moe.experts=loop takes any dtype"
+        )
+    if x_TH.device.type != "cuda" and not INTERPRETED:
+        raise BackendError(
+            f"moe.experts=triton needs a CUDA device, and the model is on {x_TH.device}. Choose "
+            "moe.experts=grouped_mm, or set TRITON_INTERPRET=1 to try the kernels out, very slowly"
+        )
+    return _TritonExperts.apply(
+        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH, activation
+    )
+
+
+class _TritonExperts(torch.autograd.Function):
+    """``pre`` is gate and up before the activation, J = 2I wide."""
+
+    @staticmethod
+    def forward(ctx, x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, activation):
+        args = (x, gather_idx, offsets.int(), probs, w_gate_up, w_down, b_gate_up, b_down)
+        args = [None if arg is None else arg.contiguous() for arg in args]  # kernels go by the shape
+        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH = args
+        ctx.clamp = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
+        if gather_idx_R.numel() == 0:  # an empty grid is an error, but the backward will still run
+            pre_RJ, out_RH = x_TH.new_empty(0, 2 * w_down_EHI.shape[2]), x_TH.new_empty(0, x_TH.shape[1])
+        else:
+            tiles = _tiles(offsets_E, gather_idx_R)
+            pre_RJ, act_RI = launches.gather_up_activate(
+                x_TH, gather_idx_R, w_gate_up_E2IH, b_gate_up_E2I, probs_R, tiles, ctx.clamp
+            )
+            out_RH = launches.down(act_RI, w_down_EHI, b_down_EH, probs_R, tiles)
+        ctx.save_for_backward(*args, pre_RJ)
+        return out_RH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out_RH):
+        *args, pre_RJ = ctx.saved_tensors
+        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH = args
+        if gather_idx_R.numel() == 0:
+            return *zero_gradients(*args), None
+        grad_out_RH = grad_out_RH.contiguous()
+        tiles = _tiles(offsets_E, gather_idx_R)
+        grad_pre_RJ, act_RI, shares = launches.grad_down_activate(
+            grad_out_RH, w_down_EHI, probs_R, pre_RJ, tiles, ctx.clamp
+        )
+        grad_probs_R = shares.sum(1)
+        grad_w_down = launches.grad_weights(grad_out_RH, act_RI, None, offsets_E, torch.empty_like(w_down_EHI))
+        grad_w_gate_up = torch.empty_like(w_gate_up_E2IH)
+        launches.grad_weights(grad_pre_RJ, x_TH, gather_idx_R, offsets_E, grad_w_gate_up)
+        grad_b_gate_up = grad_b_down = None
+        if b_gate_up_E2I is not None:
+            grad_b_gate_up = sum_by_expert(grad_pre_RJ, offsets_E).view_as(b_gate_up_E2I)
+        if b_down_EH is not None:
+            grad_b_down = sum_by_expert(grad_out_RH * probs_R.unsqueeze(1).to(x_TH.dtype), offsets_E)
+            bias_RH = repeat_by_expert(b_down_EH, offsets_E, gather_idx_R.numel())
+            grad_probs_R += (grad_out_RH * bias_RH).sum(-1, dtype=torch.float32)
+        grad_rows_RH = launches.grad_rows(grad_pre_RJ, w_gate_up_E2IH, tiles)
+        grad_x_TH = launches.sum_of_tokens(grad_rows_RH, gather_idx_R, offsets_E, x_TH)
+        return (
+            grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up, grad_w_down,
+            grad_b_gate_up, grad_b_down, None,
+        )  # fmt: skip
+
+
+def _tiles(offsets_E: torch.Tensor, gather_idx_R: torch.Tensor) -> RowTiles:
+    num_rows = gather_idx_R.numel()
+    return row_tiles(offsets_E, num_rows, 16 if INTERPRETED else tile_height(num_rows, offsets_E.numel()))
