@@ -1,0 +1,139 @@
+"""bfloat16 computes; what is added up, kept and routed by stays in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    RouterConfig,
+    TrainConfig,
+)
+from automoe.data.batch import StepBatch
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.pipeline import build_runner
+from automoe.training.step import prepare_inputs
+from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from tests.support.one_rank import one_rank
+
+ROWS, SEQ, VOCAB = 4, 16, 48
+CPU = torch.device("cpu")
+
+
+def config(rows: int = ROWS, **mesh: int) -> Config:
+    """``rows`` rows a step, one a micro-batch."""
+    return Config(
+        mesh=MeshConfig(**({"dp_shard": 1} | mesh)),
+        model=ModelConfig(
+            family="deepseek_v3",
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_layers=2,
+            num_experts_per_token=2,
+            num_shared_experts=1,
+            moe_intermediate_size=8,
+            initializer_range=0.3,
+            attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, qk_norm=True),
+            router=RouterConfig(score="sigmoid", expert_bias=True),
+        ),
+        moe=MoEConfig(seq_balance_coef=0.01),
+        train=TrainConfig(seq_len=SEQ, global_batch_size=rows, micro_batch_size=1, dtype="bfloat16", grad_clip=0.0),
+        optim=OptimConfig(lr=1e-3),
+        data=DataConfig(document_mask=False),
+    )
+
+
+def rows_of(config: Config, step: int, dp_rank: int, dp_size: int, chosen: tuple[int, ...]) -> StepBatch:
+    """This rank's share of the rows ``chosen`` of four, all of whose labels count: a power of two of them."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (ROWS, SEQ + 1), generator=generator)[list(chosen)].chunk(dp_size)[dp_rank]
+    positions = torch.arange(SEQ).expand(len(tokens), SEQ)
+    return StepBatch(tokens[:, :-1], tokens[:, 1:], positions, torch.zeros_like(positions), 0, 0)
+
+
+@pytest.fixture(scope="module")
+def summed(ranks: RankPool) -> dict[str, torch.Tensor]:
+    """Each row's gradients, of a step of its own, added up in float64; a division by four is exact in every dtype."""
+    total: dict[str, torch.Tensor] = {}
+    for row in range(ROWS):
+        [seen] = ranks.run(run_trajectory, 1, config(1), partial(rows_of, chosen=(row,)), 1)
+        for name, gradient in seen.gradients[0].items():
+            total[name] = total.get(name, 0) + gradient.double() / ROWS
+    return total
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config(),
+        config(dp_shard=2),
+        config(dp_replicate=2, dp_shard=2),
+        config(pp=2),
+        replace(config(dp_shard=2), parallel=ParallelConfig(grad_sync="micro_batch", reshard="micro_batch")),
+    ],
+    ids=["one rank", "dp2", "hsdp2x2", "pp2", "dp2, each micro-batch"],
+)
+def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, summed: dict[str, torch.Tensor]) -> None:
+    """Over micro-batches and over ranks: what one row gives is rounded to bfloat16, sums are not."""
+    world = resolve_mesh(settings.mesh, None).world_size
+    seen: Trajectory = merge_trajectories(
+        ranks.run(run_trajectory, world, settings, partial(rows_of, chosen=tuple(range(ROWS))), 1)
+    )
+    assert seen.gradients[0].keys() == summed.keys()
+    for name, expected in summed.items():
+        gradient = seen.gradients[0][name]
+        assert gradient.dtype == torch.float32 and seen.parameters[name].dtype == torch.float32, name
+        assert (gradient.double() - expected).norm() <= 1e-6 * expected.norm(), name
+    rounded = summed["embed_tokens.weight"].bfloat16().double()
+    assert (rounded - summed["embed_tokens.weight"]).norm() > 1e-4 * rounded.norm(), "sums in bfloat16 would be seen"
+
+
+def test_what_is_computed_in_which_dtype() -> None:
+    """Matrices multiply in bfloat16; routers, routing weights, losses and all that is kept are float32."""
+    settings, seen = config(), {}
+    with one_rank("cpu"):
+        meshes = build_meshes(resolve_mesh(settings.mesh, 1), CPU)
+        parts = build_parts(settings, meshes)
+        materialize(parts, settings, CPU)
+        block = parts[0].layers["1"]
+
+        def keep(name: str):
+            def hook(module: torch.nn.Module, arguments: tuple, *output) -> None:
+                tensors = [x for x in (*arguments, *output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+                seen[name] = [x.dtype for x in tensors]
+                seen[f"{name} weight"] = [p.dtype for p in module.parameters()]
+
+            return hook
+
+        block.mlp.router.register_forward_pre_hook(keep("router"))
+        block.mlp.experts.register_forward_pre_hook(keep("experts"))
+        block.self_attn.register_forward_hook(keep("attention"))
+        runner = build_runner(parts, meshes, settings, CPU)
+        batch = rows_of(settings, 0, 0, 1, tuple(range(ROWS)))
+        loss = runner.train(prepare_inputs(batch, meshes, settings, CPU)[0])
+        optimizer = build_optimizer(parts.values(), settings.optim)
+        optimizer.step()
+        states = {t.dtype for state in optimizer.state.values() for t in state.values()}
+        kept = {t.dtype for p in parts[0].parameters() for t in (p, p.grad)}
+        bias = block.mlp.router.expert_bias.dtype
+    narrow, wide = torch.bfloat16, torch.float32
+    assert seen["router"] == [narrow] and seen["router weight"] == [wide]
+    assert seen["experts"] == [narrow, wide], "tokens, routing weights"
+    assert set(seen["experts weight"]) == {narrow}
+    assert set(seen["attention"]) == {narrow}
+    assert states == kept == {wide} and bias == wide and loss.dtype == torch.float64
