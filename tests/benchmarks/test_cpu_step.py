@@ -28,6 +28,7 @@ def run_script(*arguments: str, cwd: Path = ROOT, code: str | None = None) -> su
     )
 
 
+@pytest.mark.exhaustive
 def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = run_script("--quick", "--out", str(out))

@@ -24,6 +24,7 @@ def run_script(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_quick_run_compares_every_peer_that_is_here_and_says_why_others_are_not(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = run_script(out, "--quick")

@@ -46,7 +46,10 @@ def assert_everything_moved(before: Run, step: int) -> None:
     assert [name for name in later if torch.equal(start[name], later[name])] == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16, stochastic, bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16, stochastic, bfloat16", pytest.param("bfloat16", marks=pytest.mark.exhaustive)],
+)
 def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype: str) -> None:
     dtype, *kept = dtype.split(", ")
     settings = config(text, dtype, **PP2_DP2_EP2)
@@ -73,7 +76,7 @@ def one_rank(ranks: RankPool, text: Path, tmp_path_factory: pytest.TempPathFacto
     "other",
     [
         pytest.param(dict(dp_shard=4, ep=4), id="dp4 x ep4"),
-        pytest.param({}, id="one rank"),
+        pytest.param({}, id="one rank", marks=pytest.mark.exhaustive),
         pytest.param(dict(cp=2, dp_shard=2), id="cp2 x dp2", marks=pytest.mark.exhaustive),
         pytest.param(dict(tp=2), id="tp2", marks=pytest.mark.exhaustive),
     ],

@@ -56,8 +56,8 @@ def saved_bytes(config: Config, layers: range, dtype: torch.dtype, documents: bo
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+        # Not the tensor itself: a node would hold its own output, which holds the node, and neither would ever go.
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
 
     decisions: list[Decisions] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), decisions_of(decisions):
@@ -86,6 +86,16 @@ def decisions_of(seen: list[Decisions]) -> Iterator[None]:
 
     with patch.object(automoe.parallel.activation_checkpoint, "Decisions", Seen):
         yield
+
+
+@cache
+def composed(*overrides: str) -> Config:
+    return compose_config(overrides=list(overrides))
+
+
+@cache
+def bytes_kept(overrides: tuple[str, ...], layer: int, dtype: torch.dtype, names: tuple[str, ...]) -> int:
+    return layer_bytes(composed(*overrides), layer, dtype, True, list(names))
 
 
 def layer_bytes(config: Config, layer: int, dtype: torch.dtype, documents: bool, recompute: list[str]) -> int:
@@ -117,7 +127,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @DTYPES
 @pytest.mark.parametrize(("model", "layer"), LAYERS)
 def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.dtype, documents: bool) -> None:
-    config = compose_config(overrides=[f"model={model}"])
+    config = composed(f"model={model}")
     planned = layer_activation_bytes(config.model, layer, token_load(config, documents), dtype.itemsize, CPU)
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
@@ -127,7 +137,7 @@ def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.d
 @pytest.mark.parametrize(("model", "layer"), [("small_qwen3_moe", 1), ("small_gpt_oss", 0)])
 def test_grouped_heads_that_cuda_copies_under_a_mask_are_kept_as_planned(model: str, layer: int) -> None:
     """The copy is for CUDA alone; here it is made in front of the CPU's attention."""
-    config = compose_config(overrides=[f"model={model}"])
+    config = composed(f"model={model}")
     kernels = replace(CPU, groups_copied=True)
     planned = layer_activation_bytes(config.model, layer, token_load(config, True), 2, kernels)
 
@@ -148,7 +158,7 @@ def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> Non
         (["cluster=h100_sxm", "kernels.attention=flash"], False),
         (["cluster=laptop"], False),
     ):
-        assert kernels_of(compose_config(overrides=overrides)).groups_copied == expected
+        assert kernels_of(composed(*overrides)).groups_copied == expected
 
 
 @pytest.mark.parametrize("recompute", [*REGIONS, "full", "layernorm", "all regions"])
@@ -157,9 +167,8 @@ def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> Non
 def test_a_recomputed_layer_keeps_what_the_plan_says(
     model: str, layer: int, dtype: torch.dtype, recompute: str
 ) -> None:
-    config = compose_config(overrides=[f"model={model}"])
     names = list(REGIONS) if recompute == "all regions" else [recompute]
-    assert_kept_as_planned(config, layer, dtype, names)
+    assert_kept_as_planned((f"model={model}",), layer, dtype, names)
 
 
 @pytest.mark.parametrize("more", [[], ["core_attn"], ["layernorm", "core_attn", "shared_experts", "moe", "mlp"]])
@@ -169,13 +178,13 @@ def test_a_recomputed_layer_keeps_what_the_plan_says(
 def test_up_projections_that_are_made_again_are_not_kept(
     layer: int, dtype: torch.dtype, q_lora_rank: str, more: list[str]
 ) -> None:
-    overrides = ["model=small_dsv3", f"model.attention.q_lora_rank={q_lora_rank}"]
-    assert_kept_as_planned(compose_config(overrides=overrides), layer, dtype, ["mla_up_proj", *more])
+    overrides = ("model=small_dsv3", f"model.attention.q_lora_rank={q_lora_rank}")
+    assert_kept_as_planned(overrides, layer, dtype, ["mla_up_proj", *more])
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "loop"])  # tests/moe/test_kernels.py counts for triton
 def test_the_experts_activation_is_kept_by_those_that_the_configuration_refuses(experts: str) -> None:
-    config = compose_config(overrides=["model=small_qwen3_moe", f"moe.experts={experts}"])
+    config = composed("model=small_qwen3_moe", f"moe.experts={experts}")
     rows = TOKENS * config.model.num_experts_per_token
     planned = layer_activation_bytes(config.model, 1, token_load(config, False), 4, CPU)
     surplus = layer_bytes(config, 1, torch.float32, False, []) - sum(planned.values())
@@ -186,30 +195,31 @@ def test_the_experts_activation_is_kept_by_those_that_the_configuration_refuses(
 @pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize(("model", "layer"), [("small_dsv3", 0), ("small_dsv3", 3), ("small_qwen3_moe", 1)])
 def test_products_in_8_bits_keep_what_others_keep(model: str, layer: int, fp8: str) -> None:
-    overrides = [f"model={model}", "model.moe_intermediate_size=128", f"train.fp8={fp8}"]
-    config = compose_config(overrides=overrides)
-    promised = ["layernorm", "mla_up_proj"] if config.model.attention.kind == "mla" else ["layernorm"]
-    assert_kept_as_planned(config, layer, torch.bfloat16, promised)
+    overrides = (f"model={model}", "model.moe_intermediate_size=128", f"train.fp8={fp8}")
+    is_mla = composed(*overrides).model.attention.kind == "mla"
+    promised = ["layernorm", "mla_up_proj"] if is_mla else ["layernorm"]
+    assert_kept_as_planned(overrides, layer, torch.bfloat16, promised)
 
 
-def assert_kept_as_planned(config: Config, layer: int, dtype: torch.dtype, names: list[str]) -> None:
+def assert_kept_as_planned(overrides: tuple[str, ...], layer: int, dtype: torch.dtype, names: list[str]) -> None:
     """Bytes of the layer, and that they shrink by as much as planned."""
+    config = composed(*overrides)
     load = token_load(config, True)
 
     def planned(names: list[str]) -> float:
         parts = layer_activation_bytes(config.model, layer, load, dtype.itemsize, CPU, frozenset(names))
         return sum(parts.values())
 
-    before = layer_bytes(config, layer, dtype, True, [])
+    before = bytes_kept(overrides, layer, dtype, ())
     assert before == pytest.approx(planned([]), rel=0.005)
-    measured = layer_bytes(config, layer, dtype, True, names)
+    measured = bytes_kept(overrides, layer, dtype, tuple(names))
     assert measured == pytest.approx(planned(names), abs=0.005 * before)
     assert before - measured == pytest.approx(planned([]) - planned(names), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["moe", "full"])
 def test_the_workspace_is_what_the_largest_region_dropped(name: str) -> None:
-    model = compose_config(overrides=["model=small_qwen3_moe"]).model
+    model = composed("model=small_qwen3_moe").model
     load = token_load(Config(model=model), True)
     sizes = [
         recompute_workspace_bytes(model, 1, load, 4, CPU, frozenset(names))
@@ -235,7 +245,7 @@ def test_a_delta_net_and_a_gated_attention_keep_what_the_plan_says(
     layer: int, dtype: torch.dtype, recompute: str, sizes: list[str]
 ) -> None:
     overrides = ["model=small_qwen3_next", *(f"model.attention.{size}" for size in sizes)]
-    config = compose_config(overrides=overrides)
+    config = composed(*overrides)
     names = [recompute] if recompute else []
     planned = layer_activation_bytes(
         config.model, layer, token_load(config, False), dtype.itemsize, CPU, frozenset(names)
@@ -250,7 +260,7 @@ def test_the_rule_is_cut_into_the_chunks_that_the_plan_counts() -> None:
 
 
 def test_the_head_is_planned_by_the_chunk_and_by_the_vocabulary_that_a_tp_rank_has() -> None:
-    model = compose_config().model
+    model = composed().model
     short, long = (head_workspace_bytes(model, tokens, 4) for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS))
     assert long - short == 3 * 4 * CHUNK_TOKENS * model.hidden_size
     rows_of_x = 3 * 4 * CHUNK_TOKENS * model.hidden_size

@@ -45,12 +45,15 @@ SRUN = {
 
 
 def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
-    code, out, err = command.run("recipe_answers", "mesh=fsdp", "train.steps=7", "launch.device=cpu", before=TORCHRUN)
+    overrides = ("mesh=fsdp", "train.steps=7", "launch.device=cpu", "observe.report=true")
+    code, out, err = command.run("recipe_answers", *overrides, before=TORCHRUN)
     assert code == 0, err
     assert "hello from rank 0 of 2" in out
     assert read_status(command.run_dir)["objective"] == 21.0
     assert load_config(command.run_dir).mesh.dp_shard == 2, "the derived axis follows WORLD_SIZE"
     assert "hello from rank 1" in (command.run_dir / "logs" / "rank1.log").read_text()
+    assert (command.run_dir / "plots" / "mesh.png").exists()
+    assert '<span class="badge good">done</span>' in (command.run_dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,16 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
             ("mesh=fsdp", "mesh.dp_shard=4"),
             "torchrun started WORLD_SIZE=2 ranks, and the mesh holds pp*dp_replicate*dp_shard*cp*tp = 1*1*4*1*1 = 4",
         ),
-        (("-m", "mesh.ep=1,2"), "a sweep starts ranks of its own for every job, and torchrun has already"),
-        (("launch.max_restarts=1",), "torchrun started the ranks, so only it can start them again"),
+        pytest.param(
+            ("-m", "mesh.ep=1,2"),
+            "a sweep starts ranks of its own for every job, and torchrun has already",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ("launch.max_restarts=1",),
+            "torchrun started the ranks, so only it can start them again",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["wrong world size", "multirun", "restarts"],
 )
@@ -78,6 +89,7 @@ def test_an_error_under_torchrun_reaches_the_terminal_and_the_status(command: Co
     assert code != 0
     assert err.count("error: rank 1: ValueError: the seventh seal is broken") == 1
     assert read_status(command.run_dir)["error"]["rank"] == 1
+    assert not (command.run_dir / "report.html").exists(), "none is wanted"
 
 
 def free_port() -> int:
@@ -98,6 +110,7 @@ def test_srun_tasks_meet_at_rank_0(command: Command) -> None:
     errors = [task.communicate(timeout=PATIENCE_S)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], errors
     assert read_status(command.run_dir)["objective"] == 6.0
+    assert not (command.run_dir / "report.html").exists(), "none is wanted"
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

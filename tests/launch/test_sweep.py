@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from launch_command import Command
 
 
@@ -38,6 +39,7 @@ def test_a_sweep_in_which_no_job_can_run_fails(command: Command) -> None:
     assert [job["state"] for job in jobs] == ["skipped", "skipped"]
 
 
+@pytest.mark.exhaustive
 def test_a_failing_job_does_not_end_the_sweep(command: Command) -> None:
     sweep = ("-m", "mesh=fsdp", "launch.num_ranks=1,2", "launch.device=cpu")
     code, out, err = command.run("recipe_raises", *sweep)

@@ -19,18 +19,19 @@ from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
+from tests.support.sampling import one_in
 
 # All with ep: without it torchtitan stacks the norms of both meshes, which DTensor refuses.
 CASES = [
     Case("qwen3", dict(dp_shard=2, ep=2), rows=4),
     Case("deepseek", dict(dp_shard=4, ep=2), rows=2),
     Case("mixtral", dict(dp_replicate=2, dp_shard=2, ep=4), rows=2),
-    Case("qwen3", dict(cp=2, ep=2), rows=4),
     Case("qwen3", dict(pp=2, dp_shard=2, ep=2), rows=2),
+    Case("qwen3", dict(cp=2, ep=2), rows=4),
     Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED),
     Case("qwen3", dict(tp=2, ep=2), rows=4),
-    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2),
     Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1),
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2),
     Case("qwen3", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2),
 ]
 
@@ -63,7 +64,7 @@ def both_norms(config: Config) -> tuple[float, float]:
     return ours.item(), titan_grad_norm(theirs, meshes.axis("pp")).item()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_in(3, CASES))
 def test_torchtitan_finds_the_same_norm(ranks: RankPool, reference, case: Case) -> None:
     expected = reference(case).grad_norms[0]
     for ours, titans in ranks.run(both_norms, case.world_size, case.config):

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from automoe.launch.run_dir import read_status
 from automoe.observe.metrics import REQUIRED_KEYS, read_metrics
 
@@ -51,9 +53,30 @@ def validation(record: dict[str, Any]) -> dict[str, float]:
     return {key: record[key] for key in ("val_loss", "val_bits_per_byte") if key in record}
 
 
-def test_a_run_leaves_its_record_its_report_and_wandb_files(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    said = train(run_dir, "mesh.pp=1", "mesh.ep=2", "observe=wandb_offline", "checkpoint.every=0")
+MESH = ("mesh.pp=2", "mesh.ep=1", "checkpoint.every=3")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a run that nobody interrupts, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("straight") / "run"
+    return run_dir, train(run_dir, *MESH, "observe=wandb_offline")
+
+
+@pytest.fixture(scope="module")
+def resumed(straight: tuple[Path, str]) -> tuple[Path, str]:
+    """The same after a crash between steps 5 and 6, with steps 4 and 5 recorded and not saved."""
+    run_dir = straight[0].parent / "resumed"
+    shutil.copytree(straight[0], run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-6")
+    (run_dir / "checkpoints" / "LATEST").write_text("step-3\n")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:5]))
+    return run_dir, train(run_dir, *MESH, "observe.report=false")
+
+
+def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path, str]) -> None:
+    run_dir, said = straight
     records = read_metrics(run_dir)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     for record in records:
@@ -74,32 +97,31 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(tmp_path: Path) -> N
     assert len(list((run_dir / "plots").glob("*.png"))) >= 5
     (offline,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
     assert offline.stat().st_size > 1000
-    assert not (run_dir / "checkpoints").exists()
     assert len((run_dir / "expert_load.jsonl").read_text().splitlines()) == 6
     assert json.loads((run_dir / "environment.json").read_text())
 
 
-def test_a_resumed_pipeline_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    mesh = ("mesh.pp=2", "mesh.ep=1", "checkpoint.every=3", "observe.report=false")
-    train(run_dir, *mesh)
-    straight = read_metrics(run_dir)
-    assert [record["step"] for record in straight] == [1, 2, 3, 4, 5, 6]
-    # As after a crash between steps 5 and 6, with step 4 and 5 recorded and not saved.
-    checkpoints = run_dir / "checkpoints"
-    shutil.rmtree(checkpoints / "step-6")
-    (checkpoints / "LATEST").write_text("step-3\n")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "metrics.jsonl").write_text("".join(lines[:5]))
-
-    said = train(run_dir, *mesh)
+def test_a_resumed_pipeline_run_is_the_uninterrupted_one(straight: tuple[Path, str], resumed: tuple[Path, str]) -> None:
+    run_dir, said = resumed
     assert "after step 3" in said and "warning" not in said
-    assert repeated(read_metrics(run_dir)) == repeated(straight)
-    assert {path.name for path in checkpoints.iterdir()} == {"LATEST", "step-3", "step-6"}
+    expected = read_metrics(straight[0])
+    assert repeated(read_metrics(run_dir)) == repeated(expected)
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"LATEST", "step-3", "step-6"}
+    assert read_status(run_dir)["objective"] == expected[-1]["val_loss"]
 
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_done_says_so_and_keeps_its_objective(resumed: tuple[Path, str]) -> None:
+    run_dir, _ = resumed
     finished = read_status(run_dir)
-    assert finished["objective"] == straight[-1]["val_loss"]
-    said = train(run_dir, *mesh)
+    said = train(run_dir, *MESH, "observe.report=false")
     assert "already at step 6 of 6" in said and "warning" not in said
     assert read_status(run_dir)["state"] == "done"
     assert read_status(run_dir)["objective"] == finished["objective"]
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_saves_nothing_has_no_checkpoints(tmp_path: Path) -> None:
+    train(tmp_path / "run", "mesh.pp=1", "mesh.ep=2", "checkpoint.every=0", "observe.report=false")
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 6
+    assert not (tmp_path / "run" / "checkpoints").exists()

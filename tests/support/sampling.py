@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,13 @@ VARIABLE = "AUTOMOE_SAMPLE_SEED"
 def sample_seed() -> int:
     """``AUTOMOE_SAMPLE_SEED``, or the number of today (UTC)."""
     return int(os.environ.get(VARIABLE, datetime.now(UTC).date().toordinal()))
+
+
+def one_in(count: int, cases: Sequence[Any], name: Callable[[Any], str] = str) -> list[Any]:
+    """Parameters of a test: every ``count``-th case for every change, the others exhaustive."""
+    marks = [() if i % count == 0 else pytest.mark.exhaustive for i in range(len(cases))]
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=mark, id=name(case)) for row, mark, case in zip(rows, marks, cases, strict=True)]
 
 
 def todays(files: list[str], seed: int) -> list[bool]:

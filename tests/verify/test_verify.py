@@ -200,6 +200,7 @@ def test_ranks_that_raise_are_reported(
     assert "out of paper" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_large_configuration_is_verified_by_its_proxy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config-name", "mixtral_8x22b", "mesh.pp=1", "mesh.dp_shard=32"]) == 0
     out = capsys.readouterr().out
