@@ -46,10 +46,10 @@ test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 G
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-test-meshes: $(SETUP) ## A third of all mappings and families, another every day (SAMPLE= runs all of them)
+test-meshes: $(SETUP) ## Half of all mappings and families, the other half tomorrow (SAMPLE= runs all of them)
 	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
 
-test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: a third, another every day (SAMPLE= runs all)
+test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: half, the other half tomorrow (SAMPLE= runs all)
 	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)
 
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about an hour and a quarter on two cores

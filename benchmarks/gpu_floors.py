@@ -32,7 +32,7 @@ from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.experts import expert_backend
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
-from tests.support.conf_models import conf_model
+from tests.support.gpu import conf_model
 
 META = torch.device("meta")
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, as NVIDIA states them

@@ -34,8 +34,7 @@ from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params
 from automoe.observe.environment import describe_environment
 from automoe.parallel.mesh import Meshes, build_meshes
-from tests.support.conf_models import conf_model
-from tests.support.one_rank import one_rank
+from tests.support.gpu import conf_model, one_rank
 
 LOSS_TOLERANCE = 1e-3  # relative to our grouped_mm contender's
 GRADIENT_TOLERANCE = 5e-2  # likewise, of a sample of each gradient; bfloat16 leaves about half of it

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.support.conf_models import conf_model
+from tests.support.gpu import conf_model
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

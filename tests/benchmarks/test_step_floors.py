@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from automoe.cost.flops import train_flops_per_token
-from tests.support.conf_models import conf_model
+from tests.support.gpu import conf_model
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

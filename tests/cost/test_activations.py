@@ -33,7 +33,7 @@ from automoe.moe.decisions import Decisions
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 NUM_ROWS, SEQ_LEN = 2, 256
 TOKENS = NUM_ROWS * SEQ_LEN

@@ -8,7 +8,7 @@ import torch
 
 from automoe.config.schema import Config, MeshConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.batch import IGNORE, StepBatch
-from tests.support.conf_models import conf_model
+from tests.support.gpu import conf_model
 
 SMALL = {"deepseek_v3": "small_dsv3", "qwen3_moe": "small_qwen3_moe", "mixtral": "small_mixtral"}
 PUBLISHED = {"deepseek_v3": "dsv3_671b", "qwen3_moe": "qwen3_30b_a3b", "mixtral": "mixtral_8x22b"}

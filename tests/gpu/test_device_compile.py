@@ -13,7 +13,7 @@ from device_models import relative, rows, small
 from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
 from automoe.verify.trajectory import run_trajectory
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+from tests.support.gpu import one_rank
 from tests.support.host_syncs import host_syncs
-from tests.support.one_rank import one_rank
 
 
 @pytest.mark.gpu

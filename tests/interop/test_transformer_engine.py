@@ -43,8 +43,7 @@ from automoe.moe.experts import loop_experts
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, run_trajectory
-from tests.support.conf_models import conf_model
-from tests.support.one_rank import one_rank
+from tests.support.gpu import conf_model, one_rank
 
 # transformer_engine 2.20.2, read from the wheel's sources: parameters of what the adapters call.
 SIGNATURES = {

@@ -41,7 +41,7 @@ FAULTS = [
     (faults.norm_of_this_stage, STAGES, 0, "gradient norm", ""),
     (faults.counts_summed_over_cp_twice, CONTEXT, 0, "expert counts", ""),
     (faults.padding_counted, TWO, 0, "sequence balance loss", ""),
-    (faults.labels_made_after_the_cp_split, CONTEXT, 0, "loss", ""),
+    (faults.labels_made_after_the_cp_split, WINDOWS, 0, "loss", ""),
     (faults.positions_counted_per_cp_rank, CONTEXT, 0, "loss", ""),
     (faults.loss_divided_by_own_tokens, TWO, 0, "loss", ""),
     (faults.tokens_counted_once_per_cp_rank, CONTEXT, 0, "loss", ""),

@@ -31,9 +31,8 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import leave_world
-from tests.support.conf_models import conf_model
-from tests.support.cubins import resource_usage
 from tests.support.fake_cuda import Launch, fake_cuda, traced_launches
+from tests.support.gpu import conf_model, resource_usage
 
 DEVICE = torch.device("cuda", 0)
 SEQ_LEN, ROWS, MICRO_ROWS = 32, 4, 2

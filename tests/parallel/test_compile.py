@@ -17,7 +17,7 @@ from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 # Inductor's graphs, operation by operation: what it would make kernels of, without the time that takes.
 BACKEND = "aot_eager_decomp_partition"

@@ -29,7 +29,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 ROWS, SEQ, VOCAB = 4, 16, 48
 CPU = torch.device("cpu")

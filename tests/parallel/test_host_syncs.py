@@ -26,7 +26,7 @@ from automoe.parallel.parallelize import build_decoder
 from automoe.parallel.pipeline import SingleStageRunner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
-from tests.support.conf_models import conf_model
+from tests.support.gpu import conf_model
 from tests.support.host_syncs import DEVICE, HostSyncFinder
 
 ROWS, MICRO_ROWS, SEQ_LEN = 4, 2, 32

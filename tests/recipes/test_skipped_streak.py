@@ -18,7 +18,7 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.launch.ranks import RunContext
 from recipes import pretrain
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 
 def run(settings: Config) -> list[dict]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-DAYS = 3
+DAYS = 2
 VARIABLE = "AUTOMOE_SAMPLE_SEED"
 
 

@@ -33,8 +33,8 @@ from automoe.config.schema import (
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.launch.ranks import RunContext
 from recipes import pretrain
+from tests.support.gpu import one_rank
 from tests.support.hf_models import save_small_hf
-from tests.support.one_rank import one_rank
 
 SIZES = {"vocab_size": 264, "num_hidden_layers": 2}
 

@@ -15,7 +15,7 @@ from automoe.parallel.parallelize import build_decoder
 from automoe.training.routing import record_routing, replayed_routing
 from automoe.verify.compare import compare_tensors
 from tests.moe.routing_cases import MODEL, VOCAB, routing_config
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 B, S = 2, 8
 

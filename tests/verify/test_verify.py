@@ -185,7 +185,7 @@ def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[
 def test_the_command_names_the_first_difference(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(automoe.verify, "verify_pass", partial(verify_pass, run=halved_expert_gradients))
+    monkeypatch.setattr(automoe.verify.run, "verify_pass", partial(verify_pass, run=halved_expert_gradients))
     assert main([*small, "mesh.ep=1", "train.dtype=float64", "moe.experts=loop"]) == EXIT_DIFFERENT
     out = capsys.readouterr().out
     assert "first difference step 0 gradient of layers.1.mlp.experts.w_gate_up: relative error 5.00e-01" in out
@@ -195,7 +195,7 @@ def test_the_command_names_the_first_difference(
 def test_ranks_that_raise_are_reported(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(automoe.verify, "verify_pass", partial(verify_pass, run=every_rank_raises))
+    monkeypatch.setattr(automoe.verify.run, "verify_pass", partial(verify_pass, run=every_rank_raises))
     assert main(small) == EXIT_FAILED
     assert "out of paper" in capsys.readouterr().err
 
