@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.batch import StepBatch
 from automoe.model.decoder import Decoder
@@ -77,6 +78,7 @@ def run_trajectory(
         keep_tensors: gather gradients and parameters too.
         order: [rows] of this data-parallel rank as its micro-batches take them; as they come where None.
     """
+    load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
     shape: MeshShape = resolve_mesh(config.mesh, None)
     meshes: Meshes = build_meshes(shape, torch.device(device))
     parts = build_parts(config, meshes)

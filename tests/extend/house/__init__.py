@@ -8,4 +8,5 @@ from automoe.config.plugins import register
 
 register("data.kind", "csv", "house.csv_source:CSV")
 register("model.family", "dots1", "house.dots1:FAMILY")
+register("moe.dispatcher", "ring", "house.ring:make_ring")
 register("moe.experts", "bmm", "house.bmm_experts:bmm_experts")
