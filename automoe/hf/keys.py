@@ -127,11 +127,13 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
             tensor = tensor.unflatten(-1, (-1, self.size[self.order[-1]]))
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
+    def in_stored_order(self, tensor: Any) -> Any:
+        """The dims of a range of ours in the order of the HuggingFace tensor, those that it merges still apart; a view."""
+        return tensor.permute(self.order) if self.order else tensor
+
     def to_stored(self, tensor: Any) -> Any:
-        """The inverse of ``from_stored``."""
-        if not self.order:
-            return tensor
-        tensor = tensor.permute(self.order)
+        """A range of ours as the range of the HuggingFace tensor that it is."""
+        tensor = self.in_stored_order(tensor)
         return tensor.flatten(-2) if self.merged else tensor
 
 

@@ -1,0 +1,354 @@
+"""HuggingFace safetensors straight into the shards of a model on any mesh.
+
+Headers are parsed once, on rank 0, where the whole checkpoint is checked against the model. Every rank then reads
+the byte ranges of its own shards, in file order, into them. A byte that several ranks of a machine need comes
+from the page cache after the first of them has read it. No rank holds a whole tensor that it owns a part of.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import CheckpointError
+from automoe.hf.catalog import ITEM_BYTES, Catalog, Source, open_catalog, without_collection
+from automoe.hf.files import StoredTensor
+from automoe.hf.keys import Piece, hf_pieces
+from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
+from automoe.hf.shards import LocalShard, Parts, as_parts, is_first_rank, local_shards, raise_everywhere
+from automoe.model.decoder import Decoder
+from automoe.model.init import reset_buffers
+
+CHUNK_BYTES = 2 << 20  # read at once where numbers are converted on the way: the only scratch memory
+DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progress is shown in between
+# Columns of a matrix are read with the bytes between them where a row has fewer of those than this: a call of
+# its own for every row takes as long as copying about that many bytes.
+GAP_BYTES = 8 << 10
+MAX_OPEN = 4  # files
+PROGRESS_S = 0.1  # between two drawings of the bar
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load read from files, over all ranks, and the seconds of the slowest one."""
+
+    path: Path
+    bytes_read: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
+        return f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+
+
+def load_hf(
+    parts: Parts | Decoder, path: str | Path, catalog: Catalog | None = None, *, progress: bool = False
+) -> Loaded:
+    """Fill a model, or this rank's pipeline stages of one, from a checkpoint directory.
+
+    Collective, unless ``catalog`` (of the same directory) is given.
+
+    Parameters may be DTensors on either mesh and need storage (``to_empty``) but no values; buffers
+    that a checkpoint does not hold get their first values. Numbers are converted to each parameter's
+    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized on the way.
+
+    Args:
+        progress: show a bar, on rank 0 and on a terminal.
+
+    Raises:
+        CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys
+            missing or unexpected, another shape or number of experts, FP8 without scales.
+    """
+    started = time.perf_counter()
+    parts = as_parts(parts)
+    for part in parts.values():
+        reset_buffers(part)
+    collective = catalog is None
+    num_bytes, failure = 0, None
+    try:
+        with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
+            ranges = reader.plan(local_shards(parts))
+            with _progress(reader, ranges, progress and is_first_rank()):
+                reader.fill(ranges)
+            num_bytes = reader.bytes_read
+    except CheckpointError as error:
+        failure = error
+    if not collective:
+        if failure is not None:
+            raise failure
+        return Loaded(Path(path), num_bytes, time.perf_counter() - started)
+    raise_everywhere(failure)
+    totals = [(num_bytes, time.perf_counter() - started)]
+    if dist.is_initialized():
+        totals *= dist.get_world_size()
+        dist.all_gather_object(totals, totals[0])
+    read, seconds = zip(*totals, strict=True)
+    return Loaded(Path(path), sum(read), max(seconds))
+
+
+def config_of(parts: Parts) -> ModelConfig:
+    """The whole model's configuration, which every part carries."""
+    return next(iter(parts.values())).config
+
+
+class Range(NamedTuple):
+    """A part of one tensor of the checkpoint and the part of a shard that it fills.
+
+    A stored tensor counts as a stack of matrices; a vector is a matrix of one row.
+
+    Attributes:
+        number: of the tensor in its catalog.
+        matrices, rows, cols: half-open ranges in the stored tensor.
+        place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be two dims.
+        row_unit: stored rows for each index of ``place``'s dim 1.
+    """
+
+    shard: LocalShard
+    key: str
+    number: int
+    source: Source
+    matrices: tuple[int, int]
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    place: torch.Tensor
+    row_unit: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes, without scales."""
+        return _stored_bytes(self.source, self.place)
+
+    def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """(matrix, first row, last row, their place), about ``num_rows`` rows of one matrix at a time."""
+        step = max(1, num_rows // self.row_unit) * self.row_unit
+        for matrix in range(*self.matrices):
+            for begin in range(*self.rows, step):
+                end = min(begin + step, self.rows[1])
+                first, last = ((row - self.rows[0]) // self.row_unit for row in (begin, end))
+                yield matrix, begin, end, self.place[matrix - self.matrices[0], first:last]
+
+
+def _range(shard: LocalShard, piece: Piece, number: int, source: Source) -> Range | None:
+    """The part of ``shard`` that ``piece`` holds; None where they do not meet."""
+    found = piece.overlap(shard.start, tuple(shard.local.shape))
+    if found is None:
+        return None
+    spans = [(one.start, one.stop) for one in found[0]]
+    place = piece.in_stored_order(shard.local[found[1]])
+    while len(spans) < 3:
+        spans.insert(0, (0, 1))
+        place = place.unsqueeze(0)
+    matrices, rows, cols = spans
+    if source.swapped:
+        rows, cols, place = cols, rows, place.movedim(1, -1)
+    row_unit = place.shape[2] if source.swapped and piece.merged else 1
+    return Range(shard, piece.key, number, source, matrices, rows, cols, place, row_unit)
+
+
+def _stored_bytes(source: Source, place: torch.Tensor) -> int:
+    return place.numel() * source.data.num_bytes // math.prod(source.shape)
+
+
+Use = Callable[[Range, torch.Tensor, torch.Tensor], None]
+
+
+class Reader:
+    """Ranges of a catalog's tensors out of its files, the last few of which stay open.
+
+    Attributes:
+        bytes_read: from files so far.
+        advance: told of the stored bytes of every chunk that is in its place.
+    """
+
+    def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+        self.catalog, self.advance, self.bytes_read = catalog, advance, 0
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def plan(self, shards: Iterable[LocalShard]) -> list[Range]:
+        """All that ``shards`` need, in file order."""
+        ranges = []
+        with without_collection():
+            for shard in shards:
+                if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
+                    continue
+                experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
+                for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), self.catalog.keys, experts):
+                    number = self.catalog.number_of[piece.key]
+                    if (one := _range(shard, piece, number, self.catalog.sources[number])) is not None:
+                        ranges.append(one)
+            return sorted(ranges, key=lambda one: one.number)
+
+    def fill(self, ranges: Iterable[Range]) -> None:
+        """Copy every range into its place.
+
+        Raises:
+            CheckpointError: a file that was there when its header was read is gone, shorter or unreadable.
+        """
+        for one in ranges:
+            data, stored, place = one.source.data, _Rows.of_data(one), one.place
+            if (
+                one.source.encoding == "plain"
+                and place.dtype == DTYPES[data.dtype]
+                and place.device.type == "cpu"
+                and place[0].is_contiguous()
+                and stored.without_gaps
+            ):
+                for matrix, begin, end, part in one.chunks(DIRECT_BYTES // stored.width):
+                    self._read(one, stored, matrix, (begin, end), part.view(-1).view(torch.uint8))
+                    self.advance(_stored_bytes(one.source, part))
+            else:
+                self.visit([one], lambda _, numbers, part: part.copy_(numbers))
+
+    def visit(self, ranges: Iterable[Range], use: Use) -> None:
+        """``use(range, numbers, place)`` for some rows at a time; both tensors have the same shape.
+
+        ``numbers`` is on the CPU, in the checkpoint's dtype, float32 where that is quantized.
+
+        Raises:
+            CheckpointError: as ``fill``.
+        """
+        for one in ranges:
+            for matrix, begin, end, part in one.chunks(CHUNK_BYTES // _Rows.of_data(one).width):
+                use(one, self._numbers(one, matrix, begin, end).view(part.shape), part)
+                self.advance(_stored_bytes(one.source, part))
+
+    def _numbers(self, one: Range, matrix: int, begin: int, end: int) -> torch.Tensor:
+        """[rows, columns] of one matrix."""
+        source, (left, right) = one.source, one.cols
+        data = self._rows(one, _Rows.of_data(one), matrix, (begin, end)).view(DTYPES[source.data.dtype])
+        if source.scales is None:
+            return data
+        if source.encoding == "fp8":
+            height, width = self.catalog.block
+            blocks = (begin // height, -(-end // height))
+            scales = self._rows(one, _Rows.of(source.scales, (left // width, -(-right // width))), matrix, blocks)
+            return dequantize_fp8(data, scales.view(DTYPES[source.scales.dtype]), (begin, left), (height, width))
+        groups = (left // MXFP4_BLOCK, -(-right // MXFP4_BLOCK))
+        scales = self._rows(one, _Rows.of(source.scales, groups), matrix, (begin, end))
+        first = groups[0] * MXFP4_BLOCK
+        return dequantize_mxfp4(data, scales)[:, left - first : right - first]
+
+    def _rows(self, one: Range, stored: _Rows, matrix: int, rows: tuple[int, int]) -> torch.Tensor:
+        """[rows, bytes] that ``stored`` asks for."""
+        buffer = torch.empty(rows[1] - rows[0], stored.width, dtype=torch.uint8)
+        self._read(one, stored, matrix, rows, buffer.view(-1))
+        return buffer[:, stored.wanted[0] - stored.read[0] : stored.wanted[1] - stored.read[0]]
+
+    def _read(self, one: Range, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor) -> None:
+        file, target, width = stored.tensor.file, into.numpy().data, stored.width
+        start = stored.tensor.start + (matrix * stored.num_rows + rows[0]) * stored.row_bytes + stored.read[0]
+        try:
+            if file not in self._open:
+                if len(self._open) == MAX_OPEN:
+                    os.close(self._open.pop(next(iter(self._open))))
+                self._open[file] = os.open(self.catalog.folder / file, os.O_RDONLY)
+            if width == stored.row_bytes:
+                self._fill(self._open[file], target, start)
+            else:
+                for row in range(rows[1] - rows[0]):
+                    self._fill(
+                        self._open[file], target[row * width : (row + 1) * width], start + row * stored.row_bytes
+                    )
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.catalog.folder / file}: {one.key} cannot be read ({error.strerror or error}). "
+                "Copy the file again"
+            ) from error
+
+    def _fill(self, handle: int, into: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(handle, [into[done:]], offset + done)
+            if count == 0:
+                raise OSError(f"it ends at byte {offset + done:,}")
+            self.bytes_read += count
+            done += count
+
+
+class _Rows(NamedTuple):
+    """Rows of bytes as a file holds a stack of matrices, and the bytes of each row that are wanted and read."""
+
+    tensor: StoredTensor
+    num_rows: int  # of one matrix
+    row_bytes: int
+    wanted: tuple[int, int]
+    read: tuple[int, int]
+
+    @classmethod
+    def of(cls, tensor: StoredTensor, cols: tuple[int, int], dims: int = 1) -> _Rows:
+        """``cols`` count steps of the first of the ``dims`` last dims, which make a row."""
+        step = ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape[len(tensor.shape) - dims + 1 :])
+        row_bytes, wanted = tensor.shape[-dims] * step, (cols[0] * step, cols[1] * step)
+        num_rows = tensor.shape[-dims - 1] if len(tensor.shape) > dims else 1
+        read = (0, row_bytes) if row_bytes - (wanted[1] - wanted[0]) < GAP_BYTES else wanted
+        return cls(tensor, num_rows, row_bytes, wanted, read)
+
+    @classmethod
+    def of_data(cls, one: Range) -> _Rows:
+        """Numbers or codes of ``one``."""
+        if one.source.encoding == "mxfp4":  # [..., rows, groups, 16 bytes]
+            return cls.of(one.source.data, (one.cols[0] // MXFP4_BLOCK, -(-one.cols[1] // MXFP4_BLOCK)), dims=2)
+        return cls.of(one.source.data, one.cols)
+
+    @property
+    def width(self) -> int:
+        """Bytes that are read of each row."""
+        return self.read[1] - self.read[0]
+
+    @property
+    def without_gaps(self) -> bool:
+        return self.read == self.wanted
+
+
+@contextmanager
+def _progress(reader: Reader, ranges: list[Range], shown: bool) -> Iterator[None]:
+    """A bar with GB/s on a terminal, nothing in a log and on other ranks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield
+        return
+    columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(reader.catalog.folder.name, total=sum(one.num_bytes for one in ranges))
+        waiting, drawn = 0, time.monotonic()
+
+        def advance(num_bytes: int) -> None:
+            nonlocal waiting, drawn
+            waiting += num_bytes
+            if time.monotonic() - drawn > PROGRESS_S:
+                progress.update(task, advance=waiting)
+                waiting, drawn = 0, time.monotonic()
+
+        reader.advance = advance
+        yield
+        progress.update(task, advance=waiting)
