@@ -10,24 +10,23 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from automoe.errors import CheckpointError
-from automoe.hf.command import add_options, max_shard_bytes, report
+from automoe.errors import AutomoeError, CheckpointError
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
-    from automoe.hf.writer import Written
+    from automoe.hf.write import Written
     from automoe.model.decoder import Decoder
 
 
 def main(argv: list[str] | None = None) -> int:
     """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
     args = _parser().parse_args(argv)
-    options = dict(max_shard_bytes=max_shard_bytes(args), overwrite=args.overwrite)
-    return report(lambda: export_run(args.run, args.out, args.dtype, fp8=args.fp8, **options))
+    return report(lambda: export_run(args.run, args.out, **options_of(args)))
 
 
 def export_run(
@@ -48,23 +47,26 @@ def export_run(
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
     from automoe.config.frozen import load_config
-    from automoe.hf.files import check_target
+    from automoe.hf.families.registry import family_of
+    from automoe.hf.folder import check_target
+    from automoe.hf.keys import fp8_config
 
     run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
+    if fp8:
+        fp8_config(config.model, family_of(config.model).keys)
 
-    from automoe.hf.writer import export_and_verify
+    from automoe.hf.write import export_model  # torch
 
-    model = _load_run(run_dir, config)
-    return export_and_verify(
-        model, out, config, dtype=dtype, fp8=fp8, max_shard_bytes=max_shard_bytes, overwrite=overwrite
-    )
+    model, tokenizer = _load_run(run_dir, config), config.data.tokenizer
+    options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer}
+    return export_model(model, out, dtype=dtype, fp8=fp8, **options)
 
 
 def _load_run(run_dir: Path, config: Config) -> Decoder:
     """The whole model of a run, with its newest weights."""
-    from automoe.hf.reader import load_hf
+    from automoe.hf.read import load_hf
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import build_decoder
 
@@ -116,6 +118,44 @@ def _load_step(model: Decoder, step_dir: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
         dcp.load(tensors, checkpoint_id=step_dir, no_dist=True)
+
+
+def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
+    """The options of a checkpoint to make, which ``convert`` has too; ``kept_dtype`` says what ``--dtype keep`` is."""
+    parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", "bfloat16", "float32"),
+        default="keep",
+        help=f"of the parameters (default: {kept_dtype})",
+    )
+    parser.add_argument("--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published")
+    parser.add_argument("--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``add_options`` added, apart from ``--out``, as arguments of ``export_run`` and ``convert_hf``."""
+    max_shard_bytes = int(args.max_shard_gb * 1e9)
+    return {"dtype": args.dtype, "fp8": args.fp8, "max_shard_bytes": max_shard_bytes, "overwrite": args.overwrite}
+
+
+def report(write: Callable[[], Written]) -> int:
+    """Write, and say what was saved or why not; returns the exit status (2: nothing was written)."""
+    try:
+        written = write()
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"saved {written}")
+    return 0
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:

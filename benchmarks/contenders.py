@@ -17,7 +17,7 @@ from torch import nn
 
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig, OptimConfig, RouterConfig
 from automoe.hf.families.registry import family_of
-from automoe.hf.reader import load_hf
+from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
 from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer

@@ -1,9 +1,9 @@
-"""Loading a HuggingFace checkpoint onto a mesh: bytes, scratch memory, seconds, beside others in the same run.
+"""Loading a HuggingFace checkpoint onto a mesh: bytes, scratch memory, seconds, and other readers in the same run.
 
 A DeepSeek-V3-shaped checkpoint of over a gigabyte, in bfloat16 and in block-FP8, is made in a temporary directory
 and read by four ranks into float32 parameters, as training does. Contenders take turns, round by round, each time in
 new processes; the files are in the page cache. Bytes are those that the kernel counts for a process
-(rchar of /proc/self/io), beside what the reader counts itself; scratch is the peak of resident memory
+(rchar of /proc/self/io) and those that the reader counts itself; scratch is the peak of resident memory
 above what was resident with all parameters in place.
 
     python benchmarks/hf_load.py             # some ten minutes; writes benchmarks/results/hf_load.json
@@ -34,16 +34,14 @@ from provenance import commit, cpu_model
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
-from automoe.hf.catalog import check_catalog, open_catalog, without_collection
+from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.files import INDEX_FILE
-from automoe.hf.folder import write_beside, write_json
-from automoe.hf.keys import hf_pieces, hf_tensors
-from automoe.hf.reader import load_hf
-from automoe.hf.rewrite import rewrite_tensors
-from automoe.hf.shard_files import FilesWriter, file_names, fp8_config, is_quantized_in_fp8, item_of, split
+from automoe.hf.files import FilesWriter, file_names, header_bytes, item_of, split
+from automoe.hf.folder import write_index, write_settings
+from automoe.hf.keys import fp8_config, hf_pieces, hf_tensors, is_quantized_in_fp8
+from automoe.hf.read import Reader, load_hf
+from automoe.hf.rewrite import Target, rewrite_tensors
 from automoe.hf.shards import local_shards
-from automoe.hf.strips import plan_strips, plan_units, rectangles
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.verify.pool import RankPool
@@ -89,16 +87,15 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     for item in items:
         files.write(item, torch.randn(item[0].shape, generator=generator) * item[0].shape[-1] ** -0.5)
     files.close()
-    weight_map = {item[0].key: name for name, one in zip(names, bins, strict=True) for item in one}
-    write_json(bf16 / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
-    write_beside(bf16, config, "bfloat16", None)
-    catalog = check_catalog(bf16, config)
-    rewrite_tensors(catalog, config, fp8, None, fp8=True, max_shard_bytes=limit // 2)
-    write_beside(fp8, config, "bfloat16", None, fp8_config(config))
+    write_index(bf16, {item[0].key: name for name, one in zip(names, bins, strict=True) for item in one}, limit * 8)
+    write_settings(bf16, config, "bfloat16", None)
+    catalog, keys = check_catalog(bf16, config), family_of(config).keys
+    rewrite_tensors(catalog, config, fp8, Target(keys, fp8=True, max_shard_bytes=limit // 2))
+    write_settings(fp8, config, "bfloat16", None, fp8_config(config, keys))
     return {"bfloat16": bf16, "fp8": fp8}
 
 
-def write_index(folder: Path) -> int:
+def write_headers(folder: Path) -> int:
     """DeepSeek-V3's own index with the headers of all its files, whose data are holes; returns its entries."""
     config = compose_config("config", ["model=dsv3_671b"]).model
     keys = family_of(config).keys
@@ -109,10 +106,13 @@ def write_index(folder: Path) -> int:
     bins = split(items, 4 << 30)
     names = file_names(len(bins))
     folder.mkdir()
-    FilesWriter([(folder / name, one) for name, one in zip(names, bins, strict=True)]).write_headers()
+    for name, one in zip(names, bins, strict=True):
+        header = header_bytes(one)
+        (folder / name).write_bytes(header)
+        os.truncate(folder / name, len(header) + sum(entry.num_bytes for item in one for entry in item))
     weight_map = {e.key: name for name, one in zip(names, bins, strict=True) for item in one for e in item}
-    write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
-    write_beside(folder, config, "bfloat16", None, fp8_config(config))
+    write_index(folder, weight_map, 0)
+    write_settings(folder, config, "bfloat16", None, fp8_config(config, keys))
     return len(weight_map)
 
 
@@ -166,12 +166,8 @@ def parts_on(path: Path, mesh: str, allocate: bool = True) -> dict[int, Any]:
 def ours(path: Path, mesh: str) -> dict[str, Any]:
     parts = parts_on(path, mesh)
     seen = measured(lambda: load_hf(parts, path))
-    counts = seen.pop("result").counts
     return seen | {
-        "bytes_read": counts.read,
-        "bytes_owned": counts.owned,
-        "bytes_received": counts.received,
-        "chunk_bytes": counts.largest_scratch,
+        "bytes_read": seen.pop("result").bytes_read / RANKS,
         "parameter_bytes": sum(s.local.nbytes for s in local_shards(parts)),
         "checksum": checksum(parts),
     }
@@ -272,15 +268,11 @@ def read_index(path: Path, mesh: str) -> dict[str, Any]:
         start = time.process_time()
         catalog = open_catalog(path, next(iter(parts.values())).config)
         opened = time.process_time() - start
-        with without_collection():
-            strips = plan_strips(local_shards(parts), catalog)
-            everyone = [rectangles(strips)] * RANKS
-            dist.all_gather_object(everyone, everyone[0])
-            return opened, len(plan_units(strips, everyone, list(range(RANKS)), dist.get_rank()))
+        return opened, len(Reader(catalog).plan(local_shards(parts)))
 
     seen = measured(plan)
-    opened, units = seen.pop("result")
-    return seen | {"headers_cpu_seconds": opened, "units": units}
+    opened, ranges = seen.pop("result")
+    return seen | {"headers_cpu_seconds": opened, "ranges": ranges}
 
 
 # Runs -----------------------------------------------------------------------------------------------
@@ -324,13 +316,9 @@ def combine(turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "seconds_rounds": [max(rank["seconds"] for rank in turn) for turn in turns],
         "cpu_seconds_rounds": [sum(rank["cpu_seconds"] for rank in turn) for turn in turns],
     }
-    for key in ("bytes_read", "bytes_owned", "bytes_received", "parameter_bytes"):
+    for key in ("bytes_read", "parameter_bytes"):
         if key in turns[0][0]:
             result[key] = sum(rank[key] for rank in turns[0])
-    if "bytes_owned" in result:
-        result["read_over_owned"] = result["bytes_read"] / result["bytes_owned"]
-        result["kernel_over_owned"] = result["kernel_bytes"] / result["bytes_owned"]
-        result["chunks_mib_worst_rank"] = max(r["chunk_bytes"] for turn in turns for r in turn) / MIB
     return result
 
 
@@ -370,7 +358,7 @@ def measure(root: Path, quick: bool, rounds: int) -> dict[str, Any]:
             for mesh in MESHES:
                 turns.setdefault(f"{name}/{mesh}/automoe", []).append(run(here.ours, path, mesh))
                 turns.setdefault(f"{name}/{mesh}/torch", []).append(run(here.torch_reader, path, mesh))
-    entries = write_index(root / "index")
+    entries = write_headers(root / "index")
     indexed = run(here.read_index, root / "index", "ep4")
     results: dict[str, Any] = {}
     for name, seen in turns.items():
@@ -386,7 +374,6 @@ def measure(root: Path, quick: bool, rounds: int) -> dict[str, Any]:
         print(
             f"{name:34}{r['seconds']:7.2f} s {r['cpu_seconds_all_ranks']:7.2f} CPU s "
             f"{r['kernel_bytes'] / 1e9:6.2f} GB {r['scratch_mib_worst_rank']:7.1f} MiB scratch"
-            + (f"  read/owned {r['kernel_over_owned']:.4f}" if "kernel_over_owned" in r else "")
             + (f"  {len(r['shards_with_other_numbers'])} shards differ" if "shards_with_other_numbers" in r else "")
         )
     cpu = [rank["cpu_seconds"] for rank in indexed]
@@ -410,7 +397,7 @@ def measure(root: Path, quick: bool, rounds: int) -> dict[str, Any]:
             "cpu_seconds_worst_rank": max(cpu),
             "cpu_seconds": cpu,
             "headers_cpu_seconds": [rank["headers_cpu_seconds"] for rank in indexed],
-            "units": [rank["units"] for rank in indexed],
+            "ranges": [rank["ranges"] for rank in indexed],
         },
     }
 

@@ -37,7 +37,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     parts = build_parts(config, meshes)  # this rank's pipeline stages
     loaded = None
     if config.model.hf_path:
-        from automoe.hf.reader import load_hf
+        from automoe.hf.read import load_hf
 
         allocate(parts, device)
         loaded = load_hf(parts, config.model.hf_path, progress=True)
@@ -82,8 +82,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         # A run that stops in its last step leaves the export for the next start.
         context.preempted = state.step < train.steps or (run.stopping and exports)
         if exports and not run.stopping:
-            from automoe.hf.writer import export_and_verify
+            from automoe.hf.write import export_model
 
-            paths["HF checkpoint"] = export_and_verify(parts, context.run_dir / "hf", config)
+            tokenizer = config.data.tokenizer
+            paths["HF checkpoint"] = export_model(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)
         run.finish(paths)
     return run.objective

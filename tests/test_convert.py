@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from automoe import convert
-from automoe.convert import convert_hf
 from automoe.errors import ConfigError
-from automoe.hf import folder, rewrite, shard_files, verifier
-from automoe.hf.files import INDEX_FILE
+from automoe.hf import api, files, rewrite, verify
+from automoe.hf.api import convert_hf
+from automoe.hf.keys import INDEX_FILE
 from tests.support.hf_models import save_small_hf
 
 
@@ -73,7 +73,7 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Every expert's tensor is read when it is written, not its layer's."""
     save_small_hf("qwen3_moe", tmp_path / "in", save_original_format=False)
     events: list[str] = []
-    real_read, real_write = rewrite._region, shard_files.FilesWriter.write
+    real_read, real_write = rewrite._assemble, files.FilesWriter.write
 
     def read(job, *args):
         events.append(f"read {job.item[0].key}")
@@ -85,8 +85,8 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         events.append(f"write {item[0].key}")
         real_write(self, item, tensor)
 
-    monkeypatch.setattr(rewrite, "_region", read)
-    monkeypatch.setattr(shard_files.FilesWriter, "write", write)
+    monkeypatch.setattr(rewrite, "_assemble", read)
+    monkeypatch.setattr(files.FilesWriter, "write", write)
     convert_hf(tmp_path / "in", tmp_path / "out")
     written = 2 * len(stored(tmp_path / "out"))
     assert not any(event.startswith("write ") for event in events[written:])  # read back and compared
@@ -126,7 +126,7 @@ def test_a_config_that_says_something_else_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
-    real = folder.write_beside
+    real = api.write_settings
 
     def other_angles(target: Path, *args) -> None:
         real(target, *args)
@@ -134,7 +134,7 @@ def test_a_config_that_says_something_else_is_found(
         rope = {"rope_type": "default", "rope_theta": 10.0}
         (target / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
 
-    monkeypatch.setattr(folder, "write_beside", other_angles)
+    monkeypatch.setattr(api, "write_settings", other_angles)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "model.rope.theta=10.0, and the model has 10000.0" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
@@ -148,7 +148,7 @@ def test_a_number_that_the_disk_changed_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
-    real = folder.write_beside
+    real = api.write_settings
     fused, expert = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj.weight"
     key = fused if "fused" in options else expert
 
@@ -158,7 +158,7 @@ def test_a_number_that_the_disk_changed_is_found(
         tensors[key].view(-1)[7] = 100.0
         save_file(tensors, target / "model.safetensors")
 
-    monkeypatch.setattr(folder, "write_beside", damaging)
+    monkeypatch.setattr(api, "write_settings", damaging)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *options]) == 2
     said = capsys.readouterr().err
     assert key in said and "1 of " in said
@@ -172,7 +172,7 @@ def test_what_transformers_does_not_load_leaves_nothing_behind(
         raise ImportError("a package is missing")
 
     save_small_hf("qwen3_moe", tmp_path / "in")
-    monkeypatch.setattr(verifier, "_run_transformers", broken)
+    monkeypatch.setattr(verify, "_run_transformers", broken)
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
     assert "does not reload in transformers: ImportError: a package" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]

@@ -1,4 +1,4 @@
-"""Checkpoints as modules, on one process or sharded: ``automoe.from_hf`` and ``automoe.to_hf``."""
+"""What is done with HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, M
 from automoe.errors import ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.reader import load_hf
-from automoe.hf.writer import Written, export_model
+from automoe.hf.folder import check_conversion, make_folder, working_folder, write_settings
+from automoe.hf.keys import fp8_config
+from automoe.hf.read import load_hf, show_progress
+from automoe.hf.rewrite import Target, compare_rewritten, rewrite_tensors
+from automoe.hf.shards import export_dtype
+from automoe.hf.verify import verify_with_transformers
+from automoe.hf.write import Written, export_model
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
 from automoe.parallel.mesh import build_meshes
@@ -127,3 +132,48 @@ def _expert_backend(config: ModelConfig, dtype: torch.dtype, etp: int = 1) -> Li
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
+
+
+def convert_hf(
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "keep",
+    *,
+    fp8: bool = False,
+    layout: str = "published",
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+) -> Written:
+    """Write ``source`` anew at ``out``, one tensor at a time, in one process on the CPU.
+
+    Block-FP8 and MXFP4 are dequantized. Config, generation config and tokenizer go along. The result has its
+    name when every number was read back and compared with the source's, and ``transformers`` builds the same
+    model from it, with the same logits where it is small enough to be run twice.
+
+    Args:
+        dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or ``float32``.
+        fp8: quantize the matrices of layers in blocks of 128 x 128.
+        layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
+
+    Raises:
+        ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
+        CheckpointError: files missing, damaged or not the model's; the target exists or cannot be written.
+    """
+    path = Path(out).expanduser().absolute()
+    config = model_config_from_hf(source)
+    keys = check_conversion(config, path, fp8=fp8, layout=layout, overwrite=overwrite)
+    target = Target(keys, export_dtype(dtype), fp8, max_shard_bytes)
+    catalog, folder = check_catalog(source, config), working_folder(path)
+    num_bytes = sum(stored.data.num_bytes for stored in catalog.sources.values())
+
+    def fill() -> Written:
+        with show_progress(catalog.folder.name, lambda: num_bytes) as advance:
+            done = rewrite_tensors(catalog, config, folder, target, advance=advance)
+        numbers = str(done.dtype).removeprefix("torch.")
+        write_settings(folder, config, numbers, None, fp8_config(config, keys) if fp8 else None)
+        written = check_catalog(folder, config)
+        compare_rewritten(catalog, written, config, target)
+        error = verify_with_transformers(config, written)
+        return Written(path, done.num_tensors, done.num_files, done.num_bytes, logits_error=error)
+
+    return make_folder(path, fill, overwrite)

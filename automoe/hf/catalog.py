@@ -5,25 +5,22 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.files import StoredTensor, listed, read_headers
-from automoe.hf.keys import FUSED, KeyMap, hf_tensors
-from automoe.hf.quantized import FP8_BLOCK, MXFP4_BLOCK
+from automoe.hf.files import DTYPES, StoredTensor, listed, read_headers
+from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
+from automoe.hf.quantized import MXFP4_BLOCK
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
-SCALE_SUFFIX = "_scale_inv"  # of a block-FP8 tensor's scales, behind the tensor's own name
 Encoding = Literal["plain", "fp8", "mxfp4"]
 
 
@@ -55,65 +52,21 @@ class Quantization:
     block: tuple[int, int] = FP8_BLOCK
 
 
+@dataclass(frozen=True)
 class Catalog:
-    """Every tensor that a model needs from a checkpoint directory, numbered in file order.
+    """Every tensor that a model needs from a checkpoint directory, in file order.
 
     Attributes:
         folder: the directory.
         keys: the names by which it holds the model's tensors.
         block: rows and columns under one scale in block-FP8.
-        names, sources: of all tensors, in file order.
+        sources: by the tensor's name.
     """
 
-    def __init__(
-        self, folder: Path, keys: KeyMap, sources: dict[str, Source], block: tuple[int, int] = FP8_BLOCK
-    ) -> None:
-        self.folder, self.keys, self.block = folder, keys, block
-        self.names = sorted(sources, key=lambda name: (sources[name].data.file, sources[name].data.start))
-        self.sources: Sequence[Source] = [sources[name] for name in self.names]
-        self.number_of = {name: number for number, name in enumerate(self.names)}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack, (self.folder, self.keys, self.block, self.names, PackedSources.of(self.sources))
-
-
-def _unpack(folder: Path, keys: KeyMap, block: tuple[int, int], names: list[str], sources: PackedSources) -> Catalog:
-    catalog = Catalog(folder, keys, {}, block)
-    catalog.names, catalog.sources = names, sources
-    catalog.number_of = {name: number for number, name in enumerate(names)}
-    return catalog
-
-
-@dataclass(frozen=True)
-class PackedSources(Sequence[Source]):
-    """Sources as columns of numbers: quick to send, and one becomes an object when it is asked for.
-
-    Attributes:
-        kinds: distinct (shape, encoding, and file, dtype, shape of data and of scales or None).
-        columns: [N, 5] int64: index of the kind, start and bytes of data, of scales.
-    """
-
-    kinds: list[Any]
-    columns: np.ndarray
-
-    @classmethod
-    def of(cls, sources: Sequence[Source]) -> PackedSources:
-        kinds: dict[Any, int] = {}
-        rows = []
-        for shape, data, scales, encoding in sources:
-            kind = (shape, encoding, data[:3], None if scales is None else scales[:3])
-            number = kinds.setdefault(kind, len(kinds))
-            rows.append((number, *data[3:], *((0, 0) if scales is None else scales[3:])))
-        return cls(list(kinds), np.array(rows, dtype=np.int64).reshape(-1, 5))
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def __getitem__(self, index: Any) -> Any:
-        number, *places = self.columns[index].tolist()
-        shape, encoding, data, scales = self.kinds[number]
-        scaled = None if scales is None else StoredTensor(*scales, *places[2:])
-        return Source(shape, StoredTensor(*data, *places[:2]), scaled, encoding)
+    folder: Path
+    keys: KeyMap
+    sources: dict[str, Source]
+    block: tuple[int, int] = FP8_BLOCK
 
 
 @contextmanager
@@ -137,20 +90,14 @@ def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """
     if not dist.is_initialized():
         return check_catalog(path, config)
+    outcome: list[Catalog | AutomoeError] = [CheckpointError("no answer from rank 0")]
     with without_collection():
-        return _share_catalog(path, config)
-
-
-def _share_catalog(path: str | Path, config: ModelConfig) -> Catalog:
-    outcome: list[Catalog | AutomoeError] = []
-    if dist.get_rank() == 0:
-        try:
-            outcome.append(check_catalog(path, config))
-        except AutomoeError as error:  # the others wait for an answer
-            outcome.append(CheckpointError(str(error)))
-    else:
-        outcome.append(CheckpointError("no answer from rank 0"))
-    dist.broadcast_object_list(outcome, src=0)
+        if dist.get_rank() == 0:
+            try:
+                outcome = [check_catalog(path, config)]
+            except AutomoeError as error:  # the others wait for an answer
+                outcome = [CheckpointError(str(error))]
+        dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], AutomoeError):
         raise outcome[0]
     return outcome[0]
@@ -194,7 +141,8 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
             f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
-    used = {key: sources[key] for key in wanted}
+    order = sorted(wanted, key=lambda key: (sources[key].data.file, sources[key].data.start))
+    used = {key: sources[key] for key in order}
     _check_encodings(folder, used, quantization)
     return Catalog(folder, keys, used, quantization.block)
 
@@ -262,37 +210,42 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantization: Qua
             f"{folder}: {what}, and their scales are missing: {bare[0]}{SCALE_SUFFIX} is in no file. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
-    fine = set()  # thousands of tensors are alike
+    checked = set()  # thousands of tensors are alike
     for key, source in sources.items():
         data, scales = source.data, source.scales
         kind = (source.encoding, data[1:3], data[4], None if scales is None else (scales[1:3], scales[4]))
-        if kind in fine:
-            continue
-        fine.add(kind)
-        if scales is not None:
-            if source.encoding == "fp8":
-                *lead, rows, cols = data.shape
-                asked = (*lead, -(-rows // quantization.block[0]), -(-cols // quantization.block[1]))
-                dtypes: tuple[set[str], set[str]] = ({"F8_E4M3"}, FLOAT_DTYPES | {"F8_E8M0"})
-            else:
-                asked, dtypes = data.shape[:-1], ({"U8"}, {"U8"})
-                if data.shape[-1] != MXFP4_BLOCK // 2:
-                    raise CheckpointError(
-                        f"{folder}: {key}_blocks is {list(data.shape)}, and MXFP4 has {MXFP4_BLOCK // 2} bytes "
-                        "a block. Copy the checkpoint again"
-                    )
-            if scales.shape != asked or data.dtype not in dtypes[0] or scales.dtype not in dtypes[1]:
+        if kind not in checked:
+            checked.add(kind)
+            _check_encoding(folder, key, source, quantization)
+
+
+def _check_encoding(folder: Path, key: str, source: Source, quantization: Quantization) -> None:
+    data, scales = source.data, source.scales
+    if scales is not None:
+        if source.encoding == "fp8":
+            *lead, rows, cols = data.shape
+            asked = (*lead, -(-rows // quantization.block[0]), -(-cols // quantization.block[1]))
+            code_dtype, scale_dtypes = "F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}
+        else:
+            asked, code_dtype, scale_dtypes = data.shape[:-1], "U8", {"U8"}
+            if data.shape[-1] != MXFP4_BLOCK // 2:
                 raise CheckpointError(
-                    f"{folder}: {key} is {list(data.shape)} {data.dtype} with scales {list(scales.shape)} "
-                    f"{scales.dtype}, and {quantization.encoding} of it has scales {list(asked)} for "
-                    f"{'/'.join(sorted(dtypes[0]))}. Compare config.json's quantization_config with the files"
+                    f"{folder}: {key}_blocks is {list(data.shape)}, and MXFP4 has {MXFP4_BLOCK // 2} bytes "
+                    "a block. Copy the checkpoint again"
                 )
-        for stored in (data, scales):
-            if stored is not None and stored.num_bytes != ITEM_BYTES[stored.dtype] * math.prod(stored.shape):
-                raise CheckpointError(
-                    f"{folder / stored.file}: {key} has {stored.num_bytes:,} bytes, and {list(stored.shape)} "
-                    f"{stored.dtype} takes {ITEM_BYTES[stored.dtype] * math.prod(stored.shape):,}. Copy it again"
-                )
+        if scales.shape != asked or data.dtype != code_dtype or scales.dtype not in scale_dtypes:
+            raise CheckpointError(
+                f"{folder}: {key} is {list(data.shape)} {data.dtype} with scales {list(scales.shape)} "
+                f"{scales.dtype}, and {quantization.encoding} of it has scales {list(asked)} for "
+                f"{code_dtype}. Compare config.json's quantization_config with the files"
+            )
+    for stored in (data, *([scales] if scales is not None else [])):
+        num_bytes = DTYPES[stored.dtype].itemsize * math.prod(stored.shape)
+        if stored.num_bytes != num_bytes:
+            raise CheckpointError(
+                f"{folder / stored.file}: {key} has {stored.num_bytes:,} bytes, and {list(stored.shape)} "
+                f"{stored.dtype} takes {num_bytes:,}. Copy it again"
+            )
 
 
 def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig, keys: KeyMap) -> None:

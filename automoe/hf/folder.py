@@ -1,4 +1,4 @@
-"""A checkpoint directory made under another name, renamed when it is whole; and its files beside the weights."""
+"""A checkpoint directory made under another name, renamed when it is whole; and its files besides the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.files import check_target
+from automoe.hf.keys import INDEX_FILE, KeyMap, fp8_config
 
 Result = TypeVar("Result")
 _TOKENIZER_FILES = (  # patterns
@@ -35,6 +35,28 @@ _TOKENIZER_FILES = (  # patterns
 def working_folder(path: Path) -> Path:
     """Where the directory ``path`` is made."""
     return path.with_name(f".{path.name}.tmp")
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raise ``CheckpointError`` where an export may not be written to ``path``; makes nothing."""
+    if path.exists() and not overwrite:
+        raise CheckpointError(f"{path} exists. Name another directory, or overwrite it (--overwrite)")
+    if path.exists() and not (path / "config.json").is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} is no checkpoint directory, so it is not replaced. Name another one")
+
+
+def check_conversion(config: ModelConfig, path: Path, *, fp8: bool, layout: str, overwrite: bool) -> KeyMap:
+    """The layout to convert to; raises ``ConfigError`` or ``CheckpointError`` where ``convert_hf`` would have to."""
+    check_target(path, overwrite)
+    if layout not in ("published", "fused"):
+        raise ConfigError("--layout", layout, "must be published or fused", "Use published")
+    if fp8 and layout == "fused":
+        rule = "block-FP8 stores every expert's matrices"
+        raise ConfigError("--fp8", "with --layout fused", rule, "Leave one of them out")
+    keys = family_of(config).keys
+    if fp8:
+        fp8_config(config, keys)
+    return keys.in_memory if layout == "fused" else keys
 
 
 def prepare_folder(path: Path, overwrite: bool) -> None:
@@ -90,7 +112,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_beside(
+def write_settings(
     folder: Path,
     config: ModelConfig,
     dtype: str,
@@ -135,6 +157,13 @@ def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
 
     loaded = load_tokenizer(tokenizer)
     return {"bos_token_id": None, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}
+
+
+def write_index(folder: Path, weight_map: dict[str, str], num_bytes: int) -> None:
+    """The index of a checkpoint of several files: tensor -> file."""
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / INDEX_FILE, index)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

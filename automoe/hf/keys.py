@@ -8,13 +8,17 @@ layer's experts in two tensors. Letters: E experts, I expert width, H hidden.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from automoe.config.schema import ModelConfig
 from automoe.cost.params import model_params
+from automoe.errors import ConfigError
 
+INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
+FP8_BLOCK = (128, 128)  # rows and columns under one scale
+SCALE_SUFFIX = "_scale_inv"  # of a block-FP8 tensor's scales, behind the tensor's own name
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -206,3 +210,34 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a HuggingFace checkpoint of ``config``, in ``keys``' layout."""
     return {piece.key: piece.shape for name, shape in our_tensors(config) for piece in hf_pieces(name, shape, keys)}
+
+
+def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
+    """Block-FP8 checkpoints quantize the matrices of layers; not routers, gates, the embedding or the head."""
+    kept = (keys.router, keys.shared_gate)
+    return key.startswith("model.layers.") and len(shape) == 2 and key.endswith(".weight") and not key.endswith(kept)
+
+
+def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
+    """``quantization_config`` of a block-FP8 checkpoint, as DeepSeek-V3's.
+
+    Raises:
+        ConfigError: a family whose experts are not stored one by one.
+    """
+    if keys.fused:
+        raise ConfigError(
+            "model.family",
+            config.family,
+            "block-FP8 stores matrices, and this family stores all experts of a layer in one tensor",
+            "Export it in bfloat16",
+        )
+    layers = range(config.first_k_dense, config.num_layers)
+    names = [keys.router] + ([keys.shared_gate] if config.shared_expert_gate else [])
+    kept = [f"model.layers.{layer}.{name.removesuffix('.weight')}" for layer in layers for name in names]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(FP8_BLOCK),
+        "modules_to_not_convert": ["lm_head", *kept],
+    }

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from automoe.hf.keys import FP8_BLOCK
+
 FP8_MAX = 448.0  # largest number of float8_e4m3fn
-FP8_BLOCK = (128, 128)
 MXFP4_BLOCK = 32  # numbers under one scale, 16 bytes
 
 

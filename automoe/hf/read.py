@@ -17,15 +17,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
-from automoe.hf.catalog import ITEM_BYTES, Catalog, Source, open_catalog, without_collection
-from automoe.hf.files import StoredTensor
+from automoe.hf.catalog import Catalog, Source, open_catalog, without_collection
+from automoe.hf.files import DTYPES, StoredTensor
 from automoe.hf.keys import Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
-from automoe.hf.shards import LocalShard, Parts, as_parts, is_first_rank, local_shards, raise_everywhere
+from automoe.hf.shards import (
+    LocalShard,
+    Parts,
+    all_gather_object,
+    as_parts,
+    config_of,
+    is_first_rank,
+    local_shards,
+    raise_everywhere,
+)
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 
@@ -36,16 +43,6 @@ DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progr
 GAP_BYTES = 8 << 10
 MAX_OPEN = 4  # files
 PROGRESS_S = 0.1  # between two drawings of the bar
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8,
-}
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,8 @@ def load_hf(
     try:
         with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
             ranges = reader.plan(local_shards(parts))
-            with _progress(reader, ranges, progress and is_first_rank()):
+            shown = progress and is_first_rank()
+            with show_progress(Path(path).name, lambda: sum(one.num_bytes for one in ranges), shown) as reader.advance:
                 reader.fill(ranges)
             num_bytes = reader.bytes_read
     except CheckpointError as error:
@@ -98,26 +96,17 @@ def load_hf(
             raise failure
         return Loaded(Path(path), num_bytes, time.perf_counter() - started)
     raise_everywhere(failure)
-    totals = [(num_bytes, time.perf_counter() - started)]
-    if dist.is_initialized():
-        totals *= dist.get_world_size()
-        dist.all_gather_object(totals, totals[0])
-    read, seconds = zip(*totals, strict=True)
+    read, seconds = zip(*all_gather_object((num_bytes, time.perf_counter() - started)), strict=True)
     return Loaded(Path(path), sum(read), max(seconds))
-
-
-def config_of(parts: Parts) -> ModelConfig:
-    """The whole model's configuration, which every part carries."""
-    return next(iter(parts.values())).config
 
 
 class Range(NamedTuple):
     """A part of one tensor of the checkpoint and the part of a shard that it fills.
 
-    A stored tensor counts as a stack of matrices; a vector is a matrix of one row.
+    A stored tensor counts as a stack of matrices; a vector is a matrix of one column.
 
     Attributes:
-        number: of the tensor in its catalog.
+        key: of the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
         place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be two dims.
         row_unit: stored rows for each index of ``place``'s dim 1.
@@ -125,7 +114,6 @@ class Range(NamedTuple):
 
     shard: LocalShard
     key: str
-    number: int
     source: Source
     matrices: tuple[int, int]
     rows: tuple[int, int]
@@ -148,21 +136,22 @@ class Range(NamedTuple):
                 yield matrix, begin, end, self.place[matrix - self.matrices[0], first:last]
 
 
-def _range(shard: LocalShard, piece: Piece, number: int, source: Source) -> Range | None:
+def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
     """The part of ``shard`` that ``piece`` holds; None where they do not meet."""
     found = piece.overlap(shard.start, tuple(shard.local.shape))
     if found is None:
         return None
     spans = [(one.start, one.stop) for one in found[0]]
     place = piece.in_stored_order(shard.local[found[1]])
-    while len(spans) < 3:
-        spans.insert(0, (0, 1))
-        place = place.unsqueeze(0)
+    if len(spans) == 1:
+        spans, place = [*spans, (0, 1)], place.unsqueeze(1)
+    if len(spans) == 2:
+        spans, place = [(0, 1), *spans], place.unsqueeze(0)
     matrices, rows, cols = spans
     if source.swapped:
         rows, cols, place = cols, rows, place.movedim(1, -1)
     row_unit = place.shape[2] if source.swapped and piece.merged else 1
-    return Range(shard, piece.key, number, source, matrices, rows, cols, place, row_unit)
+    return Range(shard, piece.key, source, matrices, rows, cols, place, row_unit)
 
 
 def _stored_bytes(source: Source, place: torch.Tensor) -> int:
@@ -200,10 +189,9 @@ class Reader:
                     continue
                 experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
                 for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), self.catalog.keys, experts):
-                    number = self.catalog.number_of[piece.key]
-                    if (one := _range(shard, piece, number, self.catalog.sources[number])) is not None:
+                    if (one := _range(shard, piece, self.catalog.sources[piece.key])) is not None:
                         ranges.append(one)
-            return sorted(ranges, key=lambda one: one.number)
+            return sorted(ranges, key=lambda one: (one.source.data.file, one.source.data.start))
 
     def fill(self, ranges: Iterable[Range]) -> None:
         """Copy every range into its place.
@@ -304,11 +292,11 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, tensor: StoredTensor, cols: tuple[int, int], dims: int = 1) -> _Rows:
         """``cols`` count steps of the first of the ``dims`` last dims, which make a row."""
-        step = ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape[len(tensor.shape) - dims + 1 :])
-        row_bytes, wanted = tensor.shape[-dims] * step, (cols[0] * step, cols[1] * step)
-        num_rows = tensor.shape[-dims - 1] if len(tensor.shape) > dims else 1
+        shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
+        step = DTYPES[tensor.dtype].itemsize * math.prod(shape[len(shape) - dims + 1 :])
+        row_bytes, wanted = shape[-dims] * step, (cols[0] * step, cols[1] * step)
         read = (0, row_bytes) if row_bytes - (wanted[1] - wanted[0]) < GAP_BYTES else wanted
-        return cls(tensor, num_rows, row_bytes, wanted, read)
+        return cls(tensor, shape[-dims - 1], row_bytes, wanted, read)
 
     @classmethod
     def of_data(cls, one: Range) -> _Rows:
@@ -328,18 +316,24 @@ class _Rows(NamedTuple):
 
 
 @contextmanager
-def _progress(reader: Reader, ranges: list[Range], shown: bool) -> Iterator[None]:
-    """A bar with GB/s on a terminal, nothing in a log and on other ranks."""
+def show_progress(name: str, num_bytes: Callable[[], int], shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A function to tell of bytes read, and a bar with GB/s on a terminal; nothing in a log.
+
+    Args:
+        name: of the checkpoint.
+        num_bytes: of all that will be read, asked for where a bar is drawn.
+        shown: whether this rank may show something.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     if not shown or not console.is_terminal:
-        yield
+        yield lambda num_bytes: None
         return
     columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(reader.catalog.folder.name, total=sum(one.num_bytes for one in ranges))
+        task = progress.add_task(name, total=num_bytes())
         waiting, drawn = 0, time.monotonic()
 
         def advance(num_bytes: int) -> None:
@@ -349,6 +343,5 @@ def _progress(reader: Reader, ranges: list[Range], shown: bool) -> Iterator[None
                 progress.update(task, advance=waiting)
                 waiting, drawn = 0, time.monotonic()
 
-        reader.advance = advance
-        yield
+        yield advance
         progress.update(task, advance=waiting)

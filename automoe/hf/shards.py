@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.model.decoder import Decoder
 from automoe.parallel.fsdp import fsdp_modules
 
 Parts = dict[int, Decoder]
+Value = TypeVar("Value")
 
 # What parameters may become in an export; None keeps each one's own dtype.
-DTYPES: dict[str, torch.dtype | None] = {
+EXPORT_DTYPES: dict[str, torch.dtype | None] = {
     "keep": None,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -26,10 +28,10 @@ DTYPES: dict[str, torch.dtype | None] = {
 
 
 def export_dtype(name: str) -> torch.dtype | None:
-    """One of ``DTYPES``. Raises ``ConfigError`` for another name."""
-    if name not in DTYPES:
-        raise ConfigError("dtype", name, f"an export has one of {', '.join(DTYPES)}", "Use keep")
-    return DTYPES[name]
+    """One of ``EXPORT_DTYPES``. Raises ``ConfigError`` for another name."""
+    if name not in EXPORT_DTYPES:
+        raise ConfigError("dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep")
+    return EXPORT_DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ def as_parts(parts: Parts | Decoder) -> Parts:
     return parts
 
 
+def config_of(parts: Parts) -> ModelConfig:
+    """The whole model's configuration, which every part carries."""
+    return next(iter(parts.values())).config
+
+
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
     """Every tensor of this rank's stages that a HuggingFace checkpoint holds, in the model's order."""
     for part in parts.values():
@@ -85,13 +92,18 @@ def raise_everywhere(error: CheckpointError | None) -> None:
 
     A rank that raised alone would leave the others waiting for it.
     """
-    errors = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    for first in errors:
+    for first in all_gather_object(error):
         if first is not None:
             raise first
+
+
+def all_gather_object(value: Value) -> list[Value]:
+    """``value`` of every rank, in order. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 def on_every_rank(action: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ from device_models import relative
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.reader import load_hf
+from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
 from automoe.moe.router import RoutingRecorder
 from automoe.moe.tokens import IGNORE

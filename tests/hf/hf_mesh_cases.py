@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, DataConfig, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.reader import load_hf
+from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts

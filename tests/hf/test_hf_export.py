@@ -17,13 +17,13 @@ import automoe
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf import verifier
+from automoe.hf import verify
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.files import INDEX_FILE
-from automoe.hf.reader import load_hf
-from automoe.hf.verifier import verify_hf
-from automoe.hf.writer import export_and_verify, export_model, save_hf
+from automoe.hf.keys import INDEX_FILE
+from automoe.hf.read import load_hf
+from automoe.hf.verify import verify_hf
+from automoe.hf.write import export_model, save_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
@@ -73,7 +73,7 @@ def test_constants_that_transformers_does_not_read_are_named(tmp_path: Path, mon
 
     monkeypatch.setattr(GptOssExperts, "__init__", with_constants)
     with pytest.raises(CheckpointError, match=r"are \(1\.3, 0\.8\), .* with \(1\.702, 7\.0\) .*transformers>=5\.19"):
-        verifier.verify_with_transformers(config, check_catalog(tmp_path, config))
+        verify.verify_with_transformers(config, check_catalog(tmp_path, config))
 
 
 def test_one_weight_changed_after_the_export_is_found(source: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits alone would not see it: the logits of transformers do."""
-    from automoe.hf import gather, strips
+    from automoe.hf import read, write
     from automoe.hf.keys import hf_pieces
 
     def swapped(name, *args):
@@ -109,8 +109,8 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
         return hf_pieces(name, *args)
 
     model = automoe.from_hf(source)
-    monkeypatch.setattr(gather, "hf_pieces", swapped)
-    monkeypatch.setattr(strips, "hf_pieces", swapped)
+    monkeypatch.setattr(write, "hf_pieces", swapped)
+    monkeypatch.setattr(read, "hf_pieces", swapped)
     with pytest.raises(CheckpointError, match="transformers computes other logits"):
         export_model(model, tmp_path / "out")
     assert entries(tmp_path) == ["source"]
@@ -118,13 +118,13 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
 
 def test_other_experts_in_transformers_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the choices of one forced on the other, logits alone would agree."""
-    real = verifier._run_transformers
+    real = verify._run_transformers
 
     def other_experts(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
         logits, choices = real(*given)
         return logits, (choices + 1) % 8
 
-    monkeypatch.setattr(verifier, "_run_transformers", other_experts)
+    monkeypatch.setattr(verify, "_run_transformers", other_experts)
     with pytest.raises(CheckpointError, match="transformers sends .* of tokens to other experts"):
         export_model(automoe.from_hf(source), tmp_path / "out")
     assert entries(tmp_path) == ["source"]
@@ -154,7 +154,7 @@ def test_failed_export_leaves_the_older_one(source: Path, tmp_path: Path) -> Non
 def test_large_models_get_a_census_instead_of_logits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier, "MAX_COMPARED_BYTES", 1000)
+    monkeypatch.setattr(verify, "MAX_COMPARED_BYTES", 1000)
     model = automoe.from_hf(source)
     assert export_model(model, tmp_path / "out").logits_error is None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -175,7 +175,7 @@ def test_a_delta_net_of_equal_shapes_and_other_heads_is_found(tmp_path: Path) ->
     changed = hf | {"linear_num_key_heads": heads // 2, "linear_key_head_dim": dim * 2}
     (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(CheckpointError, match=rf"model\.attention\.linear_num_key_heads={heads // 2}, and the model"):
-        verifier.verify_with_transformers(config, check_catalog(tmp_path, config))
+        verify.verify_with_transformers(config, check_catalog(tmp_path, config))
 
 
 def test_existing_directories_are_not_overwritten_unasked(source: Path, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def export_fresh(out: Path, mesh: MeshConfig, family: str, break_it: bool = Fals
         for part in parts.values():
             part.layers[str(config.model.num_layers - 1)].mlp.experts.w_down.detach().to_local()[0, 0, 0] = float("nan")
     try:
-        written = export_and_verify(parts, out, config)
+        written = export_model(parts, out, tokenizer=config.data.tokenizer)
     except CheckpointError as error:
         return None, str(error)
     return written.logits_error, ""

@@ -19,7 +19,7 @@ from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.keys import hf_pieces
 from automoe.hf.shards import Parts
-from automoe.hf.writer import export_model, save_hf
+from automoe.hf.write import export_model, save_hf
 from automoe.launch.prepare import check
 from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from automoe.config.schema import MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.reader import load_hf
+from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.parallelize import build_decoder

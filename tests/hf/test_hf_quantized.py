@@ -13,11 +13,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import automoe
 from automoe.config.schema import MeshConfig
-from automoe.convert import convert_hf
 from automoe.errors import CheckpointError, ConfigError
+from automoe.hf.api import convert_hf
 from automoe.hf.quantized import dequantize_fp8, dequantize_mxfp4, quantize_fp8
-from automoe.hf.verifier import verify_hf
-from automoe.hf.writer import save_hf
+from automoe.hf.verify import verify_hf
+from automoe.hf.write import save_hf
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 
@@ -220,7 +220,7 @@ def test_mxfp4_converts_to_bfloat16_without_ranks(mxfp4: Path, tmp_path: Path) -
 
 
 def export_fp8(path: Path, out: Path, mesh: MeshConfig) -> float | None:
-    from automoe.hf.writer import export_model
+    from automoe.hf.write import export_model
 
     parts, _, _ = load_on_mesh(path, mesh)
     return export_model(parts, out, fp8=True).logits_error
@@ -278,7 +278,7 @@ def test_transformers_itself_dequantizes_an_fp8_export(tmp_path: Path) -> None:
     assert len(keys) == 4 * 8 * 3
     for key in keys:
         assert torch.equal(theirs._dequantize_one(tensors[key], tensors[key + SUFFIX]), ours[key]), key
-    with pytest.raises(ValueError, match="not divisible"):  # why the verifier hands it a dequantized copy
+    with pytest.raises(ValueError, match="not divisible"):  # why verify hands it a dequantized copy
         theirs._dequantize_one(*quantize_fp8(torch.ones(576, 128)))
 
 

@@ -16,10 +16,11 @@ from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf import files, transfer
+from automoe.hf import files, read
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.files import INDEX_FILE, read_headers
-from automoe.hf.reader import load_hf
+from automoe.hf.files import read_headers
+from automoe.hf.keys import INDEX_FILE
+from automoe.hf.read import load_hf
 from automoe.launch.prepare import prepare
 from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
@@ -244,20 +245,19 @@ def lose_a_file(path: Path, mesh: MeshConfig) -> str:
     def gone(*args: object) -> int:
         raise FileNotFoundError(2, "No such file or directory")
 
-    real = transfer.Files._handle
+    real = read.Reader._fill
     if torch.distributed.get_rank() == 1:
-        transfer.Files._handle = gone  # type: ignore[assignment,method-assign]
+        read.Reader._fill = gone  # type: ignore[assignment,method-assign]
     try:
         with pytest.raises(CheckpointError) as caught:
             load_hf(parts, path)
     finally:
-        transfer.Files._handle = real  # type: ignore[method-assign]
+        read.Reader._fill = real  # type: ignore[method-assign]
     return str(caught.value)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=2, ep=2), MeshConfig(dp_replicate=2, dp_shard=1)])
 def test_what_one_rank_cannot_read_stops_all(mesh: MeshConfig, single: Path, ranks: RankPool) -> None:
-    """With replicas, the others also wait for what it should have sent them."""
     messages = ranks.run(lose_a_file, 2, single, mesh)
     assert messages[0] == messages[1]
     assert "model.safetensors" in messages[0] and "cannot be read" in messages[0]

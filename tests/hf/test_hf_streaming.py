@@ -1,11 +1,11 @@
-"""What a load reads, how often, and who reads it; counted where bytes come in."""
+"""What a load reads and how much at once, counted where bytes come in."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich.console
@@ -13,17 +13,17 @@ import torch
 from hf_mesh_cases import MESHES, empty_on_mesh, load_on_mesh, stored, world_size
 
 import automoe
-from automoe.hf import progress, reader, transfer
-from automoe.hf.reader import load_hf
-from automoe.hf.strips import plan_units
+from automoe.hf import read
+from automoe.hf.read import Reader, load_hf
+from automoe.hf.shards import local_shards
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 
 
-def load_counted(path: Path, mesh: str, machines: int = 1) -> tuple[int, int, int, int, int]:
-    """Bytes that this rank asked the system for, and what the load says of itself."""
+def load_counted(path: Path, mesh: str) -> tuple[int, int]:
+    """Bytes that this rank asked the system for, and those of all ranks, as the load says."""
     parts, _, _ = empty_on_mesh(path, MESHES[mesh])
-    asked, real_read, real_name = 0, os.preadv, reader._machine_name
+    asked, real_read = 0, os.preadv
 
     def preadv(handle: int, buffers: list[memoryview], offset: int) -> int:
         nonlocal asked
@@ -32,15 +32,12 @@ def load_counted(path: Path, mesh: str, machines: int = 1) -> tuple[int, int, in
         return count
 
     os.preadv = preadv
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    reader._machine_name = lambda: f"machine {rank * machines // world}"
     try:
         loaded = load_hf(parts, path)
     finally:
-        os.preadv, reader._machine_name = real_read, real_name
-    whole = all(not torch.isnan(p.to_local()).any() for part in parts.values() for p in part.parameters())
-    assert whole and loaded.counts.read == asked
-    return asked, loaded.counts.owned, loaded.counts.received, loaded.bytes_read, loaded.bytes_owned
+        os.preadv = real_read
+    assert all(not torch.isnan(p.to_local()).any() for part in parts.values() for p in part.parameters())
+    return asked, loaded.bytes_read
 
 
 def bytes_of(path: Path) -> int:
@@ -48,53 +45,51 @@ def bytes_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("qwen3_moe", "pp2_dp2_ep2"),
-        pytest.param("dsv3", "hsdp2x2_ep2", marks=pytest.mark.exhaustive),
-        ("dsv3", "tp2_dp2_ep2_etp2"),
-    ],
-)
-def test_every_byte_is_read_once_on_a_machine(
-    name: str, mesh: str, fused: bool, tmp_path: Path, ranks: RankPool
-) -> None:
-    save_small_hf(name, tmp_path, save_original_format=not fused)
-    results = ranks.run(load_counted, world_size(MESHES[mesh]), tmp_path, mesh)
-    assert sum(read for read, *_ in results) == bytes_of(tmp_path)
-    for read, owned, received, all_read, all_owned in results:
-        assert all_read == bytes_of(tmp_path) <= all_owned
-        assert all_owned == sum(own for _, own, *_ in results)
-        # Nobody idles while another reads all: a rank's share is its part of the bytes, to a factor of two.
-        assert read > bytes_of(tmp_path) / len(results) / 2
-        if mesh == "pp2_dp2_ep2":  # no copies anywhere
-            assert read == owned and received == 0
-        else:
-            assert received > 0
+def test_a_rank_reads_what_it_holds(fused: bool, tmp_path: Path, ranks: RankPool) -> None:
+    """Where no rank has copies and rows stay whole, every byte is read once."""
+    save_small_hf("qwen3_moe", tmp_path, save_original_format=not fused)
+    results = ranks.run(load_counted, 4, tmp_path, "pp2_dp2_ep2")
+    assert sum(asked for asked, _ in results) == bytes_of(tmp_path)
+    assert {total for _, total in results} == {bytes_of(tmp_path)}
+    # Nobody idles while another reads all.
+    assert min(asked for asked, _ in results) > bytes_of(tmp_path) / 8
 
 
-def test_machines_do_not_share(tmp_path: Path, ranks: RankPool) -> None:
-    """Replicas on two machines: each reads all of it once."""
+@pytest.mark.parametrize("gap_bytes", [0, 8 << 10])
+def test_copies_are_read_by_everyone_who_has_one(gap_bytes: int, tmp_path: Path, ranks: RankPool) -> None:
+    """Columns of a matrix: alone, or in one go with the bytes between them."""
     save_small_hf("dsv3", tmp_path)
-    results = ranks.run(load_counted, 4, tmp_path, "hsdp2x2_ep2_ep_replicate2", machines=2)
-    for machine in (results[:2], results[2:]):
-        assert sum(read for read, *_ in machine) == bytes_of(tmp_path)
+    results = ranks.run(load_with_gaps, 4, tmp_path, "tp2_dp2_ep2_etp2", gap_bytes)
+    shards = sum(held for *_, held in results)
+    asked = sum(asked for asked, *_ in results)
+    assert bytes_of(tmp_path) < shards
+    assert asked > 1.2 * shards if gap_bytes else asked == shards
 
 
-def test_a_tied_embedding_is_read_once_for_both_ends_of_a_pipeline(tmp_path: Path, ranks: RankPool) -> None:
+def load_with_gaps(path: Path, mesh: str, gap_bytes: int) -> tuple[int, int, int]:
+    """``load_counted``, and bytes of this rank's shards, where gaps below ``gap_bytes`` are read along."""
+    before, read.GAP_BYTES = read.GAP_BYTES, gap_bytes
+    try:
+        counted = load_counted(path, mesh)
+    finally:
+        read.GAP_BYTES = before
+    parts, _, _ = empty_on_mesh(path, MESHES[mesh])
+    return *counted, sum(shard.local.nbytes for shard in local_shards(parts))
+
+
+def test_a_tied_embedding_is_read_at_both_ends_of_a_pipeline(tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf("qwen3_moe_tied", tmp_path)
     results = ranks.run(load_counted, 2, tmp_path, "pp2")
-    assert sum(read for read, *_ in results) == bytes_of(tmp_path)
     embedding = stored(tmp_path)["model.embed_tokens.weight"].nbytes
-    assert sum(own for _, own, *_ in results) == bytes_of(tmp_path) + embedding
+    assert sum(asked for asked, _ in results) == bytes_of(tmp_path) + embedding
 
 
 def local_shards_of(path: Path, mesh: str, chunk_bytes: int) -> dict[str, torch.Tensor]:
-    transfer.CHUNK_BYTES = transfer.DIRECT_BYTES = chunk_bytes
+    read.CHUNK_BYTES = read.DIRECT_BYTES = chunk_bytes
     try:
         parts, _, _ = load_on_mesh(path, MESHES[mesh])
     finally:
-        transfer.CHUNK_BYTES, transfer.DIRECT_BYTES = 2 << 20, 64 << 20
+        read.CHUNK_BYTES, read.DIRECT_BYTES = 2 << 20, 64 << 20
     return {name: p.to_local() for part in parts.values() for name, p in part.named_parameters()}
 
 
@@ -110,66 +105,21 @@ def test_large_tensors_are_read_in_pieces(mesh: str, tmp_path: Path, ranks: Rank
             assert torch.equal(one[name], other[name]), name
 
 
-def test_chunks_bound_the_scratch(tmp_path: Path) -> None:
+def test_chunks_bound_the_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_small_hf("dsv3", tmp_path)
     model = automoe.from_hf(tmp_path, dtype=torch.float64)  # every number is converted, nothing goes straight
-    catalog = reader.open_catalog(tmp_path, model.config)
-    largest = max(source.data.num_bytes for source in catalog.sources)
-    before, transfer.CHUNK_BYTES = transfer.CHUNK_BYTES, 512
-    try:
-        counts = load_hf(model, tmp_path).counts
-    finally:
-        transfer.CHUNK_BYTES = before
-    assert 0 < counts.largest_scratch <= 512 + 17 < largest
+    sizes: list[int] = []
+    real = Reader._read
 
+    def measured(self: Reader, *given: Any) -> None:
+        sizes.append(given[-1].nbytes)
+        real(self, *given)
 
-def test_who_reads_is_agreed_without_talking() -> None:
-    """Random rectangles of random ranks: everyone's plan has the same readers, and covers what it needs."""
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    tables = []
-    for _ in range(3):
-        starts = random.integers(0, 20, (40, 2))
-        sizes = random.integers(1, 12, (40, 2))
-        bounds = np.stack((starts[:, 0], starts[:, 0] + sizes[:, 0], starts[:, 1], starts[:, 1] + sizes[:, 1]))
-        tables.append(np.concatenate((random.integers(0, 4, (40, 2)), bounds.T), axis=1))
-
-    class Named:  # plan_units asks a strip for no more than this
-        def __init__(self, row: np.ndarray) -> None:
-            self.read, self.number = self, int(row[0])
-            self.matrix, self.rows, self.cols = (
-                int(row[1]),
-                tuple(map(int, row[2:4])),
-                tuple(map(int, row[4:])),
-            )
-
-    ranks = [5, 7, 9]
-    plans = [
-        plan_units([Named(row) for row in table], tables, ranks, rank)  # type: ignore[misc]
-        for rank, table in zip(ranks, tables, strict=True)
-    ]
-    seen: dict[tuple[int, int, tuple[int, int]], set[object]] = {}
-    for rank, plan, table in zip(ranks, plans, tables, strict=True):
-        assert [(u.number, u.matrix, u.rows) for u in plan] == sorted((u.number, u.matrix, u.rows) for u in plan)
-        covered = 0
-        for unit in plan:
-            assert rank in unit.users and unit.reader in unit.users
-            seen.setdefault((unit.number, unit.matrix, unit.rows), set()).add((unit.reader, unit.users, unit.cols))
-            for strip in unit.strips:
-                assert strip.rows[0] <= unit.rows[0] and unit.rows[1] <= strip.rows[1]
-                assert unit.cols[0] <= strip.cols[0] and strip.cols[1] <= unit.cols[1]
-                covered += unit.rows[1] - unit.rows[0]
-        assert covered == sum(row[3] - row[2] for row in table)
-    assert all(len(plans) == 1 for plans in seen.values())
-    assert any(len(users) > 1 for plans in seen.values() for _, users, _ in plans)  # type: ignore[misc]
-    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for number, matrix, span in seen:
-        rows.setdefault((number, matrix), []).append(span)
-    for spans in rows.values():  # no row is read twice
-        spans.sort()
-        assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
-    assert math.prod(map(len, plans)) > 0
+    monkeypatch.setattr(Reader, "_read", measured)
+    monkeypatch.setattr(read, "CHUNK_BYTES", 512)
+    load_hf(model, tmp_path)
+    assert sum(sizes) == bytes_of(tmp_path)
+    assert 0 < max(sizes) <= 512 < max(tensor.nbytes for tensor in stored(tmp_path).values())
 
 
 def test_what_a_load_says_of_itself(tmp_path: Path) -> None:
@@ -177,7 +127,7 @@ def test_what_a_load_says_of_itself(tmp_path: Path) -> None:
     model = automoe.from_hf(tmp_path)
     loaded = load_hf(model, tmp_path, progress=True)  # not a terminal: no bar
     assert str(tmp_path) in str(loaded) and "GB/s" in str(loaded)
-    assert loaded.bytes_read == loaded.bytes_owned == bytes_of(tmp_path)
+    assert loaded.bytes_read == bytes_of(tmp_path)
 
 
 def test_a_terminal_sees_a_bar_and_a_log_sees_none(
@@ -190,7 +140,7 @@ def test_a_terminal_sees_a_bar_and_a_log_sees_none(
     assert capfd.readouterr() == ("", "")
     screen, real = io.StringIO(), rich.console.Console
     monkeypatch.setattr(rich.console, "Console", lambda **_: real(file=screen, force_terminal=True, width=100))
-    monkeypatch.setattr(progress, "STEP_S", 0.0)
+    monkeypatch.setattr(read, "PROGRESS_S", 0.0)
     load_hf(model, tmp_path / "checkpoint", progress=True)
     shown = screen.getvalue()
     # The bytes of the files, all of them arrived; how fast depends on the machine.

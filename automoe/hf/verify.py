@@ -19,13 +19,22 @@ import torch
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.params import count_params
 from automoe.errors import CheckpointError
+from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import listed
-from automoe.hf.folder import write_beside
+from automoe.hf.folder import write_settings
 from automoe.hf.keys import hf_tensors
-from automoe.hf.reader import Catalog, Read, config_of, load_hf, open_catalog, visit
-from automoe.hf.rewrite import rewrite_tensors
-from automoe.hf.shards import DTYPES, Parts, as_parts, is_first_rank, raise_everywhere
+from automoe.hf.read import Range, Reader, load_hf
+from automoe.hf.rewrite import Target, rewrite_tensors
+from automoe.hf.shards import (
+    EXPORT_DTYPES,
+    Parts,
+    as_parts,
+    config_of,
+    local_shards,
+    on_every_rank,
+    on_first_rank,
+)
 from automoe.model.decoder import Decoder
 from automoe.moe.router import RoutingRecorder
 from automoe.parallel.parallelize import build_decoder
@@ -52,22 +61,13 @@ def verify_hf(parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep"
     Raises:
         CheckpointError: on every rank alike: the first difference, by name.
     """
-    parts, folder = as_parts(parts), Path(folder)
-    catalog = open_catalog(folder, config_of(parts))
-    failure = None
-    try:
-        _compare_shards(parts, catalog, DTYPES[dtype], fp8)
-    except CheckpointError as error:
-        failure = error
-    raise_everywhere(failure)
-    result = None
-    try:
-        if is_first_rank():
-            result = verify_with_transformers(config_of(parts), catalog)
-    except CheckpointError as error:
-        failure = error
-    raise_everywhere(failure)
-    return result
+    parts = as_parts(parts)
+    config = config_of(parts)
+    catalog = open_catalog(folder, config)
+    on_every_rank(lambda: _compare_shards(parts, catalog, EXPORT_DTYPES[dtype], fp8))
+    errors: list[float | None] = []
+    on_first_rank(lambda: errors.append(verify_with_transformers(config, catalog)))
+    return errors[0] if errors else None
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
@@ -95,27 +95,26 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, f
     """Every number that this rank holds, bit for bit, against the range of the file it belongs to."""
     squares: dict[str, list[float]] = {}  # of a quantized tensor: of errors, of numbers
 
-    def compare(read: Read, source: torch.Tensor, target: torch.Tensor) -> None:
-        if fp8 and read.source.encoding == "fp8":
+    def compare(one: Range, source: torch.Tensor, target: torch.Tensor) -> None:
+        if fp8 and one.source.encoding == "fp8":
             live = target.to("cpu", torch.float32)
-            error, size = squares.setdefault(read.key, [0.0, 0.0])
-            squares[read.key] = [
-                error + float((source - live).square().sum()),
-                size + float(live.square().sum()),
-            ]
+            error, size = squares.setdefault(one.key, [0.0, 0.0])
+            off, whole = (source - live).square().sum(), live.square().sum()
+            squares[one.key] = [error + float(off), size + float(whole)]
             return
-        wanted = dtype if dtype is not None and read.shard.trained else target.dtype
+        wanted = dtype if dtype is not None and one.shard.trained else target.dtype
         if source.dtype != wanted:
-            raise CheckpointError(f"{catalog.folder}: {read.key} is {source.dtype}, not {wanted}")
+            raise CheckpointError(f"{catalog.folder}: {one.key} is {source.dtype}, not {wanted}")
         live = target.to("cpu", wanted)
         if not torch.equal(source, live):
             differ = int((source != live).sum())
             raise CheckpointError(
-                f"{catalog.folder}: {read.key} is not the model's {read.shard.name}: {differ} of "
+                f"{catalog.folder}: {one.key} is not the model's {one.shard.name}: {differ} of "
                 f"{live.numel()} numbers differ, or are not numbers"
             )
 
-    visit(parts, catalog, compare)
+    with Reader(catalog) as reader:
+        reader.visit(reader.plan(local_shards(parts)), compare)
     for key, (error, size) in squares.items():
         if not error <= FP8_ERROR**2 * size:  # so that NaN fails
             off = math.sqrt(error / size) if size else math.inf
@@ -254,12 +253,12 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     transformers 5 takes a block's size from the number of scales, which is wrong where rows or columns are no
     multiple of 128 (576 rows have five scales), and refuses or misreads such a matrix.
     """
-    if all(source.encoding == "plain" for source in catalog.sources):
+    if all(source.encoding == "plain" for source in catalog.sources.values()):
         yield catalog.folder
         return
     with TemporaryDirectory(prefix=f".{catalog.folder.name}.", dir=catalog.folder.parent) as copy:
-        rewrite_tensors(catalog, config, Path(copy), torch.float32)
-        write_beside(Path(copy), replace(config, hf_path=str(catalog.folder)), "float32", None)
+        rewrite_tensors(catalog, config, Path(copy), Target(family_of(config).keys, torch.float32))
+        write_settings(Path(copy), replace(config, hf_path=str(catalog.folder)), "float32", None)
         yield Path(copy)
 
 
