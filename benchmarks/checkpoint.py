@@ -20,7 +20,7 @@ from typing import Any
 
 from provenance import commit
 
-from automoe.observe.environment import describe_environment
+from automoe.observe.metrics import describe_environment
 
 HERE = Path(__file__).parent
 SLACK_BYTES = 32 << 20  # of memory that a save may take besides: buffers, plans, the allocator's pages

@@ -26,7 +26,7 @@ from measuring import PEAK, host_syncs, result_file, seconds
 from provenance import commit
 
 from automoe.moe.gates import gate_choices
-from automoe.observe.environment import describe_environment
+from automoe.observe.metrics import describe_environment
 
 TOLERANCE = 2e-2  # relative to float32, of the output and of every gradient
 SHAPES = {

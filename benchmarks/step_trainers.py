@@ -17,11 +17,10 @@ from kernel_peers import Absent
 from titan import torchtitan_moe
 from torch import nn
 
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
-from automoe.config.unsharded import stays_unsharded
 from automoe.cost.plan import make_plan
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.moe.gates import gate_choices

@@ -32,7 +32,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
 from automoe.cost.flops import train_flops_per_token
 from automoe.cost.params import count_params
-from automoe.observe.environment import describe_environment
+from automoe.observe.metrics import describe_environment
 from automoe.parallel.mesh import Meshes, build_meshes
 from tests.support.gpu import conf_model, one_rank
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
-from automoe.observe.mesh_plot import draw_mesh
+from automoe.observe.mesh_view import draw_mesh
 from automoe.observe.plot_style import save
 
 # The example of docs/parallelism.md.

@@ -31,9 +31,14 @@ def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
 
 
 def frozen_shape(config: Config) -> MeshShape:
-    """The mesh of a ``resolved`` configuration."""
+    """The mesh of a ``resolved`` configuration.
+
+    Raises:
+        ConfigError: an axis is left to derive.
+    """
     shape = MeshShape(**{field.name: getattr(config.mesh, field.name) for field in fields(MeshShape)})
-    assert not config.mesh.preset and -1 not in shape.sizes("default") + shape.sizes("moe"), "not resolved"
+    if config.mesh.preset or -1 in shape.sizes("default") + shape.sizes("moe"):
+        raise ConfigError("mesh", config.mesh, f"{CONFIG_FILE} of a run has every axis resolved", "Start the run again")
     return shape
 
 

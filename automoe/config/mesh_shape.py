@@ -6,12 +6,12 @@ Plans, launchers and error messages need the shape of both meshes before any pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
+from typing import Any
 
-from automoe.config.mesh_presets import expand_preset
-from automoe.config.schema import MeshConfig
+from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
 DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -191,3 +191,81 @@ def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> Con
         f"ep_replicate*ep_shard*ep*etp = {mesh.ep_replicate}*{shown}*{mesh.ep}*{mesh.etp}",
         remedy,
     )
+
+
+def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
+    """Whether the only rank multiplies by its parameters as they are stored, and one backward pass ends a gradient.
+
+    FSDP would keep a copy of each weight to multiply by, and widen each gradient to add nothing to it. It does where
+    parameters are stored in another dtype, or micro-batches are summed, which takes float32.
+    """
+    return (
+        mesh.world_size == 1
+        and config.optim.master_weights == "stochastic"
+        and config.train.global_batch_size == config.train.micro_batch_size
+    )
+
+
+# Presets are named ways to fold attention and experts, scaled to the ranks at hand, so that one sweep compares them. They
+# are the strategies that arXiv 2504.14960 (table 2) compares: FSDP; FSDP with experts spread out; tensor, expert and
+# data parallelism; all five axes with the experts' mapping tied to attention's ("coupled"); all five with the two
+# mappings chosen apart ("folded").
+
+# Which axis takes the next factor of two as ranks double; what is left goes to dp_shard.
+_ATTENTION_GROWTH = {
+    "fsdp": (),
+    "fsdp_ep": (),
+    "tp_ep_dp": ("tp", "dp", "tp"),
+    "coupled_5d": ("pp", "dp", "tp", "cp", "dp", "pp"),
+    "folded_5d": ("pp", "tp", "dp", "cp", "dp", "pp"),
+}
+PRESETS = tuple(_ATTENTION_GROWTH)
+MAX_EP = 8  # a node: beyond it tokens cross the slow network
+
+
+def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
+    """The axes of ``mesh.preset`` for ``num_ranks``; an axis that is set as well replaces the preset's.
+
+    Raises:
+        ConfigError: no such preset, or no number of ranks to scale it to.
+    """
+    if not mesh.preset:
+        return mesh
+    if mesh.preset not in PRESETS:
+        raise ConfigError("mesh.preset", mesh.preset, f"there are {', '.join(PRESETS)}", "Name one of them")
+    if num_ranks is None:
+        raise ConfigError(
+            "mesh.preset", mesh.preset, "a preset is scaled to the number of ranks", "Set launch.num_ranks"
+        )
+    sizes = _sizes(mesh.preset, num_ranks)
+    plain = MeshConfig()
+    own: dict[str, Any] = {
+        field.name: getattr(mesh, field.name)
+        for field in fields(MeshConfig)
+        if field.name != "preset" and getattr(mesh, field.name) != getattr(plain, field.name)
+    }
+    return MeshConfig(**{**sizes, **own})
+
+
+def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
+    sizes = dict.fromkeys(("pp", "dp", "cp", "tp"), 1)
+    rest = num_ranks
+    for axis in _ATTENTION_GROWTH[preset]:
+        if rest % 2:
+            break
+        sizes[axis] *= 2
+        rest //= 2
+    data = sizes.pop("dp") * rest
+    attention = data * sizes["cp"] * sizes["tp"]
+    if preset == "fsdp":
+        ep = etp = 1
+    elif preset in ("tp_ep_dp", "coupled_5d"):
+        # Coupled: experts keep attention's tensor parallelism, and ep takes data-parallel ranks alone.
+        etp, ep = sizes["tp"], _largest_divisor(data, MAX_EP)
+    else:
+        etp, ep = 1, _largest_divisor(attention, MAX_EP)
+    return sizes | {"ep": ep, "etp": etp}
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, limit + 1) if number % n == 0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from automoe.config.schema import Config, ParallelConfig
 from automoe.errors import ConfigError
 
-# What each name runs again. ``full`` is the whole layer and stands alone. ``REGIONS`` run once more, forward
-# and backward; of ``PROMISED`` the outputs alone are made again, for those who read them.
-REGIONS = ("core_attn", "mlp", "moe", "shared_experts")
-PROMISED = ("layernorm", "mla_up_proj")
-MODULES = (*REGIONS, "moe_act", *PROMISED)
+# What each name runs again. ``full`` is the whole layer and stands alone. ``RERUN`` run once more, forward
+# and backward; of ``DISCARDED_OUTPUTS`` the outputs alone are made again, for those who read them.
+RERUN = ("core_attn", "mlp", "moe", "shared_experts")
+DISCARDED_OUTPUTS = ("layernorm", "mla_up_proj")
+MODULES = (*RERUN, "moe_act", *DISCARDED_OUTPUTS)
 # These make the experts' activation again from gate and up in any backward pass: moe_act is always done.
-FRUGAL_EXPERTS = ("grouped_mm", "triton", "quack")
+RECOMPUTING_EXPERTS = ("grouped_mm", "triton", "quack")
 FULL = "full"
 
 
@@ -85,10 +85,10 @@ def check_recompute(config: Config) -> None:
         ),
     }
     absent["moe_act"] = (absent["moe"][0], absent["moe"][1])
-    if config.moe.experts not in FRUGAL_EXPERTS and not absent["moe_act"][0]:
+    if config.moe.experts not in RECOMPUTING_EXPERTS and not absent["moe_act"][0]:
         absent["moe_act"] = (
             True,
-            f"moe.experts={config.moe.experts} keeps the activation; {', '.join(FRUGAL_EXPERTS)} never do",
+            f"moe.experts={config.moe.experts} keeps the activation; {', '.join(RECOMPUTING_EXPERTS)} never do",
         )
     if "moe" in names and "moe_act" in names:
         absent["moe_act"] = (True, "moe runs the experts again, and their activation with them")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.recompute import PROMISED
+from automoe.config.recompute import DISCARDED_OUTPUTS
 from automoe.config.rules import Row, check_rows, divides
 from automoe.config.schema import Config, is_linear
 
@@ -184,8 +184,8 @@ def _compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     names = config.parallel.recompute
     names = [names] if isinstance(names, str) else names
     # Whose outputs are computed again for those who read them: within a compiled part the compiler decides that.
-    hooked = [name for name in PROMISED if name in names]
-    left = ",".join(name for name in names if name not in PROMISED)
+    hooked = [name for name in DISCARDED_OUTPUTS if name in names]
+    left = ",".join(name for name in names if name not in DISCARDED_OUTPUTS)
     without_core = ",".join(name for name in names if name != "core_attn")
     ring = config.parallel.context == "ring" and shape.cp > 1
     # torch 2.13 then takes the mesh of a weight for a tensor that it has to keep.

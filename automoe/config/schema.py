@@ -27,7 +27,7 @@ class MeshConfig:
     ep_shard: int = -1
     ep: int = 1
     etp: int = 1
-    preset: str = ""  # a named folding, scaled to the ranks at hand; see automoe.config.mesh_presets
+    preset: str = ""  # a named folding, scaled to the ranks at hand; see automoe.config.mesh_shape
 
 
 @dataclass

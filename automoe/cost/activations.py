@@ -33,9 +33,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.recompute import FULL, PROMISED
+from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, chunk_tokens, is_linear, window_of
-from automoe.cost.batch import BatchPlan
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
 DELTA_CHUNK = 64
@@ -78,6 +77,39 @@ def kernels_of(config: Config) -> Kernels:
     if config.cluster.gpu == "cpu":
         return CPU
     return replace(CUDA, groups_copied=config.kernels.attention == "sdpa")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``rows_*`` are sequences; what is said of experts is the mean, as perfect balance would have it."""
+
+    rows_per_step: int  # over all ranks
+    tokens_per_step: int  # over all ranks
+    rows_per_rank: int  # of one data-parallel rank, per step
+    num_micro_batches: int  # per step and data-parallel rank
+    tokens_per_micro_batch: int  # that one rank holds: its rows, cut over cp
+    expert_rows_per_rank: float  # (token, expert) pairs that one rank's experts compute, per micro-batch
+    rows_per_expert: float  # of those, for one expert
+
+
+def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
+    """Batch arithmetic of a validated ``config`` on ``mesh``."""
+    train, model = config.train, config.model
+    num_micro_batches, rest = divmod(train.global_batch_size, mesh.dp * train.micro_batch_size)
+    assert num_micro_batches and not rest, "the global batch cuts into whole micro-batches: config.validate"
+    tokens, rest = divmod(train.micro_batch_size * train.seq_len, mesh.cp * mesh.tp)
+    assert not rest, "rows cut evenly over cp and tp: config.validate"
+    # An ep group's ranks send their tokens to each other and nowhere else.
+    expert_rows = tokens * model.num_experts_per_token * mesh.etp
+    return BatchPlan(
+        rows_per_step=train.global_batch_size,
+        tokens_per_step=train.global_batch_size * train.seq_len,
+        rows_per_rank=train.global_batch_size // mesh.dp,
+        num_micro_batches=num_micro_batches,
+        tokens_per_micro_batch=tokens,
+        expert_rows_per_rank=expert_rows,
+        rows_per_expert=expert_rows * mesh.ep / model.num_experts,
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +198,7 @@ def recompute_workspace_bytes(
         return sum(layer_activation_bytes(model, layer, load, bytes_per_number, kernels, modules).values())
 
     dropped = {name: kept(NOTHING) - kept(frozenset((name,))) for name in recompute}
-    asked_for = sum(dropped.pop(name) for name in PROMISED if name in dropped)
+    asked_for = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     return asked_for + max(dropped.values(), default=0.0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.batch import BatchPlan, plan_batch
+from automoe.cost.activations import BatchPlan, plan_batch
 from automoe.cost.flops import TokenFlops, train_flops_per_token
 from automoe.cost.memory import RankMemory, plan_memory
 from automoe.cost.params import ParamCount, count_params

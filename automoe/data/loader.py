@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,27 @@ import numpy as np
 import torch
 
 from automoe.config.schema import Config
-from automoe.data.batch import IGNORE, StepBatch
 from automoe.data.packing import PackedRows
 from automoe.data.prepare import Split, prepare_data, split_documents
 from automoe.errors import ConfigError, DataError
+from automoe.moe.tokens import IGNORE
+
+
+@dataclass
+class StepBatch:
+    """All micro-batches of one step for one data-parallel rank, on the CPU.
+
+    R rows = num_micro_batches * micro_batch_size, in micro-batch order; S = seq_len. Data-parallel
+    rank d of D holds rows [d*R, (d+1)*R) of the step's global batch, so the global batch does not
+    depend on the mesh.
+    """
+
+    tokens: torch.Tensor  # [R, S] int64
+    labels: torch.Tensor  # [R, S] int64: the next token of the same document, or IGNORE
+    positions: torch.Tensor  # [R, S] int64: index within the document, for rotary embeddings
+    doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
+    num_bytes: int  # UTF-8 bytes that the trained labels stand for, for bits per byte
+    first_row: int  # index of row 0 in the whole training stream
 
 
 class Loader:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from automoe.data.batch import IGNORE
+from automoe.moe.tokens import IGNORE
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _multirun(args: Arguments, directory: str, overrides: list[str], jobs: list[
 
 
 def _show(jobs: list[dict[str, Any]], directory: str) -> None:
-    from automoe.observe.sweep_plot import draw_sweep
+    from automoe.observe.plots import draw_sweep
 
     print(_table(jobs))
     if jobs:

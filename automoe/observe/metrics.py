@@ -12,15 +12,18 @@ import errno
 import json
 import math
 import os
+import platform
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from automoe.observe.environment import write_environment
+from automoe import __version__
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
@@ -36,6 +39,8 @@ REQUIRED_KEYS = (
     "expert_max_load",
 )
 MAX_LOAD_SNAPSHOTS = 200
+ENVIRONMENT_FILE = "environment.json"
+PACKAGES = ("torch", "transformers", "safetensors", "torchtitan", "triton", "numpy", "hydra-core", "wandb")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -290,3 +295,27 @@ def _set_aside(path: Path) -> None:
     while (older := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     path.rename(older)
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions and hardware as text. Imports no package it names; the GPU is asked only if torch is loaded."""
+    environment = {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable",
+        "python": platform.python_version(),
+        "automoe": __version__,
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        environment["gpu"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    for package in PACKAGES:
+        try:
+            environment[package] = version(package)
+        except PackageNotFoundError:
+            environment[package] = "not installed"
+    return environment
+
+
+def write_environment(run_dir: Path) -> None:
+    (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=1) + "\n")

@@ -17,8 +17,7 @@ from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
-from automoe.observe.environment import ENVIRONMENT_FILE
-from automoe.observe.metrics import read_expert_load, read_metrics
+from automoe.observe.metrics import ENVIRONMENT_FILE, read_expert_load, read_metrics
 from automoe.observe.report_page import Page, render_page
 from automoe.observe.summary import describe_run, final_numbers
 
@@ -47,7 +46,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         AutomoeError: ``run_dir`` is not a directory.
         OSError: it cannot be written.
     """
-    from automoe.observe.mesh_plot import draw_mesh
+    from automoe.observe.mesh_view import draw_mesh
     from automoe.observe.plot_style import save
     from automoe.observe.plots import draw_plots
 

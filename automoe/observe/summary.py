@@ -9,7 +9,7 @@ import numpy as np
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.batch import plan_batch
+from automoe.cost.activations import plan_batch
 from automoe.cost.params import count_params
 from automoe.observe.metrics import series
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
@@ -19,20 +19,37 @@ INIT_TIMEOUT_S = 30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default
 FINISH_TIMEOUT_S = 60  # upload of what is left at the end
 
 
-class Tracker(Protocol):
+class Tracker:
+    """A started W&B run, or nothing. The first error ends its use, with a warning; training goes on."""
+
+    def __init__(self, run: Any | None = None, warn: Callable[[str], None] = print) -> None:
+        self._run, self._warn = run, warn
+
     def log(self, record: Mapping[str, Any]) -> None:
         """Send one step's record (the keys of ``metrics.jsonl``)."""
+        if self._run is None:
+            return
+        known = {
+            key: value for key, value in record.items() if value is not None and not isinstance(value, (list, dict))
+        }
+        try:
+            self._run.log(known, step=record["step"])
+        except Exception as error:  # its service process died: nothing of training depends on it
+            self._give_up(error)
 
     def finish(self, exit_code: int = 0) -> None:
         """Flush and close; ``exit_code`` other than 0 marks the run as failed."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=exit_code)
+        except Exception as error:  # as above; the run's own outcome is what matters now
+            self._give_up(error)
+        self._run = None
 
-
-class NoTracker:
-    def log(self, record: Mapping[str, Any]) -> None:
-        pass
-
-    def finish(self, exit_code: int = 0) -> None:
-        pass
+    def _give_up(self, error: Exception) -> None:
+        self._warn(f"W&B stopped working ({_one_line(error)}); training goes on without it")
+        self._run = None
 
 
 def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None) -> Tracker:
@@ -47,7 +64,7 @@ def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable
     ``wandb sync``; if that fails too, to nothing. Never raises on account of W&B, never asks.
     """
     if config.observe.wandb == "off":
-        return NoTracker()
+        return Tracker()
     warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
     try:
         import wandb
@@ -55,11 +72,11 @@ def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable
         warn(
             f"observe.wandb={config.observe.wandb}, but wandb cannot be imported ({error}); training goes on without it"
         )
-        return NoTracker()
+        return Tracker()
 
     for mode in dict.fromkeys((config.observe.wandb, "offline")):
         try:
-            return WandbTracker(_start(wandb, config, Path(run_dir), mode), warn)
+            return Tracker(_start(wandb, config, Path(run_dir), mode), warn)
         # Whatever its service process, the network or a full disk makes it raise (its own errors, and
         # OSErrors, timeouts and assertions from its client) must not cost the run.
         except Exception as error:
@@ -69,39 +86,7 @@ def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable
                 else "training goes on without it"
             )
             warn(f"W&B does not work {mode} ({_one_line(error)}); {then}")
-    return NoTracker()
-
-
-class WandbTracker:
-    """A started W&B run. The first error ends its use, with a warning; training goes on."""
-
-    def __init__(self, run: Any, warn: Callable[[str], None]) -> None:
-        self._run: Any | None = run
-        self._warn = warn
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        if self._run is None:
-            return
-        known = {
-            key: value for key, value in record.items() if value is not None and not isinstance(value, (list, dict))
-        }
-        try:
-            self._run.log(known, step=record["step"])
-        except Exception as error:  # its service process died: nothing of training depends on it
-            self._give_up(error)
-
-    def finish(self, exit_code: int = 0) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.finish(exit_code=exit_code)
-        except Exception as error:  # as above; the run's own outcome is what matters now
-            self._give_up(error)
-        self._run = None
-
-    def _give_up(self, error: Exception) -> None:
-        self._warn(f"W&B stopped working ({_one_line(error)}); training goes on without it")
-        self._run = None
+    return Tracker()
 
 
 def _start(wandb: Any, config: Config, run_dir: Path, mode: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from automoe.config.recompute import FULL, PROMISED, recomputed_modules
+from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import ParallelConfig
 from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
@@ -79,7 +79,7 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
             _promise_norms(block)
         if "mla_up_proj" in modules:
             block.attention.project_up = Remade(block.attention.project_up)
-        if modules.intersection(PROMISED):
+        if modules.intersection(DISCARDED_OUTPUTS):
             block.forward = Region(block.forward)
 
 

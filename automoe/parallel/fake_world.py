@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, stays_unsharded
 from automoe.config.schema import Config
-from automoe.config.unsharded import stays_unsharded
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, stays_unsharded
 from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig, ParallelConfig
 from automoe.config.stages import split_layers, stage_of_rank
-from automoe.config.unsharded import stays_unsharded
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
 from automoe.moe.communicators import SINGLE_RANK, Communicator, Communicators

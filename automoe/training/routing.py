@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.moe.router import Router, Routing, watch_routing
 from automoe.moe.tokens import Tokens

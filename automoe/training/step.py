@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
-from automoe.data.loader import Loader
+from automoe.data.loader import Loader, StepBatch
 from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import set_learning_rate
 from automoe.optim.grad_norm import clip_, global_grad_norm

@@ -16,7 +16,7 @@ from automoe.errors import AutomoeError, ConfigError
 if TYPE_CHECKING:
     from automoe.config.mesh_shape import MeshShape
     from automoe.config.schema import Config
-    from automoe.data.batch import StepBatch
+    from automoe.data.loader import StepBatch
     from automoe.verify.compare import Comparison
     from automoe.verify.pool import RankPool
     from automoe.verify.trajectory import Trajectory

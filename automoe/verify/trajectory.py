@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.moe.router import RoutingRecorder
 from automoe.optim.adamw import build_optimizer

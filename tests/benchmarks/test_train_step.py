@@ -14,8 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.unsharded import stays_unsharded
+from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.cost.params import count_params
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,8 @@ from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, refusal,
 
 from automoe.checkpoint.manifest import changed_settings, check_model, describe
 from automoe.checkpoint.store import CheckpointStore
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config
-from automoe.config.unsharded import stays_unsharded
 from automoe.data.loader import Loader
 from automoe.errors import CheckpointError
 from automoe.verify.pool import RankPool

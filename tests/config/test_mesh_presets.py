@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automoe.config.compose import compose_config
-from automoe.config.mesh_presets import PRESETS
-from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.mesh_shape import PRESETS, MeshShape, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.errors import ConfigError
 

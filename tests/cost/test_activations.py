@@ -15,7 +15,7 @@ import automoe.model.decoder
 import automoe.parallel.activation_checkpoint
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.recompute import REGIONS
+from automoe.config.recompute import RERUN
 from automoe.config.schema import CHUNK_TOKENS, Config, MeshConfig
 from automoe.cost.activations import (
     CPU,
@@ -161,13 +161,13 @@ def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> Non
         assert kernels_of(composed(*overrides)).groups_copied == expected
 
 
-@pytest.mark.parametrize("recompute", [*REGIONS, "full", "layernorm", "all regions"])
+@pytest.mark.parametrize("recompute", [*RERUN, "full", "layernorm", "all regions"])
 @DTYPES
 @pytest.mark.parametrize(("model", "layer"), LAYERS)
 def test_a_recomputed_layer_keeps_what_the_plan_says(
     model: str, layer: int, dtype: torch.dtype, recompute: str
 ) -> None:
-    names = list(REGIONS) if recompute == "all regions" else [recompute]
+    names = list(RERUN) if recompute == "all regions" else [recompute]
     assert_kept_as_planned((f"model={model}",), layer, dtype, names)
 
 

@@ -10,10 +10,8 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from automoe.config.stages import split_layers
-from automoe.cost.activations import FUSED, Kernels, TokenLoad, layer_activation_bytes
-from automoe.cost.batch import plan_batch
-from automoe.cost.inflight import peak_in_flight, rank_actions
-from automoe.cost.memory import RankMemory, local_numel, plan_memory, stage_params
+from automoe.cost.activations import FUSED, Kernels, TokenLoad, layer_activation_bytes, plan_batch
+from automoe.cost.memory import RankMemory, local_numel, peak_in_flight, plan_memory, rank_actions, stage_params
 from automoe.cost.params import Param, count_params
 
 GIB = 2**30

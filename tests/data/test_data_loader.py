@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from automoe.config.schema import Config
-from automoe.data.batch import IGNORE, StepBatch
-from automoe.data.loader import Loader
-from automoe.data.token_cache import default_cache_dir, open_corpus
+from automoe.data.loader import Loader, StepBatch
+from automoe.data.prepare import default_cache_dir, open_corpus
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import ConfigError, DataError
+from automoe.moe.tokens import IGNORE
 
 FIELDS = ("tokens", "labels", "positions", "doc_ids")
 
@@ -323,7 +323,7 @@ def test_bad_text_leaves_nothing_in_the_cache(config, cache):
 def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
     code = (
         "import os, signal, sys; from automoe.config.schema import DataConfig\n"
-        "from automoe.data.token_cache import open_corpus; from automoe.data.tokenizer import ByteTokenizer\n"
+        "from automoe.data.prepare import open_corpus; from automoe.data.tokenizer import ByteTokenizer\n"
         "class Dying(ByteTokenizer):\n"
         "    def encode_batch(self, texts): os.kill(os.getpid(), signal.SIGKILL)\n"
         f"open_corpus(DataConfig(kind='text', path={config.data.path!r}), Dying())"
@@ -336,7 +336,7 @@ def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
 
 def test_ranks_that_race_share_one_entry(config, cache):
     code = (
-        "import sys; from automoe.config.schema import DataConfig; from automoe.data.token_cache import open_corpus\n"
+        "import sys; from automoe.config.schema import DataConfig; from automoe.data.prepare import open_corpus\n"
         "from automoe.data.tokenizer import ByteTokenizer\n"
         "print(open_corpus(DataConfig(max_bytes=2_000_000), ByteTokenizer()).content)"
     )

@@ -11,7 +11,7 @@ import torch._dynamo
 from device_models import relative, rows, small
 
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.verify.trajectory import run_trajectory
 from tests.support.gpu import one_rank
 

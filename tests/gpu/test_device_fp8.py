@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_models import relative, small
 
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.moe.quantized import _spread_rows, grouped_product, grouped_weight_product, whole_tiles
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize
 from automoe.quantize.linear import scaled_product

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hf_mesh_cases import MESHES, ROWS, SEQ, config_for, load_on_mesh, stored, world_size
 
 from automoe.config.schema import MeshConfig, OptimConfig
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.keys import hf_pieces

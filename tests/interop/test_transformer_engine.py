@@ -32,7 +32,7 @@ from automoe.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.errors import BackendError
 from automoe.interop import transformer_engine
 from automoe.launch.hardware import check_backends

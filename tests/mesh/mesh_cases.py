@@ -19,7 +19,8 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.data.batch import IGNORE, StepBatch
+from automoe.data.loader import StepBatch
+from automoe.moe.tokens import IGNORE
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
 

@@ -26,7 +26,6 @@ import automoe.parallel.parallelize
 import automoe.parallel.pipeline
 import automoe.verify.trajectory
 from automoe.config.schema import Config
-from automoe.data.batch import IGNORE
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear, local_part
@@ -35,7 +34,7 @@ from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.tokens import TokenCounts
+from automoe.moe.tokens import IGNORE, TokenCounts
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.shared_gradients import SharedGradients

@@ -8,7 +8,7 @@ import pytest
 from mesh_cases import ROWS, STEPS, Case, batches
 
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.moe.dispatch import LocalDispatcher
 from automoe.moe.dispatch.measure import STAGES, HostSyncs, StageTimer
 from automoe.verify.pool import RankPool

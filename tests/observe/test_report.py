@@ -15,7 +15,7 @@ from synthetic_run import small_config, write_run
 import automoe.observe.plots
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
-from automoe.observe.mesh_plot import draw_mesh
+from automoe.observe.mesh_view import draw_mesh
 from automoe.observe.plot_style import save
 from automoe.observe.report import build_report, write_report
 

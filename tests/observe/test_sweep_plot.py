@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from synthetic_run import write_run
 
-from automoe.observe.sweep_plot import draw_sweep
+from automoe.observe.plots import draw_sweep
 
 
 def test_jobs_that_ran_are_drawn_and_the_others_do_no_harm(tmp_path: Path) -> None:

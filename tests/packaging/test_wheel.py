@@ -74,8 +74,9 @@ def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     call([sys.executable, "-c", build, str(target)], source)
     (built,) = target.glob("automoe-*.whl")
     zipfile.ZipFile(built).extractall(target)
-    # Python reads .pth files in site folders alone.
-    (target / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(target)!r})\n")
+    # Python reads .pth files in site folders alone, and one that it has read may name another checkout.
+    first = f"import site, sys\nold = list(sys.path)\nsite.addsitedir({str(target)!r})\n"
+    (target / "sitecustomize.py").write_text(first + "sys.path[:0] = [one for one in sys.path if one not in old]\n")
     return target
 
 

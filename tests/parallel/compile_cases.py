@@ -11,7 +11,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from automoe.config.schema import Config
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.parallel import parallelize
 from automoe.parallel.compile import apply_compile
 from automoe.verify.trajectory import Batches, Trajectory, run_trajectory

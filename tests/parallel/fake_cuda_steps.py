@@ -21,7 +21,7 @@ import triton.language as tl
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.model import attention
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fake_world import fake_world

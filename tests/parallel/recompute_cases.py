@@ -23,8 +23,9 @@ from automoe.config.schema import (
     RouterConfig,
     TrainConfig,
 )
-from automoe.data.batch import IGNORE, StepBatch
+from automoe.data.loader import StepBatch
 from automoe.moe.decisions import Decisions, recomputing
+from automoe.moe.tokens import IGNORE
 from automoe.parallel.discard_outputs import _Promise
 from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
 

@@ -20,7 +20,7 @@ from automoe.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import run_trajectory
 from tests.support.communication import CommunicationLog, Message

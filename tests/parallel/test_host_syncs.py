@@ -17,7 +17,7 @@ import automoe.kernels.stochastic_adamw
 import automoe.parallel.pipeline
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, MoEConfig, TrainConfig
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fake_world import fake_world

@@ -14,7 +14,8 @@ from automoe.config.schema import (
     MoEConfig,
     TrainConfig,
 )
-from automoe.data.batch import IGNORE, StepBatch
+from automoe.data.loader import StepBatch
+from automoe.moe.tokens import IGNORE
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import run_trajectory
 

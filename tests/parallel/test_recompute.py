@@ -14,7 +14,7 @@ import torch
 from recompute_cases import DEEPSEEK, QWEN3, STEPS, batches, make_config, run_with_fault, world_size
 from torch.utils.checkpoint import CheckpointError
 
-from automoe.config.recompute import MODULES, PROMISED
+from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
 from automoe.parallel.parallelize import build_decoder
@@ -29,7 +29,7 @@ PER_MICRO_BATCH = dict(reshard="micro_batch", grad_sync="micro_batch")
 DROPPING = dict(capacity_factor=1.0, drop_scope="sequence")
 
 EVERYTHING = [name for name in MODULES if name != "moe_act"]  # which grouped_mm and triton always do
-PROMISED_NAMES = list(PROMISED)
+DISCARDED = list(DISCARDED_OUTPUTS)
 CASES = [
     # one rank: each region, accumulation, some of the layers
     *(make_config(DEEPSEEK, rows=2, recompute=[name]) for name in EVERYTHING),
@@ -51,9 +51,9 @@ CASES = [
     make_config(QWEN3, dict(pp=2), 2, recompute="full", schedule="GPipe"),
     make_config(QWEN3, dict(pp=2, dp_shard=2, ep=2), 1, recompute=["core_attn", "moe"], **INTERLEAVED),
     make_config(QWEN3, dict(pp=2, dp_shard=2, ep=2), 1, recompute="full", **INTERLEAVED),
-    make_config(DEEPSEEK, dict(pp=2, dp_shard=2, ep=2), 2, recompute=PROMISED_NAMES),
-    make_config(DEEPSEEK, dict(pp=2, dp_shard=2, ep=2), 1, recompute=PROMISED_NAMES, **INTERLEAVED),
-    make_config(DEEPSEEK, dict(dp_shard=2), 2, recompute=PROMISED_NAMES, **PER_MICRO_BATCH),
+    make_config(DEEPSEEK, dict(pp=2, dp_shard=2, ep=2), 2, recompute=DISCARDED),
+    make_config(DEEPSEEK, dict(pp=2, dp_shard=2, ep=2), 1, recompute=DISCARDED, **INTERLEAVED),
+    make_config(DEEPSEEK, dict(dp_shard=2), 2, recompute=DISCARDED, **PER_MICRO_BATCH),
     # collectives inside the regions
     make_config(DEEPSEEK, dict(cp=2), 4, recompute=EVERYTHING),
     make_config(QWEN3, dict(cp=2, ep=2), 4, recompute="full"),
@@ -61,7 +61,7 @@ CASES = [
     make_config(DEEPSEEK, dict(tp=2, ep=2), 4, recompute="full"),
     make_config(QWEN3, dict(tp=2, etp=2), 4, recompute=["core_attn", "moe"]),
     make_config(QWEN3, dict(tp=2, ep=2), 4, recompute=["layernorm"]),
-    make_config(DEEPSEEK, dict(tp=2, cp=2, ep=2), 4, recompute=PROMISED_NAMES),
+    make_config(DEEPSEEK, dict(tp=2, cp=2, ep=2), 4, recompute=DISCARDED),
     make_config(QWEN3, dict(dp_shard=2, tp=2, ep=2, etp=2), 4, recompute="full"),
     # choices dropped, experts padded
     make_config(DEEPSEEK, dict(cp=2, ep=2), 4, DROPPING, recompute="full"),
@@ -128,7 +128,7 @@ def test_bfloat16_is_equal_to_the_bit(ranks: RankPool, recompute: list[str] | st
 
 @pytest.mark.parametrize("mesh", [{}, dict(pp=2, dp_shard=2)], ids=["one", "pp2_dp2"])
 def test_outputs_made_otherwise_the_second_time_are_seen(ranks: RankPool, reference, mesh: dict[str, int]) -> None:
-    config = make_config(DEEPSEEK, mesh, 2, recompute=PROMISED_NAMES)
+    config = make_config(DEEPSEEK, mesh, 2, recompute=DISCARDED)
     size = world_size(config)
     broken = ranks.run(run_with_fault, size, config, batches, STEPS, cases.made_otherwise_again)
     found = differences(merge_trajectories(broken), reference(config), TOLERANCE)

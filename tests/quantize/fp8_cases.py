@@ -18,7 +18,7 @@ from automoe.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 
 ROWS, SEQ_LEN, VOCAB = 4, 64, 64
 

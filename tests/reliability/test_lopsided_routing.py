@@ -16,7 +16,8 @@ from automoe.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from automoe.data.batch import IGNORE, StepBatch
+from automoe.data.loader import StepBatch
+from automoe.moe.tokens import IGNORE
 from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory

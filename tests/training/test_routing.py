@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.errors import DataError
 from automoe.model.decoder import Decoder
 from automoe.parallel.parallelize import build_decoder
