@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import MeshConfig, ModelConfig, MoEConfig
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.model.init import initialize
 from automoe.moe.dispatch.measure import HostSyncs, StageTimer
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
 from automoe.parallel.expert import apply_expert_parallel
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import allocate, build_decoder
+from automoe.parallel.parallelize import allocate, build_decoder, build_runtime
 from tests.support.communication import CommunicationLog
 
 RANKS = 8
@@ -75,10 +75,11 @@ class Contender:
         )
         moe = MoEConfig(dispatcher=dispatcher, gate="balanced")  # type: ignore[arg-type]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        part = build_decoder(model, moe, dtype, range(1), embeds=False, predicts=False)
-        if mesh is not None:
-            shape = resolve_mesh(MeshConfig(**mesh), None)
-            apply_expert_parallel(part, build_meshes(shape, device), moe)
+        meshes = None if mesh is None else build_meshes(resolve_mesh(MeshConfig(**mesh), None), device)
+        runtime = build_runtime(Config(model=model, moe=moe), meshes)
+        part = build_decoder(model, moe, dtype, range(1), runtime, embeds=False, predicts=False)
+        if meshes is not None:
+            apply_expert_parallel(part, meshes)
         allocate({0: part}, device)
         initialize(part, 0.05, seed=0)
         self.part = part  # its layer alone would not keep it alive

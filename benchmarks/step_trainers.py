@@ -33,6 +33,7 @@ from automoe.parallel.parallelize import (
     allocate,
     build_decoder,
     build_parts,
+    build_runtime,
     materialize,
     parallelize,
     parameter_dtype,
@@ -217,7 +218,7 @@ def transformers_grouped_mm(config: Config, meshes: Meshes, device: torch.device
 
 def torchtitan_layer(config: Config, meshes: Meshes, device: torch.device) -> Built:
     """Our model with torchtitan's MoE layer in place of ours."""
-    part = _first_weights(config, device)
+    part = _first_weights(config, device, meshes)
     layers = []
     for number, layer in list(part.moe_layers()):
         try:
@@ -286,9 +287,9 @@ class TransformersPart(nn.Module):
         return torch.stack([out.loss])
 
 
-def _first_weights(config: Config, device: torch.device) -> Decoder:
+def _first_weights(config: Config, device: torch.device, meshes: Meshes | None = None) -> Decoder:
     """Our model before it is sharded, all in ``parameter_dtype``, with the values that every contender starts from."""
-    part = build_decoder(config.model, config.moe, parameter_dtype(config))
+    part = build_decoder(config.model, config.moe, parameter_dtype(config), runtime=build_runtime(config, meshes))
     allocate({0: part}, device)
     initialize(part, config.model.initializer_range, config.train.seed)
     return part

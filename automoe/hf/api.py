@@ -24,7 +24,7 @@ from automoe.hf.write import Written, export_model
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_communicators, build_decoder, parallelize
+from automoe.parallel.parallelize import build_decoder, build_runtime, parallelize
 
 _NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -83,7 +83,7 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
     check_model(on_mesh, shape)
     meshes = build_meshes(shape, device)
     stored = torch.float32 if dtype == torch.bfloat16 else dtype
-    model = build_decoder(config, moe, stored, comms=build_communicators(meshes, on_mesh.parallel))
+    model = build_decoder(config, moe, stored, runtime=build_runtime(on_mesh, meshes))
     parallelize(model, meshes, on_mesh)
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch.func import functional_call
 
 from automoe.errors import BackendError
-from automoe.model.attention import AttentionFn
+from automoe.model.attention_kernels import AttentionFn
 from automoe.model.norm import RMSNorm
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import on_host
@@ -46,8 +47,8 @@ def experts() -> ExpertFn:
     return _Experts(_load("moe.experts=te", "moe.experts=grouped_mm"))
 
 
-def use_norms(model: nn.Module, wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let transformer-engine compute every RMSNorm of ``model``, zero-centered ones included.
+def norm(wait: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., RMSNorm]:
+    """What makes an ``RMSNorm`` that transformer-engine computes, zero-centered ones included.
 
     Args:
         wait: gives a tensor whose data is there, for kernels that read by pointer.
@@ -55,10 +56,7 @@ def use_norms(model: nn.Module, wait: Callable[[torch.Tensor], torch.Tensor]) ->
     Raises:
         BackendError: transformer-engine does not import; names the norm that there is.
     """
-    te = _load("kernels.norm=te", "kernels.norm=torch")
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.forward = _Norm(te, module, wait)  # not another module: parameters keep their names
+    return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"), wait)
 
 
 def _load(choice: str, instead: str) -> Any:
@@ -113,24 +111,27 @@ class _Attention:
         return self._modules[key]
 
 
-class _Norm:
-    """The forward of one ``RMSNorm``: x [..., D] -> [..., D] in the dtype of x."""
+class _Norm(RMSNorm):
+    """x [..., D] -> [..., D] in the dtype of x."""
 
-    def __init__(self, te: Any, norm: RMSNorm, wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._norm, self._wait = norm, wait
-        self._module = te.RMSNorm(
-            norm.weight.shape[0],
-            eps=norm.eps,
-            zero_centered_gamma=norm.zero_centered,
-            device="meta",
-            dtype=norm.weight.dtype,
-        )
+    def __init__(
+        self,
+        te: Any,
+        wait: Callable[[torch.Tensor], torch.Tensor],
+        dim: int,
+        eps: float,
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__(dim, eps, zero_centered)
+        module = te.RMSNorm(dim, eps=eps, zero_centered_gamma=zero_centered, device="meta", dtype=self.weight.dtype)
+        self._wait = wait
+        self._module = (module,)  # in a tuple: none of this model's modules, whose parameters have names
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
         # Under tp the first layer's rows may still be on their way.
-        x = self._wait(x)
-        return functional_call(self._module, {"weight": self._norm.weight}, (x,)).to(x.dtype)
+        x_ready = self._wait(x)
+        return functional_call(self._module[0], {"weight": self.weight}, (x_ready,)).to(x.dtype)
 
 
 class _Experts:

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels computes: ``kernels.attention``, said here and not left to torch.
+"""Softmax attention by torch's kernels. Which of them computes, ``kernels.attention``, is said here and not left to torch.
 
 What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
 
@@ -13,13 +13,21 @@ pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automoe.errors import BackendError
+
+# q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv], mask [B, 1, S, R] or None (causal), scale,
+# sinks [N] or None -> [B, S, N, Dv]
+AttentionFn = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], torch.Tensor
+]
 
 HALF = (torch.bfloat16, torch.float16)
 FORCED = {
@@ -89,3 +97,72 @@ def only_kernels(kernel: str, device_type: str, query_dim: int, value_dim: int) 
     if device_type == "cuda":
         return sdpa_kernel(cuda_order(query_dim, value_dim), set_priority=True)
     return nullcontext()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    kernel: str = "sdpa",
+) -> torch.Tensor:
+    """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv].
+
+    ``sinks`` [N] are scores of one more key a head, which every query sees and which has no value.
+    ``kernel`` is that of ``kernels.attention``.
+    """
+    if sinks is not None:
+        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale, None, kernel)
+        return out[:, out.shape[1] - q.shape[1] :, :, : v.shape[-1]]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    value_dim, device = v.shape[-1], q.device.type
+    if value_dim < q.shape[-1] and (kernel == "flash" or (kernel == "sdpa" and device == "cpu")):
+        # Flash wants equal head dims; on the CPU zero columns cost less than the unfused path.
+        v = F.pad(v, (0, q.shape[-1] - value_dim))
+    if k.shape[1] != q.shape[1] and device == "cuda" and kernel == "sdpa":
+        if mask is not None or q.dtype not in HALF:
+            # The efficient kernel may be the only fused one left, and takes no grouped heads.
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    with only_kernels(kernel, device, q.shape[-1], v.shape[-1]):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+    return out[..., :value_dim].transpose(1, 2)
+
+
+def _with_sink_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Arguments of an attention without sinks that computes one with them, so that fused kernels serve both.
+
+    A key is put in front of all others, with a value of zeros. One more dim of the queries holds the head's
+    sink, and is one in that key and zero in the others. Without a mask a query of zeros goes in front as
+    well: the others then see the new key and what they saw before by causality alone.
+    """
+    extra = 8 - q.shape[-1] % 8  # at least one dim, and as many as fused kernels want
+    column = F.pad((sinks.to(q.dtype) / scale).unsqueeze(1), (0, extra - 1))
+    q = torch.cat((q, column.expand(*q.shape[:3], extra)), dim=-1)
+    dim = k.shape[-1]
+    k, v = F.pad(k, (0, extra, 0, 0, 1, 0)), F.pad(v, (0, q.shape[-1] - v.shape[-1], 0, 0, 1, 0))
+    k[:, 0, :, dim] = 1
+    if mask is None:
+        return F.pad(q, (0, 0, 0, 0, 1, 0)), k, v, None
+    return q, k, v, F.pad(mask, (1, 0), value=True)
+
+
+def attention_fn(kernel: str) -> AttentionFn:
+    """``attend`` with the kernel that ``kernels.attention`` names.
+
+    Raises:
+        BackendError: cuDNN is to be forced, and this machine's is wrong.
+    """
+    if kernel == "cudnn":
+        check_cudnn()
+    return partial(attend, kernel=kernel)

@@ -9,8 +9,7 @@ from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.model.attention import AttentionContext, build_attention
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
-from automoe.model.norm import RMSNorm
-from automoe.moe.communicators import Communicators
+from automoe.model.runtime import Runtime
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
 
@@ -18,22 +17,23 @@ from automoe.moe.tokens import Tokens
 class Block(nn.Module):
     """Pre-norm decoder layer ``layer``; dense below ``first_k_dense``, MoE from there on."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, comms: Communicators) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, runtime: Runtime) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.input_layernorm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms)
+        hidden, sequence = config.hidden_size, runtime.comms.sequence
+        self.input_layernorm = runtime.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
-            self.linear_attn = GatedDeltaNet(config, comms.sequence)
+            self.linear_attn = GatedDeltaNet(config, runtime)
         else:
-            self.self_attn = build_attention(config, layer, comms.sequence)
-        self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms)
+            self.self_attn = build_attention(config, layer, runtime)
+        self.post_attention_layernorm = runtime.norm(hidden, config.norm_eps, config.zero_centered_norms)
         self.mlp: nn.Module
         if layer < config.first_k_dense:
-            self.mlp = MLP(hidden, config.intermediate_size, sequence=comms.sequence)
+            self.mlp = MLP(hidden, config.intermediate_size, sequence=sequence)
         else:
             width = config.num_shared_experts * config.moe_intermediate_size
-            shared = MLP(hidden, width, config.shared_expert_gate, comms.sequence) if width else None
-            self.mlp = MoE(config, moe, layer - config.first_k_dense, shared, comms)
+            shared = MLP(hidden, width, config.shared_expert_gate, sequence) if width else None
+            moe_index = layer - config.first_k_dense
+            self.mlp = MoE(config, moe, moe_index, shared, runtime.comms, runtime.dispatcher, runtime.seed)
 
     @property
     def attention(self) -> nn.Module:

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.model.attention import AttentionContext, AttentionFn, attend
+from automoe.model.attention import AttentionContext
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear, local_part
 from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
-from automoe.model.norm import RMSNorm
-from automoe.model.rope import Rope
-from automoe.moe.communicators import Communicators
+from automoe.model.runtime import Runtime
+from automoe.moe.communicators import first_of_rank
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import TokenCounts, Tokens
 
@@ -29,7 +28,7 @@ class Decoder(nn.Module):
         layers: which of the model's layers this part holds; None means all.
         embeds: holds the token embedding.
         predicts: holds the final norm and the vocabulary head.
-        comms: the groups of ranks that share its rows and weights; default: one rank.
+        runtime: communicators and implementations; default: one rank and plain torch.
     """
 
     def __init__(
@@ -39,22 +38,21 @@ class Decoder(nn.Module):
         layers: range | None = None,
         embeds: bool = True,
         predicts: bool = True,
-        comms: Communicators | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.comms = config, comms or Communicators()
+        self.config, self.runtime = config, runtime or Runtime()
         self.embeds, self.predicts = embeds, predicts
         layers = range(config.num_layers) if layers is None else layers
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_embeddings
-        self.embed_tokens = Embedding(vocab, hidden) if embeds or (predicts and tied) else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer, self.comms) for layer in layers})
-        self.norm = RMSNorm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
+        # Token id of the first row of embedding and head that this rank holds.
+        self.first_id = first_of_rank(self.runtime.comms.sequence, vocab)
+        self.embed_tokens = Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
+        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer, self.runtime) for layer in layers})
+        norm = self.runtime.norm
+        self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
-        self.first_id = 0  # token id of the first row of embedding and head that this rank holds
-        self.attend: AttentionFn = attend
-        self.rope = Rope()
-        self.always_masked = False  # see ``attention_mask``
         self.chunk_loss: ChunkLoss = chunk_loss
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
@@ -101,13 +99,11 @@ class Decoder(nn.Module):
         if row_ids is None:
             row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
         tokens = Tokens(positions, index, doc_ids, token_counts.non_padding, forced_ids, row_ids, not_padding)
-        sequence = self.comms.sequence
+        sequence = self.runtime.comms.sequence
         if self.embeds:
             assert self.embed_tokens is not None
             x = sequence.reduce_scatter(self.embed_tokens(x))
-        context = AttentionContext(
-            self.config, tokens, self.comms.keys, x.dtype, self.attend, self.always_masked, self.rope
-        )
+        context = AttentionContext(self.config, tokens, self.runtime, x.dtype)
         own_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
             x = block(x, context, own_tokens)

@@ -18,8 +18,8 @@ from torch import nn
 from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.linear import Linear, local_part
-from automoe.model.norm import RMSNorm
-from automoe.moe.communicators import SINGLE_RANK, Communicator
+from automoe.model.runtime import Runtime
+from automoe.moe.communicators import first_of_rank
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # under the root of a squared length
@@ -121,7 +121,7 @@ class GatedDeltaNet(nn.Module):
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
 
-    def __init__(self, config: ModelConfig, sequence: Communicator = SINGLE_RANK) -> None:
+    def __init__(self, config: ModelConfig, runtime: Runtime) -> None:
         super().__init__()
         a, hidden = config.attention, config.hidden_size
         self.key_heads, self.value_heads = a.linear_num_key_heads, a.linear_num_value_heads
@@ -133,10 +133,10 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = ShortConv(2 * keys + values, a.linear_conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
-        self.norm = RMSNorm(self.value_dim, config.norm_eps)
+        self.norm = runtime.norm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
-        self.first_key_head = 0  # of those that this rank has some of
-        self.sequence = sequence
+        self.sequence = runtime.comms.sequence
+        self.first_key_head = first_of_rank(self.sequence, self.key_heads)
         self.attend = gated_delta_rule
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
@@ -162,7 +162,7 @@ class GatedDeltaNet(nn.Module):
         )
         gate = z.reshape(out.shape).to(wide)
         out = (self.norm(out).to(wide) * F.silu(gate)).to(x.dtype)
-        return self.out_proj.summed(out.flatten(2), self.sequence)
+        return self.out_proj.reduce_scatter(out.flatten(2), self.sequence)
 
     def _conv_weight(self, heads: int) -> torch.Tensor:
         """[channels of ``heads`` key heads, 1, W]: all of it, or where tp cuts heads, this rank's three pieces."""

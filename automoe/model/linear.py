@@ -30,11 +30,11 @@ class Linear(nn.Module):
     weight and bias or None.
     """
 
-    rows: slice | None = None
     product: Callable[..., torch.Tensor]
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, rows: slice | None = None) -> None:
         super().__init__()
+        self.rows = rows
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.product = F.linear
@@ -45,7 +45,7 @@ class Linear(nn.Module):
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         return self.product(x, weight, bias)
 
-    def summed(self, x: torch.Tensor, sequence: Communicator) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, sequence: Communicator) -> torch.Tensor:
         """The product of ranks that each have some input features: their terms summed, then the bias, once."""
         out = sequence.reduce_scatter(self.product(x, local_part(self.weight)))
         return out if self.bias is None else out + local_part(self.bias)
@@ -84,12 +84,10 @@ class Embedding(nn.Module):
     ``first_id`` is the id of the first row that this rank holds.
     """
 
-    first_id = 0
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, first_id: int = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.vocab_size = vocab_size
+        self.vocab_size, self.first_id = vocab_size, first_id
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [B, S] int64 -> [B, S, H]: this rank's share of the sum over ranks."""

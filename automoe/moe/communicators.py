@@ -59,6 +59,11 @@ class SingleRank:
 SINGLE_RANK = SingleRank()
 
 
+def first_of_rank(comm: Communicator, total: int) -> int:
+    """Number of the first of ``total`` heads, key heads or vocabulary rows that this rank has a part of."""
+    return comm.rank * total // comm.num_ranks
+
+
 @dataclass(frozen=True)
 class Communicators:
     """Every group that a model's modules talk to; the default is a model on one rank.

@@ -82,7 +82,7 @@ def _triton() -> ExpertFn:
     return triton_experts
 
 
-# What makes each backend; ``automoe.parallel.kernels`` adds those of other packages.
+# What makes each backend; ``automoe.parallel.parallelize`` adds those of other packages.
 BACKENDS: dict[str, Callable[[], ExpertFn]] = {
     "loop": lambda: loop_experts,
     "grouped_mm": lambda: grouped_mm_experts,

@@ -19,12 +19,20 @@ from automoe.moe.router import Router
 from automoe.moe.tokens import Tokens
 
 
+def local_dispatcher(num_experts: int, moe: MoEConfig) -> LocalDispatcher:
+    """The dispatcher of a rank that holds all experts."""
+    return LocalDispatcher(num_experts, drops=moe.capacity_factor > 0 and not moe.pad_to_capacity)
+
+
 class MoE(nn.Module):
-    """Sparse feed-forward. ``dispatcher`` is an object handed in; the layer itself knows no ranks.
+    """Sparse feed-forward; the layer itself knows no ranks.
 
     Args:
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
+        comms: groups of ranks that share rows and micro-batches; default: one rank.
+        dispatcher: brings tokens to experts; default: all experts are on this rank.
+        seed: of the router's jitter.
     """
 
     def __init__(
@@ -34,10 +42,12 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         comms: Communicators | None = None,
+        dispatcher: Dispatcher | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.comms = comms or Communicators()
-        self.router = Router(config, moe, moe_index, self.comms)
+        self.router = Router(config, moe, moe_index, self.comms, seed)
         self.experts = GroupedExperts(
             config.num_experts,
             config.hidden_size,
@@ -48,8 +58,7 @@ class MoE(nn.Module):
         )
         self.shared_experts = shared_experts
         self.moe, self.num_experts = moe, config.num_experts
-        drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
-        self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts, drops)
+        self.dispatcher = dispatcher or local_dispatcher(config.num_experts, moe)
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""

@@ -158,12 +158,14 @@ class Router(nn.Module):
     expert_bias: torch.Tensor | None
     load_fractions: torch.Tensor
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, moe_index: int, comms: Communicators | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, moe_index: int, comms: Communicators | None = None, seed: int = 0
+    ) -> None:
         super().__init__()
         num_experts = config.num_experts
         self.config, self.moe, self.comms = config.router, moe, comms or Communicators()
         self.num_experts, self.top_k, self.moe_index = num_experts, config.num_experts_per_token, moe_index
-        self.seed = 0  # of the jitter; a run sets its own
+        self.seed = seed  # of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if config.router.logit_bias else None
         bias = torch.empty(num_experts, dtype=torch.float32) if config.router.expert_bias else None

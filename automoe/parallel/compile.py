@@ -47,7 +47,7 @@ def apply_compile(model: Decoder, backend: str = "inductor") -> None:
     if model.norm is not None:
         assert type(model.norm) is RMSNorm
         _compile_method(model.norm, "forward", backend)
-    model.always_masked = True
+    assert model.runtime.always_masked, "a mask is made for some documents and not for others"
     model.chunk_loss = _compiled(model.chunk_loss, backend)
 
 

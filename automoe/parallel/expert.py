@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts' weights cut over the ep axis, and a dispatcher that spans it."""
+"""Expert parallelism: the experts' weights sharded over the ep axis, and a dispatcher that spans it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from automoe.moe.dispatch import (
     ExpertTensorDispatcher,
 )
 from automoe.moe.experts import GroupedExperts
+from automoe.moe.layer import local_dispatcher
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
 
@@ -49,11 +50,11 @@ class ExpertParallel(ParallelStyle):
 
 
 def _deepep(ep: ProcessGroupDispatch) -> Callable[[int], Dispatcher]:
-    exchange = open_deepep(ep.group)  # one for all layers
+    exchange = open_deepep(ep.group)
     return lambda num_experts: DeepEPDispatcher(num_experts, ep.num_ranks, exchange)
 
 
-# For the ep group, what makes the dispatcher of one layer from its number of experts.
+# For the ep group, what makes a dispatcher from the number of experts.
 DISPATCHERS: dict[str, Callable[[ProcessGroupDispatch], Callable[[int], Dispatcher]]] = {
     "alltoall": lambda ep: partial(AllToAllDispatcher, ep=ep),
     "allgather": lambda ep: partial(AllGatherDispatcher, ep=ep),
@@ -61,23 +62,26 @@ DISPATCHERS: dict[str, Callable[[ProcessGroupDispatch], Callable[[int], Dispatch
 }
 
 
-def apply_expert_parallel(model: Decoder, meshes: Meshes, moe: MoEConfig) -> None:
-    """Cut every MoE layer's experts over ep and etp and hand it the dispatcher that the config names.
+def build_dispatcher(meshes: Meshes, num_experts: int, moe: MoEConfig) -> Dispatcher:
+    """What brings tokens to experts in every MoE layer: over ep as the config names it, and over etp around that.
 
     Raises:
         BackendError: no such dispatcher, or none on this machine; names those that there are.
     """
     dispatchers = DISPATCHERS | registered("moe.dispatcher")
     if moe.dispatcher not in dispatchers:
-        raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(DISPATCHERS)}")
-    axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
-    if not axes:
-        return
+        raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}")
     ep, etp = meshes.group("ep"), meshes.group("etp")
-    make = dispatchers[moe.dispatcher](ProcessGroupDispatch(ep)) if ep is not None else None
-    for _, layer in model.moe_layers():
-        parallelize_module(layer.experts, meshes.moe[axes], ExpertParallel())
-        if make is not None:
-            layer.dispatcher = make(layer.router.num_experts)
-        if etp is not None:
-            layer.dispatcher = ExpertTensorDispatcher(layer.dispatcher, ProcessGroupDispatch(etp))
+    dispatcher = (
+        local_dispatcher(num_experts, moe)
+        if ep is None
+        else dispatchers[moe.dispatcher](ProcessGroupDispatch(ep))(num_experts)
+    )
+    return dispatcher if etp is None else ExpertTensorDispatcher(dispatcher, ProcessGroupDispatch(etp))
+
+
+def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
+    """Shard every MoE layer's experts over ep and etp."""
+    if axes := tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None):
+        for _, layer in model.moe_layers():
+            parallelize_module(layer.experts, meshes.moe[axes], ExpertParallel())

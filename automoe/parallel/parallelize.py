@@ -5,21 +5,28 @@ from __future__ import annotations
 import torch
 
 from automoe.config.mesh_shape import MeshShape, stays_unsharded
-from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig, ParallelConfig
+from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from automoe.config.stages import split_layers, stage_of_rank
+from automoe.interop import quack, transformer_engine
+from automoe.model.attention_kernels import attention_fn
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
+from automoe.model.norm import RMSNorm
+from automoe.model.rope import rope_fns
+from automoe.model.runtime import Runtime
 from automoe.moe.communicators import SINGLE_RANK, Communicator, Communicators
+from automoe.moe.experts import BACKENDS
 from automoe.parallel.activation_checkpoint import apply_recompute
-from automoe.parallel.collectives import GroupCommunicator
+from automoe.parallel.collectives import GroupCommunicator, wait_tensor
 from automoe.parallel.compile import apply_compile
-from automoe.parallel.context import apply_context_parallel
-from automoe.parallel.expert import apply_expert_parallel
+from automoe.parallel.context import RingAttention
+from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import PARAM_DTYPES, apply_data_parallel
-from automoe.parallel.kernels import apply_kernels
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.tensor import apply_tensor_parallel
+
+BACKENDS |= {"te": transformer_engine.experts, "quack": quack.experts}  # of ``moe.experts``
 
 
 def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
@@ -30,8 +37,7 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
     the compiler. FSDP comes last: its hooks stay outside both, on modules, whose weights are then gathered.
     """
     apply_tensor_parallel(part, meshes)
-    apply_expert_parallel(part, meshes, config.moe)
-    apply_context_parallel(part, meshes, config.parallel)
+    apply_expert_parallel(part, meshes)
     apply_fp8(part, meshes, config)
     if config.train.compile:
         apply_compile(part)
@@ -40,9 +46,26 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
 
 
-def build_communicators(meshes: Meshes, parallel: ParallelConfig) -> Communicators:
-    """What the modules of this rank's parts talk to."""
+def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
+    """What the meshes (None: one rank) and the configuration decide about every part before it is built.
 
+    Raises:
+        BackendError: an implementation whose package is missing, or that this machine does not serve.
+    """
+    kernels, ring = config.kernels, None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    attend = transformer_engine.attention() if kernels.attention == "te" else attention_fn(kernels.attention)
+    return Runtime(
+        comms=Communicators() if meshes is None else _build_communicators(meshes, config.parallel),
+        dispatcher=None if meshes is None else build_dispatcher(meshes, config.model.num_experts, config.moe),
+        attend=attend if ring is None else RingAttention(ring),
+        rope=rope_fns(kernels.rope),
+        norm=transformer_engine.norm(wait_tensor) if kernels.norm == "te" else RMSNorm,
+        always_masked=config.train.compile,
+        seed=config.train.seed,
+    )
+
+
+def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> Communicators:
     def over(axis: str) -> Communicator:
         group = meshes.group(axis)
         return SINGLE_RANK if group is None else GroupCommunicator(group)
@@ -61,11 +84,10 @@ def build_decoder(
     moe: MoEConfig,
     dtype: torch.dtype,
     layers: range | None = None,
-    kernels: KernelsConfig | None = None,
-    comms: Communicators | None = None,
+    runtime: Runtime | None = None,
     **ends: bool,
 ) -> Decoder:
-    """A decoder, or the part of one that holds ``layers``, on the meta device; default kernels where None.
+    """A decoder, or the part of one that holds ``layers``, on the meta device.
 
     Parameters have ``dtype``; buffers have their own (counts must not be rounded).
     """
@@ -73,11 +95,9 @@ def build_decoder(
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            part = Decoder(model, moe, layers, comms=comms, **ends)
+            return Decoder(model, moe, layers, runtime=runtime, **ends)
     finally:
         torch.set_default_dtype(default)
-    apply_kernels(part, kernels or KernelsConfig())
-    return part
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -93,7 +113,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
     mine = stage_of_rank(config.parallel.schedule, shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
-    comms = build_communicators(meshes, config.parallel)
+    runtime = build_runtime(config, meshes)
     parts = {}
     for stage in mine:
         part = build_decoder(
@@ -101,13 +121,11 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
             config.moe,
             parameter_dtype(config),
             stages[stage],
-            config.kernels,
-            comms,
+            runtime,
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )
         for _, layer in part.moe_layers():
-            layer.router.seed = config.train.seed
             for parameter in layer.router.parameters():  # wide in every case
                 parameter.data = parameter.data.to(PARAM_DTYPES[config.train.dtype])
         parallelize(part, meshes, config)

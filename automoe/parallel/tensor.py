@@ -18,15 +18,14 @@ from automoe.model.attention import GroupedQueryAttention, LatentAttention
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.mlp import MLP
-from automoe.moe.communicators import Communicator
 from automoe.parallel.mesh import Meshes
 
 
-class SplitWeight(ParallelStyle):
-    """Makes the weight of a linear layer or embedding a DTensor, cut over one mesh axis.
+class ShardWeight(ParallelStyle):
+    """Makes the weight of a linear layer or embedding a DTensor, sharded on one dim over one mesh axis.
 
-    Dim 0 cuts output features (or vocabulary rows), a bias with them; dim 1 input features, and then a bias
-    stays whole: it is added to the sum (``Linear.summed``).
+    Colwise (dim 0, as torch calls it) shards output features or vocabulary rows, and a bias with them. Rowwise (dim 1)
+    shards input features; a bias then stays whole and is added to the sum (``Linear.reduce_scatter``).
     """
 
     def __init__(self, dim: int) -> None:
@@ -46,19 +45,19 @@ def _cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     module.register_parameter(name, nn.Parameter(cut))
 
 
-BY_OUTPUT, BY_INPUT = SplitWeight(0), SplitWeight(1)
+COLWISE, ROWWISE = ShardWeight(0), ShardWeight(1)
 
 _PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
-    MLP: {"gate_proj": BY_OUTPUT, "up_proj": BY_OUTPUT, "down_proj": BY_INPUT},
+    MLP: {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE},
     GroupedQueryAttention: {
-        "q_proj": BY_OUTPUT,
-        "k_proj": BY_OUTPUT,
-        "v_proj": BY_OUTPUT,
-        "o_proj": BY_INPUT,
+        "q_proj": COLWISE,
+        "k_proj": COLWISE,
+        "v_proj": COLWISE,
+        "o_proj": ROWWISE,
     },
-    LatentAttention: {"q_proj": BY_OUTPUT, "q_b_proj": BY_OUTPUT, "kv_b_proj": BY_OUTPUT, "o_proj": BY_INPUT},
-    GatedDeltaNet: {"in_proj_qkvz": BY_OUTPUT, "in_proj_ba": BY_OUTPUT, "out_proj": BY_INPUT},
-    Decoder: {"embed_tokens": BY_OUTPUT, "lm_head": BY_OUTPUT},
+    LatentAttention: {"q_proj": COLWISE, "q_b_proj": COLWISE, "kv_b_proj": COLWISE, "o_proj": ROWWISE},
+    GatedDeltaNet: {"in_proj_qkvz": COLWISE, "in_proj_ba": COLWISE, "out_proj": ROWWISE},
+    Decoder: {"embed_tokens": COLWISE, "lm_head": COLWISE},
 }
 
 
@@ -67,35 +66,18 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
     mesh = meshes.axis("tp")
     if mesh is None:
         return
-    sequence = model.comms.sequence
-    assert sequence.num_ranks == mesh.size(), "built for another mesh"
+    assert model.runtime.comms.sequence.num_ranks == mesh.size(), "built for another mesh"
     for module in model.modules():
         plan = _PLANS.get(type(module))
         if plan is None:
             continue
         plan = {name: style for name, style in plan.items() if getattr(module, name, None) is not None}
         if isinstance(module, GroupedQueryAttention):
-            plan = _share_kv_heads(module, plan, sequence)
+            if module.k_proj.rows is not None:  # fewer heads than ranks: each keeps them all and uses one
+                plan = {name: style for name, style in plan.items() if name not in ("k_proj", "v_proj")}
             if module.sinks is not None:  # one a query head
                 _cut(module, "sinks", mesh, 0)
         if isinstance(module, GatedDeltaNet):
             _cut(module, "A_log", mesh, 0)
             _cut(module, "dt_bias", mesh, 0)
-            module.first_key_head = sequence.rank * module.key_heads // sequence.num_ranks
         parallelize_module(module, mesh, plan)
-    model.first_id = sequence.rank * model.config.vocab_size // sequence.num_ranks
-    if model.embed_tokens is not None:
-        model.embed_tokens.first_id = model.first_id
-
-
-def _share_kv_heads(
-    module: GroupedQueryAttention, plan: dict[str, ParallelStyle], sequence: Communicator
-) -> dict[str, ParallelStyle]:
-    """Where key/value heads are fewer than tp ranks, every rank keeps them all and uses one."""
-    kv_heads = module.k_proj.weight.shape[0] // module.head_dim
-    if kv_heads >= sequence.num_ranks:
-        return plan
-    head = sequence.rank * kv_heads // sequence.num_ranks
-    for projection in (module.k_proj, module.v_proj):
-        projection.rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
-    return {name: style for name, style in plan.items() if name not in ("k_proj", "v_proj")}

@@ -26,7 +26,7 @@ from automoe.cost.activations import (
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
-from automoe.model.attention import attend
+from automoe.model.attention_kernels import attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.moe.decisions import Decisions

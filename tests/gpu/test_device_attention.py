@@ -9,8 +9,7 @@ import pytest
 import torch
 from device_models import relative
 
-from automoe.model.attention import attention_fn
-from automoe.model.attention_kernels import prepare_cuda
+from automoe.model.attention_kernels import attention_fn, prepare_cuda
 
 KERNELS = {"cpu": ["sdpa", "flash", "math"], "cuda": ["sdpa", "cudnn", "flash", "math"]}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -43,7 +42,7 @@ def test_others_keep_the_order_that_torch_has_by_itself() -> None:
     code = """
 import sys, torch, torch.nn.functional as F
 from torch.nn.attention import _cur_sdpa_kernel_backends
-from automoe.model.attention import attention_fn
+from automoe.model.attention_kernels import attention_fn
 from automoe.model.attention_kernels import prepare_cuda
 x = torch.zeros(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
 if sys.argv[1] == "ours first":

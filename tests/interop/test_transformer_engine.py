@@ -36,11 +36,11 @@ from automoe.data.loader import StepBatch
 from automoe.errors import BackendError
 from automoe.interop import transformer_engine
 from automoe.launch.hardware import check_backends
-from automoe.model.attention import attention_fn
+from automoe.model.attention_kernels import attention_fn
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.dispatch.measure import HostSyncs
 from automoe.moe.experts import loop_experts
-from automoe.parallel.parallelize import build_decoder
+from automoe.parallel.parallelize import build_decoder, build_runtime
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, run_trajectory
 from tests.support.gpu import conf_model, one_rank
@@ -194,7 +194,9 @@ def test_norms_and_attention_of_a_model_keep_names_numbers_and_gradients(zero_ce
     )
     results = []
     for kernels in (KernelsConfig(), KernelsConfig(attention="te", norm="te")):
-        model = build_decoder(config, MoEConfig(), torch.float32, kernels=kernels).to_empty(device="cpu")
+        model = build_decoder(
+            config, MoEConfig(), torch.float32, runtime=build_runtime(Config(kernels=kernels))
+        ).to_empty(device="cpu")
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
             nn.init.normal_(parameter, 0.5, 0.3, generator=generator)
@@ -210,7 +212,9 @@ def test_norms_and_attention_of_a_model_keep_names_numbers_and_gradients(zero_ce
 @pytest.mark.usefixtures("documented")
 def test_a_norm_gives_back_the_dtype_of_its_rows() -> None:
     config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1)
-    model = build_decoder(config, MoEConfig(), torch.float32, kernels=KernelsConfig(norm="te"))
+    model = build_decoder(
+        config, MoEConfig(), torch.float32, runtime=build_runtime(Config(kernels=KernelsConfig(norm="te")))
+    )
     norm = model.to_empty(device="cpu").norm
     nn.init.ones_(norm.weight)
     assert norm(torch.ones(2, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -352,7 +356,7 @@ def test_an_import_that_fails_is_a_backend_error_whatever_it_raises(
         for make, instead in (
             (transformer_engine.attention, "kernels.attention=sdpa"),
             (transformer_engine.experts, "moe.experts=grouped_mm"),
-            (lambda: transformer_engine.use_norms(nn.Linear(1, 1), lambda x: x), "kernels.norm=torch"),
+            (lambda: transformer_engine.norm(lambda x: x), "kernels.norm=torch"),
         ):
             with pytest.raises(BackendError, match=f"does not import .*{what}.*set {instead}"):
                 make()

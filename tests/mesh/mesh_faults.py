@@ -390,11 +390,11 @@ def columns_of_the_first_etp_rank_believed_everywhere():
 
 
 def output_bias_added_by_every_tp_rank():
-    def summed(self, x, sequence):
+    def reduce_scatter(self, x, sequence):
         out = F.linear(x, local_part(self.weight))
         return sequence.reduce_scatter(out if self.bias is None else out + local_part(self.bias))
 
-    return patch.object(Linear, "summed", summed)
+    return patch.object(Linear, "reduce_scatter", reduce_scatter)
 
 
 def shared_expert_gated_by_tokens_of_the_first_tp_rank():

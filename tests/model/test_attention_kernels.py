@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automoe.config.schema import KernelsConfig, ModelConfig, MoEConfig
+from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.model import attention_kernels
-from automoe.model.attention import attend, attention_fn
-from automoe.model.attention_kernels import cuda_order, cudnn_is_first, only_kernels, prepare_cuda
-from automoe.parallel.parallelize import build_decoder
+from automoe.model.attention_kernels import attend, attention_fn, cuda_order, cudnn_is_first, only_kernels, prepare_cuda
+from automoe.parallel.parallelize import build_decoder, build_runtime
 
 B, S, N, G = 2, 9, 4, 2
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -154,9 +153,9 @@ def test_a_model_gets_the_kernel_of_its_configuration() -> None:
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1, intermediate_size=16)
     for name, fused in (("math", False), ("flash", True), ("sdpa", True)):
-        model = build_decoder(config, MoEConfig(), torch.float32, kernels=KernelsConfig(attention=name)).to_empty(
-            device="cpu"
-        )
+        model = build_decoder(
+            config, MoEConfig(), torch.float32, runtime=build_runtime(Config(kernels=KernelsConfig(attention=name)))
+        ).to_empty(device="cpu")
         for parameter in model.parameters():
             torch.nn.init.ones_(parameter)
         with Operators() as operators:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automoe.model.attention import attend, attention_mask
+from automoe.model.attention import attention_mask
+from automoe.model.attention_kernels import attend
 from automoe.moe.tokens import Tokens
 
 B, S, N, G, D = 2, 11, 4, 2, 6

@@ -28,7 +28,7 @@ from automoe.errors import BackendError, ConfigError
 from automoe.model import rope
 from automoe.model.init import initialize, reset_buffers
 from automoe.model.rope import Rope, rope_fns
-from automoe.parallel.parallelize import build_decoder
+from automoe.parallel.parallelize import build_decoder, build_runtime
 
 _SIZES = dict(vocab_size=32, hidden_size=16, num_layers=2, num_experts=4, moe_intermediate_size=8)
 CONFIGS = {
@@ -132,7 +132,10 @@ def test_a_model_computes_the_same(family: str) -> None:
     runs = []
     for kernel in ("torch", "triton"):
         model = build_decoder(
-            config, MoEConfig(experts="loop"), torch.float32, kernels=KernelsConfig(rope=kernel)
+            config,
+            MoEConfig(experts="loop"),
+            torch.float32,
+            runtime=build_runtime(Config(kernels=KernelsConfig(rope=kernel))),
         ).to_empty(device="cpu")
         reset_buffers(model)
         initialize(model, 0.3, seed=1)

@@ -12,6 +12,7 @@ from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, mak
 from torch._dynamo.utils import counters
 
 from automoe.config.schema import Config
+from automoe.model.runtime import Runtime
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
@@ -140,7 +141,9 @@ def decoder():
     torch.compiler.reset()
     counters.clear()
     config = make_config(replace(QWEN3, num_layers=2))
-    model = build_decoder(config.model, config.moe, torch.float64).to_empty(device="cpu")
+    model = build_decoder(config.model, config.moe, torch.float64, runtime=Runtime(always_masked=True)).to_empty(
+        device="cpu"
+    )
     for _, layer in model.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()

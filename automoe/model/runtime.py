@@ -1,0 +1,35 @@
+"""What a model is given besides its configuration: decided by the mesh and the machine before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from automoe.model.attention_kernels import AttentionFn, attend
+from automoe.model.norm import RMSNorm
+from automoe.model.rope import Rope
+from automoe.moe.communicators import Communicators
+from automoe.moe.dispatch import Dispatcher
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Communicators and implementations; the defaults are one rank and plain torch.
+
+    Attributes:
+        comms: the groups of ranks that share rows, weights and micro-batches.
+        dispatcher: brings tokens to experts in every MoE layer; None: all experts are on this rank.
+        attend: softmax attention.
+        rope: rotation of heads.
+        norm: makes a norm, with the arguments of ``RMSNorm``.
+        always_masked: rows with document ids get a mask whatever the ids are (``attention_mask``).
+        seed: of the router's jitter.
+    """
+
+    comms: Communicators = field(default_factory=Communicators)
+    dispatcher: Dispatcher | None = None
+    attend: AttentionFn = attend
+    rope: Rope = field(default_factory=Rope)
+    norm: Callable[..., RMSNorm] = RMSNorm
+    always_masked: bool = False
+    seed: int = 0
