@@ -220,7 +220,7 @@ def test_the_documented_table_is_that_of_the_families() -> None:
     assert {name: types for name, (types, _) in rows.items()} == {
         name: [name, *family.known_as] for name, family in FAMILIES.items()
     }
-    presets = (path.stem for path in (root / "automoe" / "conf" / "model").glob("*.yaml"))
+    presets = (path.stem for path in (root / "conf" / "model").glob("*.yaml"))
     sizes: dict[str, set[str]] = {}
     for name in presets:
         if not name.startswith("small_"):

@@ -12,12 +12,13 @@ import resource
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
 
 def spent() -> float:
     """CPU seconds of this process, of its descendants that live, and of those that have been waited for."""
+    import psutil  # which a GPU machine may lack
+
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(one.ru_utime + one.ru_stime for one in usage)
     for process in psutil.Process().children(recursive=True):
