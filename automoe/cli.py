@@ -141,12 +141,7 @@ def bash_completion() -> str:
     options = [f"{group}={option}" for group in list_groups() for option in list_options(group)]
     words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help", *options]
     words += [f"{key}=" for key in leaf_keys()] + [f"recipe={name}" for name in list_recipes()]
-    lists = {
-        "words": words,
-        "commands": [*COMMANDS, *_HERE],
-        "primaries": list_options(),
-        "recipes": list_recipes(),
-    }
+    lists = {"words": words, "commands": [*COMMANDS, *_HERE], "primaries": list_options(), "recipes": list_recipes()}
     return _COMPLETION.format(**{name: " ".join(listed) for name, listed in lists.items()})
 
 

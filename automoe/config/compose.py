@@ -149,10 +149,7 @@ def check_primary(config_name: str, config_dir: str | None = None) -> None:
         close = nearest(config_name, primaries)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            "--config-name",
-            config_name,
-            "no such primary configuration",
-            f"{hint}There are: {', '.join(primaries)}",
+            "--config-name", config_name, "no such primary configuration", f"{hint}There are: {', '.join(primaries)}"
         )
 
 
@@ -187,20 +184,14 @@ def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: 
         except HydraException as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                "override",
-                text,
-                f"not of the form key=value: {reason}",
-                "Write key=value; quote as 'key=\"a b\"'",
+                "override", text, f"not of the form key=value: {reason}", "Write key=value; quote as 'key=\"a b\"'"
             ) from None
         key, value = parsed.key_or_group, text.partition("=")[2]
         if key.startswith(("hydra.", "hydra/")):
             if sweep:
                 continue
             raise ConfigError(
-                key,
-                value,
-                "Hydra's own settings act in a sweep alone (-m)",
-                "For the directory of a run set run_dir=",
+                key, value, "Hydra's own settings act in a sweep alone (-m)", "For the directory of a run set run_dir="
             )
         if parsed.is_sweep_override() and not sweep:
             raise ConfigError(key, value, "several values are a sweep, one run per value", "Add -m, or give one value")

@@ -206,10 +206,9 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     )
 
 
-# Presets are named ways to fold attention and experts, scaled to the ranks at hand, so that one sweep compares them. They
-# are the strategies that arXiv 2504.14960 (table 2) compares: FSDP; FSDP with experts spread out; tensor, expert and
-# data parallelism; all five axes with the experts' mapping tied to attention's ("coupled"); all five with the two
-# mappings chosen apart ("folded").
+# Presets are named ways to fold attention and experts, scaled to the number of ranks: the strategies that arXiv
+# 2504.14960 (table 2) compares. FSDP; FSDP with expert parallelism; tensor, expert and data parallelism; all five axes
+# with the experts' mapping tied to attention's ("coupled"); all five with two independent mappings ("folded").
 
 # Which axis takes the next factor of two as ranks double; what is left goes to dp_shard.
 _ATTENTION_GROWTH = {

@@ -60,17 +60,11 @@ def check_recompute(config: Config) -> None:
     if len(set(names)) < len(names):
         once = list(dict.fromkeys(names))
         raise ConfigError(
-            "parallel.recompute",
-            names,
-            "names a module twice",
-            f"Set parallel.recompute=[{','.join(once)}]",
+            "parallel.recompute", names, "names a module twice", f"Set parallel.recompute=[{','.join(once)}]"
         )
     if FULL in names and len(names) > 1:
         raise ConfigError(
-            "parallel.recompute",
-            names,
-            f"{FULL} is all of them and stands alone",
-            f"Set parallel.recompute={FULL}",
+            "parallel.recompute", names, f"{FULL} is all of them and stands alone", f"Set parallel.recompute={FULL}"
         )
     absent = {
         "mlp": (model.first_k_dense == 0, "no layer has a dense FFN (model.first_k_dense=0)"),

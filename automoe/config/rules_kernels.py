@@ -64,6 +64,9 @@ def _interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# fmt: off
+
 def _rope_rows(config: Config, device: str) -> Iterator[Row]:
     key, remedy = "kernels.rope", "Set kernels.rope=torch"
     yield key, config.train.dtype == "float64", "it has no float64, and train.dtype=float64", remedy
@@ -75,13 +78,9 @@ def _norm_rows(config: Config, device: str) -> Iterator[Row]:
     for key, value, wrong in (("launch.device", device, "cpu"), ("train.dtype", config.train.dtype, "float64")):
         rule = f"transformer-engine computes on CUDA, in float32 and narrower, and {key}={value}"
         yield "kernels.norm", value == wrong, rule, "Set kernels.norm=torch"
-    yield (
-        "kernels.norm",
-        "layernorm" in config.parallel.recompute,
-        "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others "
-        "read it too",
-        "Set kernels.norm=torch, or leave layernorm out of parallel.recompute",
-    )
+    yield ("kernels.norm", "layernorm" in config.parallel.recompute,
+           "transformer-engine frees what its backward pass has read, and with parallel.recompute=[layernorm] others "
+           "read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")
 
 
 def _expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
@@ -97,13 +96,9 @@ def _expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]
     size = ELEMENT_BYTES[dtype]
     inner = model.moe_intermediate_size // shape.etp
     for name, width, ranks in (("hidden_size", model.hidden_size, 1), ("moe_intermediate_size", inner, shape.etp)):
-        yield divides(
-            f"model.{name}",
-            width * ranks,
-            ROW_BYTES // size * ranks,
+        yield divides(f"model.{name}", width * ranks, ROW_BYTES // size * ranks,
             f"{backend} needs rows of a multiple of {ROW_BYTES} bytes: {width} * {size} bytes = {width * size}",
-            "moe.experts=loop",
-        )
+            "moe.experts=loop")
 
 
 def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
@@ -111,10 +106,7 @@ def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
     for broken, rule in (
         (device == "cpu", f"{FOREIGN_EXPERTS[backend]} needs CUDA, and this run is on cpu"),
         (model.biased_experts, "it has experts without biases, and model.biased_experts=true"),
-        (
-            backend == "quack" and dtype != "bfloat16",
-            f"it computes in half precision alone, and train.dtype={dtype}",
-        ),
+        (backend == "quack" and dtype != "bfloat16", f"it computes in half precision alone, and train.dtype={dtype}"),
         (
             backend == "quack" and model.expert_activation != "swiglu",
             f"it has SwiGLU alone, and model.expert_activation={model.expert_activation}",
@@ -134,20 +126,12 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     if kernel in _FOREIGN_ATTENTION:
         yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy
         # What te's fused attention computes with, too.
-        yield (
-            key,
-            (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM,
-            f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; this "
-            f"model's have {query}, its values {value}",
-            remedy,
-        )
-        yield (
-            key,
-            query % DIM_UNIT != 0 or value % DIM_UNIT != 0,
-            f"it has heads of multiples of {DIM_UNIT} dims: {query} % {DIM_UNIT} = {query % DIM_UNIT}, "
-            f"{value} % {DIM_UNIT} = {value % DIM_UNIT}",
-            remedy,
-        )
+        yield (key, (query, value) != MLA_DIMS and max(query, value) > MAX_CUDNN_DIM,
+               f"it has heads of up to {MAX_CUDNN_DIM} dims, and {MLA_DIMS[0]} with values of {MLA_DIMS[1]}; this "
+               f"model's have {query}, its values {value}", remedy)
+        yield (key, query % DIM_UNIT != 0 or value % DIM_UNIT != 0,
+               f"it has heads of multiples of {DIM_UNIT} dims: {query} % {DIM_UNIT} = {query % DIM_UNIT}, "
+               f"{value} % {DIM_UNIT} = {value % DIM_UNIT}", remedy)
     if device != "cuda":  # the CPU's flash kernel takes any mask, dtype and dims
         return
     half = f"on CUDA it computes in half precision alone, and train.dtype={dtype}"
@@ -205,52 +189,33 @@ def _compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     mode, blockwise = config.train.fp8, config.train.fp8 == "blockwise"
-    yield (
-        "train.fp8",
-        config.train.dtype == "float64" and device != "cpu",
-        "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
-        "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu",
-    )
+    yield ("train.fp8", config.train.dtype == "float64" and device != "cpu",
+           "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
+           "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu")
     if _has_experts(config):
-        yield (
-            "moe.experts",
-            config.moe.experts != "grouped_mm",
-            f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
-            "Set moe.experts=grouped_mm, or train.fp8=off",
-        )
-        yield (
-            "moe.pad_to_capacity",
-            not blockwise and config.moe.pad_to_capacity,
-            f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales over "
-            "other tokens on every mesh",
-            "Set moe.pad_to_capacity=false, or train.fp8=blockwise",
-        )
+        yield ("moe.experts", config.moe.experts != "grouped_mm",
+               f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
+               "Set moe.experts=grouped_mm, or train.fp8=off")
+        yield ("moe.pad_to_capacity", not blockwise and config.moe.pad_to_capacity,
+               f"what fills an expert up is the first token of each rank, and train.fp8={mode} would find its scales "
+               "over other tokens on every mesh", "Set moe.pad_to_capacity=false, or train.fp8=blockwise")
         hidden, width, etp = config.model.hidden_size, config.model.moe_intermediate_size, shape.etp
-        yield (
-            "model.moe_intermediate_size",
-            blockwise and width % (BLOCK * etp) != 0,
-            f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
-            f"{width} % {BLOCK * etp} = {width % (BLOCK * etp)}",
-            "Set train.fp8=tensorwise" + (f", or mesh.etp={_largest_cut(width, etp)}" if etp > 1 else ""),
-        )
+        yield ("model.moe_intermediate_size", blockwise and width % (BLOCK * etp) != 0,
+               f"gate and up of a rank's experts are whole blocks of {BLOCK} rows: {width} % ({BLOCK} * mesh.etp) = "
+               f"{width} % {BLOCK * etp} = {width % (BLOCK * etp)}",
+               "Set train.fp8=tensorwise" + (f", or mesh.etp={_largest_cut(width, etp)}" if etp > 1 else ""))
         for name, size, ranks in (("hidden_size", hidden, 1), ("moe_intermediate_size", width // etp, etp)):
-            yield (
-                f"model.{name}",
-                size % ROW_BYTES != 0,
-                f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes: {size} % {ROW_BYTES} = "
-                f"{size % ROW_BYTES}",
-                f"Nearest valid choice: {-(-size // ROW_BYTES) * ROW_BYTES * ranks}, or train.fp8=off",
-            )
+            yield (f"model.{name}", size % ROW_BYTES != 0,
+                   f"grouped products in 8 bits need rows of a multiple of {ROW_BYTES} bytes: {size} % {ROW_BYTES} = "
+                   f"{size % ROW_BYTES}",
+                   f"Nearest valid choice: {-(-size // ROW_BYTES) * ROW_BYTES * ranks}, or train.fp8=off")
     # Blocks are counted from a weight's first row and column, so tp must cut it where blocks meet.
     for what, size in _cut_sizes(config, shape.tp) if blockwise and shape.tp > 1 else ():
         whole = size * shape.tp
-        yield (
-            "mesh.tp",
-            size % BLOCK != 0,
-            f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
-            f"{what} inside one: {whole} / {shape.tp} = {size}, {size} % {BLOCK} = {size % BLOCK}",
-            f"Nearest valid choice: mesh.tp={_largest_cut(whole, shape.tp)}, or train.fp8=tensorwise",
-        )
+        yield ("mesh.tp", size % BLOCK != 0,
+               f"train.fp8=blockwise has scales of {BLOCK} x {BLOCK} blocks of the whole weight, and tp would cut "
+               f"{what} inside one: {whole} / {shape.tp} = {size}, {size} % {BLOCK} = {size % BLOCK}",
+               f"Nearest valid choice: mesh.tp={_largest_cut(whole, shape.tp)}, or train.fp8=tensorwise")
 
 
 def _largest_cut(size: int, ranks: int) -> int:

@@ -38,41 +38,28 @@ def check_moe(config: Config) -> None:
         check_rows(config, _replay_rows(config, Path(config.moe.replay_routing).expanduser()))
 
 
+# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# fmt: off
+
 def _expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model = config.model
-    yield (
-        "model.first_k_dense",
-        model.first_k_dense > model.num_layers,
-        f"there are {model.num_layers} layers in all (model.num_layers)",
-        f"Set model.first_k_dense={model.num_layers} or less",
-    )
+    yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
+           f"there are {model.num_layers} layers in all (model.num_layers)",
+           f"Set model.first_k_dense={model.num_layers} or less")
     if model.first_k_dense == model.num_layers:  # no layer has experts
         return
-    yield divides(
-        "model.num_experts",
-        model.num_experts,
-        shape.ep,
+    yield divides("model.num_experts", model.num_experts, shape.ep,
         f"mesh.ep={shape.ep} ranks hold equal numbers of experts: {model.num_experts} % {shape.ep} = "
-        f"{model.num_experts % shape.ep}",
-        f"mesh.ep={gcd(model.num_experts, shape.ep)}",
-    )
+        f"{model.num_experts % shape.ep}", f"mesh.ep={gcd(model.num_experts, shape.ep)}")
     width, hidden, ranks = model.moe_intermediate_size, model.hidden_size, shape.etp * shape.ep_shard
-    yield divides(
-        "model.moe_intermediate_size",
-        width,
-        ranks,
+    yield divides("model.moe_intermediate_size", width, ranks,
         "etp and FSDP cut the width of the experts evenly over mesh.etp*mesh.ep_shard = "
         f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {width} % {ranks} = {width % ranks}",
-        f"a mesh.ep that is {ranks // gcd(width, ranks)} times larger",
-    )
-    yield divides(
-        "model.hidden_size",
-        hidden,
-        shape.ep_shard,
+        f"a mesh.ep that is {ranks // gcd(width, ranks)} times larger")
+    yield divides("model.hidden_size", hidden, shape.ep_shard,
         f"FSDP cuts the rows of the experts' down projection evenly over mesh.ep_shard={shape.ep_shard} ranks: "
         f"{hidden} % {shape.ep_shard} = {hidden % shape.ep_shard}",
-        f"a mesh.ep that is {shape.ep_shard // gcd(hidden, shape.ep_shard)} times larger",
-    )
+        f"a mesh.ep that is {shape.ep_shard // gcd(hidden, shape.ep_shard)} times larger")
 
 
 def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -87,57 +74,34 @@ def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         rule = f"mesh.tp={tp} ranks hold equal numbers of {what}: {size} % {tp} = {size % tp}"
         yield divides(key, size, tp, rule)
     shared = model.num_shared_experts * model.moe_intermediate_size
-    yield divides(
-        "model.moe_intermediate_size",
-        model.moe_intermediate_size,
-        tp // gcd(tp, model.num_shared_experts),
+    yield divides("model.moe_intermediate_size", model.moe_intermediate_size, tp // gcd(tp, model.num_shared_experts),
         f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts: num_shared_experts * "
-        f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}",
-    )
+        f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}")
     heads = model.attention.num_kv_heads
-    yield (
-        "mesh.tp",
-        model.attention.kind == "gqa" and heads % tp != 0 and tp % heads != 0,
-        f"key/value heads divide over tp ranks or tp ranks over them: {heads} heads (model.attention.num_kv_heads)",
-        f"Nearest valid choice: mesh.tp={gcd(heads, tp)}",
-    )
+    yield ("mesh.tp", model.attention.kind == "gqa" and heads % tp != 0 and tp % heads != 0,
+           f"key/value heads divide over tp ranks or tp ranks over them: {heads} heads (model.attention.num_kv_heads)",
+           f"Nearest valid choice: mesh.tp={gcd(heads, tp)}")
 
 
 def _routing_rows(config: Config) -> Iterator[Row]:
     experts, k, router = config.model.num_experts, config.model.num_experts_per_token, config.model.router
-    yield (
-        "model.num_experts_per_token",
-        k > experts,
-        f"a token cannot choose more than all {experts} experts (model.num_experts)",
-        f"Set model.num_experts_per_token={experts} or less",
-    )
+    yield ("model.num_experts_per_token", k > experts,
+           f"a token cannot choose more than all {experts} experts (model.num_experts)",
+           f"Set model.num_experts_per_token={experts} or less")
     divisors = [n for n in range(1, experts + 1) if experts % n == 0]
-    yield (
-        "model.router.num_groups",
-        experts % router.num_groups != 0,
-        f"groups hold equal numbers of experts: {experts} % {router.num_groups} = {experts % router.num_groups}",
-        f"Nearest valid choice: model.router.num_groups={min(divisors, key=lambda n: (abs(n - router.num_groups), n))}",
-    )
-    yield (
-        "model.router.topk_groups",
-        router.topk_groups > router.num_groups,
-        f"there are only {router.num_groups} groups (model.router.num_groups)",
-        f"Set model.router.topk_groups={router.num_groups} or less",
-    )
+    near = min(divisors, key=lambda n: (abs(n - router.num_groups), n))
+    yield ("model.router.num_groups", experts % router.num_groups != 0,
+           f"groups hold equal numbers of experts: {experts} % {router.num_groups} = {experts % router.num_groups}",
+           f"Nearest valid choice: model.router.num_groups={near}")
+    yield ("model.router.topk_groups", router.topk_groups > router.num_groups,
+           f"there are only {router.num_groups} groups (model.router.num_groups)",
+           f"Set model.router.topk_groups={router.num_groups} or less")
     group = experts // router.num_groups
-    yield (
-        "model.router.topk_groups",
-        k > router.topk_groups * group,
-        f"{router.topk_groups} groups of {group} experts hold {router.topk_groups * group}, fewer than "
-        f"model.num_experts_per_token={k}",
-        f"Nearest valid choice: model.router.topk_groups={-(-k // group)}",
-    )
-    yield (
-        "model.router.group_score_topk",
-        router.num_groups > 1 and router.group_score_topk > group,
-        f"a group has {group} experts",
-        f"Set model.router.group_score_topk={group} or less",
-    )
+    yield ("model.router.topk_groups", k > router.topk_groups * group,
+           f"{router.topk_groups} groups of {group} experts hold {router.topk_groups * group}, fewer than "
+           f"model.num_experts_per_token={k}", f"Nearest valid choice: model.router.topk_groups={-(-k // group)}")
+    yield ("model.router.group_score_topk", router.num_groups > 1 and router.group_score_topk > group,
+           f"a group has {group} experts", f"Set model.router.group_score_topk={group} or less")
 
 
 _PAIRS = "rotary embedding turns pairs of dimensions"
@@ -145,32 +109,23 @@ _PAIRS = "rotary embedding turns pairs of dimensions"
 
 def _gqa_rows(config: Config) -> Iterator[Row]:
     a, share = config.model.attention, config.model.rope.partial_rotary_factor
-    yield (
-        "model.attention.num_kv_heads",
-        a.num_heads % a.num_kv_heads != 0,
-        f"key/value heads serve equal numbers of query heads: {a.num_heads} % {a.num_kv_heads} = "
-        f"{a.num_heads % a.num_kv_heads}",
-        f"Nearest valid choice: model.attention.num_kv_heads={gcd(a.num_heads, a.num_kv_heads)}",
-    )
+    yield ("model.attention.num_kv_heads", a.num_heads % a.num_kv_heads != 0,
+           f"key/value heads serve equal numbers of query heads: {a.num_heads} % {a.num_kv_heads} = "
+           f"{a.num_heads % a.num_kv_heads}",
+           f"Nearest valid choice: model.attention.num_kv_heads={gcd(a.num_heads, a.num_kv_heads)}")
     rotary = int(a.head_dim * share)
-    yield (
-        "model.rope.partial_rotary_factor",
-        share < 1 and (rotary % 2 != 0 or not rotary),
-        f"{_PAIRS}, and int({a.head_dim} * {share}) = {rotary} of a head",
-        f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / a.head_dim}",
-    )
+    yield ("model.rope.partial_rotary_factor", share < 1 and (rotary % 2 != 0 or not rotary),
+           f"{_PAIRS}, and int({a.head_dim} * {share}) = {rotary} of a head",
+           f"Nearest valid choice: model.rope.partial_rotary_factor={max(rotary // 2 * 2, 2) / a.head_dim}")
     yield divides("model.attention.head_dim", rotary, 2, _PAIRS)
 
 
 def _mla_rows(config: Config) -> Iterator[Row]:
     a = config.model.attention
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        yield (
-            f"model.attention.{name}",
-            getattr(a, name) < 1,
-            "attention kind mla needs this size",
-            f"Set model.attention.{name}=1 or more, or model.attention.kind=gqa",
-        )
+        yield (f"model.attention.{name}", getattr(a, name) < 1,
+               "attention kind mla needs this size",
+               f"Set model.attention.{name}=1 or more, or model.attention.kind=gqa")
     share = config.model.rope.partial_rotary_factor
     yield _gqa_alone("attention.qkv_bias", a.qkv_bias, "false")
     yield _gqa_alone("rope.partial_rotary_factor", share != 1, "1.0")
@@ -188,26 +143,20 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         broken = getattr(attention, key) < least
         yield f"model.attention.{key}", broken, f"must be at least {least}", f"Set model.attention.{key}={least}"
     kinds = (attention.sliding_window > 0) + (attention.linear_num_key_heads > 0)
-    yield (
-        "model.attention.full_attention_interval",
-        kinds != (attention.full_attention_interval > 1),
-        "layers without full attention have a window or are delta nets, and there are none at an interval of 1; "
-        f"model.attention.sliding_window={attention.sliding_window}, linear_num_key_heads="
-        f"{attention.linear_num_key_heads}",
-        "Set model.attention.full_attention_interval=1 with both of these 0, or 2 and one of them, such as "
-        "sliding_window=128",
-    )
+    yield ("model.attention.full_attention_interval", kinds != (attention.full_attention_interval > 1),
+           "layers without full attention have a window or are delta nets, and there are none at an interval of 1; "
+           f"model.attention.sliding_window={attention.sliding_window}, linear_num_key_heads="
+           f"{attention.linear_num_key_heads}",
+           "Set model.attention.full_attention_interval=1 with both of these 0, or 2 and one of them, such as "
+           "sliding_window=128")
     parts = {"sinks": "false", "sliding_window": "0", "linear_num_key_heads": "0", "o_bias": "false"}
     for key, plain in (parts | {"output_gate": "false"}).items():
         value = getattr(attention, key)
         yield _gqa_alone(f"attention.{key}", bool(value) and attention.kind != "gqa", plain)
         ring = config.parallel.context == "ring" and shape.cp > 1
-        yield (
-            "parallel.context",
-            ring and bool(value) and key in ("sinks", "sliding_window"),
-            f"ring attention knows causality alone, and the model has model.attention.{key}={value}",
-            "Set parallel.context=gather",
-        )
+        yield ("parallel.context", ring and bool(value) and key in ("sinks", "sliding_window"),
+               f"ring attention knows causality alone, and the model has model.attention.{key}={value}",
+               "Set parallel.context=gather")
 
 
 def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -218,31 +167,18 @@ def _delta_net_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         key = f"model.attention.{key}"
         broken = getattr(attention, key.rpartition(".")[2]) < 1
         yield key, broken, f"a delta net needs this size {given}", f"Set {key}=1 or more"
-    yield (
-        "model.attention.linear_num_value_heads",
-        values % heads != 0,
-        f"a delta net's key heads serve equal numbers of value heads: {values} % {heads} = {values % heads}",
-        f"Nearest valid choices: {max(values // heads, 1) * heads} or {(values // heads + 1) * heads}",
-    )
-    yield (
-        "mesh.tp",
-        heads % shape.tp != 0,
-        f"tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads): "
-        f"{heads} % {shape.tp} = {heads % shape.tp}",
-        f"Nearest valid choice: mesh.tp={gcd(heads, shape.tp)}",
-    )
-    yield (
-        "mesh.cp",
-        shape.cp > 1,
-        f"the state of a delta net runs through the whole row {given}, and cp ranks hold parts of it",
-        "Set mesh.cp=1, and mesh.tp or mesh.dp_shard larger",
-    )
-    yield (
-        "data.document_mask",
-        config.data.document_mask,
-        f"the state of a delta net runs through the whole row {given} and is not reset where a document begins",
-        "Set data.document_mask=false",
-    )
+    yield ("model.attention.linear_num_value_heads", values % heads != 0,
+           f"a delta net's key heads serve equal numbers of value heads: {values} % {heads} = {values % heads}",
+           f"Nearest valid choices: {max(values // heads, 1) * heads} or {(values // heads + 1) * heads}")
+    yield ("mesh.tp", heads % shape.tp != 0,
+           f"tp ranks hold equal numbers of a delta net's key heads (model.attention.linear_num_key_heads): "
+           f"{heads} % {shape.tp} = {heads % shape.tp}", f"Nearest valid choice: mesh.tp={gcd(heads, shape.tp)}")
+    yield ("mesh.cp", shape.cp > 1,
+           f"the state of a delta net runs through the whole row {given}, and cp ranks hold parts of it",
+           "Set mesh.cp=1, and mesh.tp or mesh.dp_shard larger")
+    yield ("data.document_mask", config.data.document_mask,
+           f"the state of a delta net runs through the whole row {given} and is not reset where a document begins",
+           "Set data.document_mask=false")
 
 
 def _biased_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -251,13 +187,11 @@ def _biased_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         broken = model.expert_activation == "clamped_swiglu" and not 0 < getattr(model, key) < inf
         yield f"model.{key}", broken, "must be a number larger than 0", f"Set model.{key}=1.702"
     ranks = shape.etp * shape.ep_shard
-    yield (
-        "model.hidden_size",
-        model.biased_experts and model.first_k_dense < model.num_layers and hidden % ranks != 0,
-        "etp and FSDP cut the bias behind the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
-        f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
-        f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep",
-    )
+    yield ("model.hidden_size",
+           model.biased_experts and model.first_k_dense < model.num_layers and hidden % ranks != 0,
+           "etp and FSDP cut the bias behind the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
+           f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
+           f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
 
 
 _NOT_NEGATIVE = (
@@ -276,80 +210,46 @@ def _moe_rows(config: Config) -> Iterator[Row]:
     for name in _NOT_NEGATIVE:
         broken = not 0 <= getattr(moe, name) < inf
         yield f"moe.{name}", broken, "must be a number of at least 0", f"Set moe.{name}=0"
-    yield (
-        "moe.router_jitter",
-        moe.router_jitter >= 1,
-        "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
-        "Set moe.router_jitter=0.01, or anything below 1",
-    )
-    yield (
-        "model.shared_expert_gate",
-        model.shared_expert_gate and not model.num_shared_experts,
-        "there is no shared expert to gate (model.num_shared_experts=0)",
-        "Set model.num_shared_experts=1, or model.shared_expert_gate=false",
-    )
-    yield (
-        "model.router.softmax_after_topk",
-        router.softmax_after_topk and router.score != "softmax",
-        f"a softmax over the chosen logits and score={router.score} exclude each other",
-        "Set model.router.score=softmax, or softmax_after_topk=false",
-    )
-    yield (
-        "model.router.softmax_after_topk",
-        router.softmax_after_topk and not router.norm_topk_prob,
-        "a softmax over the K chosen logits always sums to one, and norm_topk_prob=false says otherwise",
-        "Set model.router.norm_topk_prob=true, or softmax_after_topk=false",
-    )
-    yield (
-        "moe.gate",
-        moe.gate == "empty" and model.num_experts_per_token >= model.num_experts,
-        f"it leaves one expert out, and a token chooses model.num_experts_per_token={model.num_experts_per_token} of "
-        f"{model.num_experts - 1}",
-        "Set moe.gate=balanced, or choose fewer experts",
-    )
-    yield (
-        "moe.pad_to_capacity",
-        moe.pad_to_capacity and not moe.capacity_factor,
-        "moe.capacity_factor=0 means dropless, so there is no capacity to pad to",
-        "Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false",
-    )
+    yield ("moe.router_jitter", moe.router_jitter >= 1,
+           "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
+           "Set moe.router_jitter=0.01, or anything below 1")
+    yield ("model.shared_expert_gate", model.shared_expert_gate and not model.num_shared_experts,
+           "there is no shared expert to gate (model.num_shared_experts=0)",
+           "Set model.num_shared_experts=1, or model.shared_expert_gate=false")
+    yield ("model.router.softmax_after_topk", router.softmax_after_topk and router.score != "softmax",
+           f"a softmax over the chosen logits and score={router.score} exclude each other",
+           "Set model.router.score=softmax, or softmax_after_topk=false")
+    yield ("model.router.softmax_after_topk", router.softmax_after_topk and not router.norm_topk_prob,
+           "a softmax over the K chosen logits always sums to one, and norm_topk_prob=false says otherwise",
+           "Set model.router.norm_topk_prob=true, or softmax_after_topk=false")
+    yield ("moe.gate", moe.gate == "empty" and model.num_experts_per_token >= model.num_experts,
+           "it leaves one expert out, and a token chooses model.num_experts_per_token="
+           f"{model.num_experts_per_token} of {model.num_experts - 1}",
+           "Set moe.gate=balanced, or choose fewer experts")
+    yield ("moe.pad_to_capacity", moe.pad_to_capacity and not moe.capacity_factor,
+           "moe.capacity_factor=0 means dropless, so there is no capacity to pad to",
+           "Set moe.capacity_factor=1.0, or moe.pad_to_capacity=false")
 
 
 def _deepep_rows(config: Config) -> Iterator[Row]:
     """What holds on every machine. Whether this one has DeepEP: ``automoe.launch.hardware``."""
-    yield (
-        "train.dtype",
-        config.train.dtype != "bfloat16",
-        "moe.dispatcher=deepep sums rows in bfloat16 alone",
-        "Set train.dtype=bfloat16, or moe.dispatcher=alltoall",
-    )
+    yield ("train.dtype", config.train.dtype != "bfloat16",
+           "moe.dispatcher=deepep sums rows in bfloat16 alone",
+           "Set train.dtype=bfloat16, or moe.dispatcher=alltoall")
     hidden = config.model.hidden_size
-    yield (
-        "model.hidden_size",
-        2 * hidden % 16 != 0,
-        f"moe.dispatcher=deepep sends rows of a multiple of 16 bytes: 2 * {hidden} % 16 = {2 * hidden % 16}",
-        f"Set model.hidden_size={-(-hidden // 8) * 8}, or moe.dispatcher=alltoall",
-    )
+    yield ("model.hidden_size", 2 * hidden % 16 != 0,
+           f"moe.dispatcher=deepep sends rows of a multiple of 16 bytes: 2 * {hidden} % 16 = {2 * hidden % 16}",
+           f"Set model.hidden_size={-(-hidden // 8) * 8}, or moe.dispatcher=alltoall")
 
 
 def _replay_rows(config: Config, folder: Path) -> Iterator[Row]:
     moe = config.moe
-    yield (
-        "moe.replay_routing",
-        moe.gate != "learned",
-        f"replayed choices leave moe.gate={moe.gate} nothing to choose",
-        "Set moe.gate=learned, or moe.replay_routing=null",
-    )
+    yield ("moe.replay_routing", moe.gate != "learned",
+           f"replayed choices leave moe.gate={moe.gate} nothing to choose",
+           "Set moe.gate=learned, or moe.replay_routing=null")
     recorded = None if moe.record_routing is None else Path(moe.record_routing).expanduser().absolute()
-    yield (
-        "moe.record_routing",
-        recorded == folder.absolute(),
-        "the same directory as moe.replay_routing, which would be written over while it is read",
-        "Name another directory",
-    )
-    yield (
-        "moe.replay_routing",
-        not any(folder.glob("step-*/rank-*.npz")),
-        f"no recorded steps in {folder.absolute()}",
-        "Name the moe.record_routing directory of an earlier run",
-    )
+    yield ("moe.record_routing", recorded == folder.absolute(),
+           "the same directory as moe.replay_routing, which would be written over while it is read",
+           "Name another directory")
+    yield ("moe.replay_routing", not any(folder.glob("step-*/rank-*.npz")),
+           f"no recorded steps in {folder.absolute()}", "Name the moe.record_routing directory of an earlier run")

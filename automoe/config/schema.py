@@ -97,15 +97,7 @@ class ModelConfig:
     """One decoder for every family; the names follow HuggingFace where a checkpoint meets a user."""
 
     family: Literal[
-        "deepseek_v3",
-        "qwen3_moe",
-        "mixtral",
-        "qwen2_moe",
-        "glm4_moe",
-        "gpt_oss",
-        "qwen3_next",
-        "llama",
-        "qwen3",
+        "deepseek_v3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"
     ] = "deepseek_v3"
     hf_path: str | None = None  # start from this HuggingFace checkpoint directory
     vocab_size: int = 264
@@ -136,7 +128,7 @@ class MoEConfig:
     """How the MoE layer runs; none of it changes a checkpoint."""
 
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"  # deepep: CUDA, and DeepEP installed
-    overlap_shared_experts: bool = True  # CUDA: on a stream of their own beside the routed experts
+    overlap_shared_experts: bool = True  # CUDA: on a stream of their own, at the same time as the routed experts
     experts: Literal["grouped_mm", "loop", "triton", "te", "quack"] = "grouped_mm"
     # Gates other than learned are for benchmarks (automoe.moe.gates): round robin, skewed, everything to
     # the first K experts, round robin without the last expert.
@@ -318,9 +310,9 @@ MOST_CHUNK_TOKENS = 4096
 def chunk_tokens(tokens: int, hidden: int) -> int:
     """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers, within bounds.
 
-    For each chunk the gradient of the whole head is added up once; few tokens a chunk make that the larger part of
-    what the loss moves. Compiled code is made for one size, so chunks are alike where fewer than twice the least number
-    of them divides the tokens; elsewhere the last one is shorter.
+    The gradient of the whole head is added up once a chunk, which dominates the loss's memory traffic when chunks are
+    small. Compiled code is made for one size, so chunks are equal if fewer than twice the least number of chunks
+    divides the tokens; else the last one is shorter.
     """
     most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
     fewest = max(1, -(-tokens // most))

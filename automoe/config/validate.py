@@ -55,32 +55,23 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     return shape
 
 
+# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# fmt: off
+
 def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     rows, seq_len, micro = config.train.global_batch_size, config.train.seq_len, config.train.micro_batch_size
     unit, cut, pieces = shape.dp * micro, shape.cp * shape.tp, 2 * shape.cp
-    yield divides(
-        "train.global_batch_size",
-        rows,
-        unit,
+    yield divides("train.global_batch_size", rows, unit,
         "every data-parallel rank runs whole micro-batches, so dp_replicate*dp_shard*micro_batch_size = "
-        f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}",
-    )
+        f"{shape.dp_replicate}*{shape.dp_shard}*{micro} = {unit} divides it: {rows} % {unit} = {rows % unit}")
     if shape.tp > 1:
-        yield divides(
-            "train.seq_len",
-            seq_len,
-            cut,
+        yield divides("train.seq_len", seq_len, cut,
             f"between blocks the ranks of cp and tp hold equal parts of a row: cp*tp = {shape.cp}*{shape.tp} = {cut}, "
-            f"{seq_len} % {cut} = {seq_len % cut}",
-        )
+            f"{seq_len} % {cut} = {seq_len % cut}")
     if shape.cp > 1:
-        yield divides(
-            "train.seq_len",
-            seq_len,
-            pieces,
+        yield divides("train.seq_len", seq_len, pieces,
             f"with mesh.cp={shape.cp} every rank holds a head piece and a tail piece, 2*cp = {pieces} equal pieces: "
-            f"{seq_len} % {pieces} = {seq_len % pieces}",
-        )
+            f"{seq_len} % {pieces} = {seq_len % pieces}")
 
 
 def _check_pipeline(config: Config, shape: MeshShape) -> None:
@@ -94,18 +85,11 @@ def _check_pipeline(config: Config, shape: MeshShape) -> None:
 
 def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     key, stages, interleaved = "parallel.stages_per_rank", config.parallel.stages_per_rank, "Interleaved1F1B"
-    yield (
-        key,
-        shape.pp == 1 and stages > 1,
-        "with mesh.pp=1 the model is one stage",
-        "Set parallel.stages_per_rank=1, or mesh.pp=2 or more",
-    )
-    yield (
-        key,
-        shape.pp > 1 and config.parallel.schedule == interleaved and stages < 2,
-        "Interleaved1F1B runs at least 2 stages a rank",
-        "Set parallel.stages_per_rank=2 or parallel.schedule=1F1B",
-    )
+    yield (key, shape.pp == 1 and stages > 1,
+           "with mesh.pp=1 the model is one stage", "Set parallel.stages_per_rank=1, or mesh.pp=2 or more")
+    yield (key, shape.pp > 1 and config.parallel.schedule == interleaved and stages < 2,
+           "Interleaved1F1B runs at least 2 stages a rank",
+           "Set parallel.stages_per_rank=2 or parallel.schedule=1F1B")
 
 
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
@@ -116,37 +100,24 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
         f"({shape.dp_replicate}*{shape.dp_shard}*{micro}) = {micro_batches} micro-batches"
     )
-    yield (
-        "train.global_batch_size",
-        schedule != "GPipe" and micro_batches < pp,
-        f"{schedule} needs at least mesh.pp={pp} micro-batches in flight; {arithmetic}",
-        f"Nearest valid choice: train.global_batch_size={pp * unit}, or a smaller micro_batch_size",
-    )
+    yield ("train.global_batch_size", schedule != "GPipe" and micro_batches < pp,
+           f"{schedule} needs at least mesh.pp={pp} micro-batches in flight; {arithmetic}",
+           f"Nearest valid choice: train.global_batch_size={pp * unit}, or a smaller micro_batch_size")
     if schedule == "Interleaved1F1B":
-        yield divides(
-            "train.global_batch_size",
-            rows,
-            pp * unit,
+        yield divides("train.global_batch_size", rows, pp * unit,
             f"Interleaved1F1B runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
-            f"{micro_batches} % {pp} = {micro_batches % pp}",
-        )
+            f"{micro_batches} % {pp} = {micro_batches % pp}")
     for key in ("reshard", "grad_sync"):
-        yield (
-            f"parallel.{key}",
-            getattr(parallel, key) == "micro_batch",
-            f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
-            f"Set parallel.{key}=step, or mesh.pp=1",
-        )
+        yield (f"parallel.{key}", getattr(parallel, key) == "micro_batch",
+               f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
+               f"Set parallel.{key}=step, or mesh.pp=1")
 
 
 def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, ring = "parallel.context", config.parallel.context == "ring" and shape.cp > 1
-    yield (
-        key,
-        ring and config.data.document_mask,
-        "ring attention has no document mask, and data.document_mask=true asks for one",
-        "Set parallel.context=gather, or data.document_mask=false",
-    )
+    yield (key, ring and config.data.document_mask,
+           "ring attention has no document mask, and data.document_mask=true asks for one",
+           "Set parallel.context=gather, or data.document_mask=false")
     on_cpu = "ring attention needs CUDA, and this run is on cpu"
     yield key, ring and device == "cpu", on_cpu, "Set parallel.context=gather"
 
@@ -157,59 +128,30 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
     for i, beta in enumerate(optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
-    yield (
-        "optim.moments",
-        optim.moments == "bfloat16" and not stochastic,
-        "moments are rounded by chance where their parameters are, and optim.master_weights=float32 rounds none",
-        "Set optim.master_weights=stochastic, or optim.moments=float32",
-    )
-    yield (
-        "optim.master_weights",
-        stochastic and config.train.dtype != "bfloat16",
-        f"it is bfloat16 that is rounded by chance, and train.dtype={config.train.dtype}",
-        "Set train.dtype=bfloat16, or optim.master_weights=float32",
-    )
-    yield (
-        "optim.master_weights",
-        stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
-        "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
-        "bfloat16",
-        "Set parallel.grad_sync=step, or optim.master_weights=float32",
-    )
+    yield ("optim.moments", optim.moments == "bfloat16" and not stochastic,
+           "moments are rounded by chance where their parameters are, and optim.master_weights=float32 rounds none",
+           "Set optim.master_weights=stochastic, or optim.moments=float32")
+    yield ("optim.master_weights", stochastic and config.train.dtype != "bfloat16",
+           f"it is bfloat16 that is rounded by chance, and train.dtype={config.train.dtype}",
+           "Set train.dtype=bfloat16, or optim.master_weights=float32")
+    yield ("optim.master_weights", stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
+           "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
+           "bfloat16", "Set parallel.grad_sync=step, or optim.master_weights=float32")
 
 
 def _data_rows(config: Config) -> Iterator[Row]:
     data, val_every = config.data, config.train.val_every
-    yield (
-        "data.val_fraction",
-        not 0 <= data.val_fraction < 1,
-        "a share of the text in [0, 1)",
-        "Set data.val_fraction=0.02",
-    )
-    yield (
-        "data.val_fraction",
-        val_every > 0 and not data.val_fraction,
-        f"train.val_every={val_every} validates, and no text is set aside for it",
-        "Set data.val_fraction=0.02, or train.val_every=0",
-    )
-    yield (
-        "data.path",
-        data.kind == "stdlib" and data.path is not None,
-        "data.path is set and data.kind=stdlib reads none",
-        "Set data=text|jsonl|parquet, or leave data.path out",
-    )
-    yield (
-        "data.path",
-        data.kind != "stdlib" and data.path is None,
-        f"data.kind={data.kind} reads files, and no path is given",
-        "Set data.path=FILE, or data=stdlib",
-    )
-    yield (
-        "data.path",
-        data.path is not None and not glob.glob(os.path.expanduser(data.path), recursive=True),
-        f"nothing there (looked from {os.getcwd()})",
-        "Name a file, a directory or a glob that exists",
-    )
+    yield ("data.val_fraction", not 0 <= data.val_fraction < 1,
+           "a share of the text in [0, 1)", "Set data.val_fraction=0.02")
+    yield ("data.val_fraction", val_every > 0 and not data.val_fraction,
+           f"train.val_every={val_every} validates, and no text is set aside for it",
+           "Set data.val_fraction=0.02, or train.val_every=0")
+    yield ("data.path", data.kind == "stdlib" and data.path is not None,
+           "data.path is set and data.kind=stdlib reads none", "Set data=text|jsonl|parquet, or leave data.path out")
+    yield ("data.path", data.kind != "stdlib" and data.path is None,
+           f"data.kind={data.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
+    yield ("data.path", data.path is not None and not glob.glob(os.path.expanduser(data.path), recursive=True),
+           f"nothing there (looked from {os.getcwd()})", "Name a file, a directory or a glob that exists")
 
 
 def check_checkpoint(config: Config) -> None:
@@ -219,26 +161,22 @@ def check_checkpoint(config: Config) -> None:
 
 def _checkpoint_rows(config: Config) -> Iterator[Row]:
     checkpoint, every, val_every = config.checkpoint, config.checkpoint.every, config.train.val_every
-    yield (
-        "checkpoint.resume",
-        checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
-        f"no such directory (looked from {os.getcwd()})",
-        "Set auto, never, or the run or step directory to start from",
-    )
+    yield ("checkpoint.resume",
+           checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
+           f"no such directory (looked from {os.getcwd()})",
+           "Set auto, never, or the run or step directory to start from")
     steps = f"checkpoints are of steps that divide by checkpoint.every={every}"
-    yield (
-        "checkpoint.keep_every",
-        checkpoint.keep_every > 0 and (not every or checkpoint.keep_every % every != 0),
-        steps if every else "no checkpoints are written: checkpoint.every=0",
-        f"Nearest valid choice: checkpoint.keep_every={-(-checkpoint.keep_every // every) * every if every else 0}",
-    )
-    yield (
-        "checkpoint.keep_best",
-        checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
-        "the best is told by the validation loss, so a step that is saved must be validated: "
-        f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",
-        f"Set train.val_every={every or 100} checkpoint.every={every or 100}, or checkpoint.keep_best=0",
-    )
+    yield ("checkpoint.keep_every", checkpoint.keep_every > 0 and (not every or checkpoint.keep_every % every != 0),
+           steps if every else "no checkpoints are written: checkpoint.every=0",
+           f"Nearest valid choice: checkpoint.keep_every={-(-checkpoint.keep_every // every) * every if every else 0}")
+    yield ("checkpoint.keep_best",
+           checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),
+           "the best is told by the validation loss, so a step that is saved must be validated: "
+           f"checkpoint.every={every} is not a multiple of train.val_every={val_every}",
+           f"Set train.val_every={every or 100} checkpoint.every={every or 100}, or checkpoint.keep_best=0")
+
+
+# fmt: on
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:

@@ -45,7 +45,7 @@ class Kernels:
     """What operators keep beyond what their backward formulas read.
 
     Attributes:
-        swiglu_steps: dense FFNs keep silu(gate) beside gate, up and the product.
+        swiglu_steps: dense FFNs keep silu(gate) as well as gate, up and the product.
         experts_reread: routed experts keep gate and up alone. Their rows stay where they came from, a
             dispatcher's receive buffer or the tokens themselves, and the product is made again.
         values_in_place: the values are kept as a view into the projection that also made the keys.
@@ -121,7 +121,7 @@ class TokenLoad:
     expert_rows: float  # (token, expert) pairs
     mask_numbers: int  # of the attention masks, over the micro-batch's rows; 0: plain causality
     window_numbers: int  # the same of layers with a sliding window, which always have a mask
-    dispatched: bool = True  # expert rows arrive in a buffer; else experts read the rank's own tokens
+    dispatched: bool = True  # expert rows are received in a buffer; else experts read the rank's own tokens
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
@@ -176,30 +176,25 @@ def layer_activation_bytes(
     parts["experts"] = 0.0 if "moe" in recompute else size * load.expert_rows * per_row
     # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
-    scored = 1 + model.router.softmax_after_topk  # the gather of chosen logits keeps them all, beside the scores
+    scored = 1 + model.router.softmax_after_topk  # the gather of chosen logits keeps them all, and the scores
     parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
     return parts
 
 
 def recompute_workspace_bytes(
-    model: ModelConfig,
-    layer: int,
-    load: TokenLoad,
-    bytes_per_number: int,
-    kernels: Kernels,
-    recompute: frozenset[str],
+    model: ModelConfig, layer: int, load: TokenLoad, bytes_per_number: int, kernels: Kernels, recompute: frozenset[str]
 ) -> float:
-    """What the largest of a layer's regions holds while its own backward pass runs, and what its readers ask for.
+    """What the largest recomputed part of a layer holds in its backward pass, and the recomputed outputs that it reads.
 
-    Regions take turns; outputs that are made again are there as long as somebody reads them.
+    Parts are recomputed one after another; recomputed outputs stay until the last part that reads them is done.
     """
 
     def kept(modules: frozenset[str]) -> float:
         return sum(layer_activation_bytes(model, layer, load, bytes_per_number, kernels, modules).values())
 
     dropped = {name: kept(NOTHING) - kept(frozenset((name,))) for name in recompute}
-    asked_for = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
-    return asked_for + max(dropped.values(), default=0.0)
+    read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
+    return read + max(dropped.values(), default=0.0)
 
 
 def _norm_input(width: int, size: int) -> int:
@@ -208,12 +203,7 @@ def _norm_input(width: int, size: int) -> int:
 
 
 def _attention_bytes(
-    attention: AttentionConfig,
-    layer: int,
-    load: TokenLoad,
-    size: int,
-    kernels: Kernels,
-    recompute: frozenset[str],
+    attention: AttentionConfig, layer: int, load: TokenLoad, size: int, kernels: Kernels, recompute: frozenset[str]
 ) -> float:
     again = "core_attn" in recompute
     if is_linear(attention, layer):
@@ -253,7 +243,7 @@ def _attention_bytes(
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
     kept += tokens * _norm_input(latent, size) + size * kv_tokens * (latent + rope * (gathered or promised))
-    kept += size * tokens * rope  # beside the latent, in the storage that its norm keeps
+    kept += size * tokens * rope  # in the storage of the latent, which its norm keeps
     if attention.q_lora_rank is not None:
         kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * attention.q_lora_rank)
     return kept

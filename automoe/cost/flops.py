@@ -2,7 +2,8 @@
 
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward, so a weight that a token
 meets costs 6. A gated delta net counts as its recurrence: reading a head's state with a key, changing it,
-and reading it with a query are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and recomputation count for nothing in either convention.
+and reading it with a query are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and
+recomputation count for nothing in either convention.
 """
 
 from __future__ import annotations
@@ -22,10 +23,7 @@ class TokenFlops:
 
     def mfu(self, tokens_per_second: float, peak_flops: float) -> tuple[float, float]:
         """(``mfu``, ``mfu_full_attention``) as fractions of ``peak_flops`` of all GPUs together."""
-        return (
-            self.causal * tokens_per_second / peak_flops,
-            self.full_attention * tokens_per_second / peak_flops,
-        )
+        return (self.causal * tokens_per_second / peak_flops, self.full_attention * tokens_per_second / peak_flops)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int, num_mtp: int = 0) -> TokenFlops:

@@ -2,8 +2,7 @@
 
 Sharding is FSDP2's: the first dim of a parameter cut into equal chunks over dp_shard x cp, the last
 chunks shorter or empty, after tp has taken its slice; experts first over ep (experts) and etp (their
-width), then over ep_shard (rows). The figures are
-those of the first shard, which is never smaller than another.
+width), then over ep_shard (rows). The figures are those of the first shard, which is never smaller than another.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from automoe.cost.activations import (
 )
 from automoe.cost.params import Param, embedding_params, head_params, layer_params
 
-# bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients);
-# weights without a wider copy (optim.master_weights=stochastic) are stored as they are gathered, and so are moments with
-# optim.moments=bfloat16
+# Bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients). With
+# optim.master_weights=stochastic weights are stored as gathered, and so are moments with optim.moments=bfloat16.
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
 ACTIVE_STAGES = 3  # torch's interleaved schedules gather this many of a rank's stages at once

@@ -36,12 +36,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; every pp rank with its peaks."""
         ranks = [
-            {
-                **asdict(r),
-                "backward_peak": r.backward_peak,
-                "optimizer_peak": r.optimizer_peak,
-                "peak": r.peak,
-            }
+            {**asdict(r), "backward_peak": r.backward_peak, "optimizer_peak": r.optimizer_peak, "peak": r.peak}
             for r in self.ranks
         ]
         return {

@@ -50,12 +50,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        config: Config,
-        dp_rank: int,
-        dp_size: int,
-        split: Split = "train",
-        cache_dir: Path | None = None,
+        self, config: Config, dp_rank: int, dp_size: int, split: Split = "train", cache_dir: Path | None = None
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         rows = config.train.global_batch_size

@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
-_VOCAB_FILES = (
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "added_tokens.json",
-    "tokenizer.model",
-    "spiece.model",
-)
+_VOCAB_FILES = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model", "spiece.model")
 
 
 class Tokenizer:

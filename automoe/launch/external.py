@@ -150,11 +150,7 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
             return
         except ConnectionRefusedError as error:
             reason: OSError = error
-            if time.monotonic() > deadline or launch.master_addr in (
-                "localhost",
-                "127.0.0.1",
-                socket.gethostname(),
-            ):
+            if time.monotonic() > deadline or launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname()):
                 break
             time.sleep(0.5)
         except OSError as error:

@@ -152,7 +152,7 @@ def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in chosen:
         if value == "te":
-            # Its Python part installs anywhere, and imports only beside the one built for torch.
+            # Its Python part installs anywhere, and imports only together with the part built for torch.
             for package in ("transformer_engine", "transformer_engine_torch"):
                 yield (
                     f"{key}={value}",
@@ -193,7 +193,7 @@ def _check_compile(device: str) -> None:
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
-    """A compiler and Python's headers, for ``key``: Inductor's C++ on the CPU, Triton's driver and launchers on CUDA."""
+    """Check for a compiler and Python's headers: Inductor needs them on the CPU, Triton's launchers on CUDA."""
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     names = shlex.split(os.environ.get(variable, ""))[:1] or names
     if not any(shutil.which(name) for name in names):

@@ -46,10 +46,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(
-            "run_dir",
-            run_dir,
-            f"cannot be written: {error.strerror} ({error.filename})",
-            "Name a directory that can",
+            "run_dir", run_dir, f"cannot be written: {error.strerror} ({error.filename})", "Name a directory that can"
         ) from None
     try:
         try:

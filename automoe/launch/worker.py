@@ -1,4 +1,4 @@
-"""One rank: frozen configuration in, exit status out. Started by torchrun as ``python -m automoe.launch.worker RUN_DIR``.
+"""One rank: frozen configuration in, exit status out. torchrun runs ``python -m automoe.launch.worker RUN_DIR``.
 
 Torch is imported late, after signal handlers, log files and the process id are in place: a rank that
 is asked to stop while it is still importing must hear of it.
@@ -77,12 +77,7 @@ def main() -> int:
 
 
 def run_rank(
-    run_dir: Path,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    config: Config | None = None,
-    store: Store | None = None,
+    run_dir: Path, rank: int, world_size: int, local_rank: int, config: Config | None = None, store: Store | None = None
 ) -> int:
     """Run the recipe on this rank and return its exit status; never raises.
 

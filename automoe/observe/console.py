@@ -118,10 +118,7 @@ class Console:
         """The closing summary, from what the run recorded, and where its results are."""
         if not self.enabled:
             return
-        facts = [
-            *final_numbers(read_metrics(self.config.run_dir)),
-            *((n, str(p)) for n, p in (paths or {}).items()),
-        ]
+        facts = [*final_numbers(read_metrics(self.config.run_dir)), *((n, str(p)) for n, p in (paths or {}).items())]
         self._print()
         width = max((len(name) for name, _ in facts), default=0) + 2
         for name, text in facts:

@@ -297,12 +297,7 @@ def _draw_strips(axis: Axes, mesh: MeshShape, view: str, strips: int) -> None:
             colour = CELLS[position % len(CELLS)]
             axis.add_patch(
                 Rectangle(
-                    (place * width + 0.004, top),
-                    width - 0.008,
-                    1.0,
-                    facecolor=colour,
-                    edgecolor=FRAME,
-                    linewidth=0.8,
+                    (place * width + 0.004, top), width - 0.008, 1.0, facecolor=colour, edgecolor=FRAME, linewidth=0.8
                 )
             )
             first = position * stride

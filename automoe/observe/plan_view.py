@@ -53,8 +53,8 @@ def _summary(config: Config, plan: Plan) -> Table:
     if model.first_k_dense < model.num_layers:
         table.add_row(
             "experts",
-            f"{model.num_experts // plan.mesh.ep} of {model.num_experts} a rank, {batch.rows_per_expert:,.0f} rows each "
-            "per micro-batch at even load",
+            f"{model.num_experts // plan.mesh.ep} of {model.num_experts} a rank, {batch.rows_per_expert:,.0f} rows "
+            "each per micro-batch at even load",
         )
     flops = plan.flops
     table.add_row(
@@ -70,8 +70,8 @@ def _summary(config: Config, plan: Plan) -> Table:
     if train.fp8 != "off":
         table.add_row(
             "8 bits",
-            f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are counted "
-            "as without",
+            f"{train.fp8} products, emulated in float32 on a CPU; MFU is of the bfloat16 peak, and activations are "
+            "counted as without",
         )
     return table
 
@@ -118,25 +118,21 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         ("gradients", rank.gradients, "sharded, after their reduction"),
         ("gathered weights", rank.gathered_weights, f"parallel.reshard={config.parallel.reshard}"),
         ("unsharded gradients", rank.unsharded_gradients, f"parallel.grad_sync={config.parallel.grad_sync}"),
-        (
-            "activations",
-            rank.activations,
-            f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}",
-        ),
+        ("activations", rank.activations, f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}"),
         ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
         (
             "recomputation",
             rank.recompute,
-            "one region at a time, beside what its readers ask for, when the cross-entropy is done",
+            "one module at a time and the outputs it reads, after the cross-entropy",
         ),
     ]:
         if num_bytes:
             table.add_row(name, gib(num_bytes), text)
     limit = config.cluster.memory_bytes
-    of_limit = f", {rank.peak / limit:.0%} of {gib(limit)}" if limit else ""
+    share = f", {rank.peak / limit:.0%} of {gib(limit)}" if limit else ""
     moment = "in the backward pass" if rank.backward_peak >= rank.optimizer_peak else "in the optimizer step"
     note = "; the two kinds of gradient are never both whole" if rank.deferred_gradients else ""
-    table.add_row("peak", gib(rank.peak), f"{moment}{of_limit}{note}", style="bold")
+    table.add_row("peak", gib(rank.peak), f"{moment}{share}{note}", style="bold")
     return table
 
 

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from automoe.observe.metrics import load_summary, read_metrics, series
-from automoe.observe.plot_style import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PALE_BLUE,
-    RC,
-    RED,
-    SEQUENTIAL,
-    new_figure,
-    save,
-    say_empty,
-)
+from automoe.observe.plot_style import BLUE, GREEN, ORANGE, PALE_BLUE, RC, RED, SEQUENTIAL, new_figure, save, say_empty
 from automoe.observe.summary import short_number
 
 if TYPE_CHECKING:
@@ -222,13 +211,7 @@ def _load_over_time(records: Records, steps: np.ndarray, counts: np.ndarray, fir
         for layer in range(num_layers):
             label = f"layer {first_moe_layer + layer}" if num_layers <= MAX_LINES else None
             axis.plot(
-                steps,
-                load_NL[:, layer],
-                color=colours[layer],
-                linewidth=1.4,
-                label=label,
-                marker=marker,
-                markersize=4,
+                steps, load_NL[:, layer], color=colours[layer], linewidth=1.4, label=label, marker=marker, markersize=4
             )
         if num_layers > MAX_LINES:
             from matplotlib.cm import ScalarMappable
@@ -285,11 +268,7 @@ def _line(
     )
     if trend is not None:
         axis.plot(
-            steps,
-            trend,
-            color=colour,
-            linewidth=1.9,
-            label=f"{label}, smoothed" if label != "per step" else "smoothed",
+            steps, trend, color=colour, linewidth=1.9, label=f"{label}, smoothed" if label != "per step" else "smoothed"
         )
     if not finite.all():
         axis.plot(
@@ -309,15 +288,7 @@ def _line(
 def _points(axis: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
     finite = np.isfinite(values)
     if finite.any():
-        axis.plot(
-            steps[finite],
-            values[finite],
-            color=colour,
-            marker="o",
-            markersize=4.5,
-            linewidth=1.2,
-            label=label,
-        )
+        axis.plot(steps[finite], values[finite], color=colour, marker="o", markersize=4.5, linewidth=1.2, label=label)
         _whole_steps(axis, steps)
 
 

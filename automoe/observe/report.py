@@ -110,8 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m automoe.observe.report",
-        description="Write report.html and plots/*.png of a run directory.",
+        prog="python -m automoe.observe.report", description="Write report.html and plots/*.png of a run directory."
     )
     parser.add_argument("run_dir", help="the run_dir of a training run, finished or not")
     try:

@@ -30,7 +30,8 @@ header { display: flex; flex-wrap: wrap; gap: 6px 14px; align-items: baseline; m
 h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 34px 0 12px; }
 .path { color: var(--muted); font-size: 13.5px; overflow-wrap: anywhere; margin: 0 0 18px; }
-.badge { font-size: 13.5px; font-weight: 600; border-radius: 999px; padding: 2px 12px; color: #fff; background: var(--muted); }
+.badge { font-size: 13.5px; font-weight: 600; border-radius: 999px; padding: 2px 12px; color: #fff;
+         background: var(--muted); }
 .badge.good { background: var(--good); } .badge.bad { background: var(--bad); } .badge.wait { background: var(--wait); }
 .steps { color: var(--muted); font-size: 15px; }
 .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; }
@@ -40,21 +41,24 @@ h2 { font-size: 18px; margin: 34px 0 12px; }
 .numbers dd { margin: 4px 0 0; font-size: 22px; font-weight: 600; font-variant-numeric: tabular-nums; }
 .error { border-color: #e3b3b3; background: #fdf4f4; margin: 0 0 18px; }
 .error details { margin-top: 12px; font-size: 14px; } .error h2 { margin: 0 0 8px; color: var(--bad); }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
+      font: 13px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .figures { display: grid; grid-template-columns: repeat(6, minmax(0, 1fr)); gap: 16px; }
 figure { margin: 0; } .wide { grid-column: 1 / -1; } .half { grid-column: span 3; } .third { grid-column: span 2; }
 figure img { width: min(100%, var(--natural)); height: auto; display: block; margin: 0 auto; }
 figcaption { color: var(--muted); font-size: 13.5px; margin-top: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: 14.5px; }
 td { padding: 6px 0; border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
-tr:first-child td { border-top: 0; } td:first-child { color: var(--muted); width: 190px; padding-right: 14px; overflow-wrap: normal; }
+tr:first-child td { border-top: 0; }
+td:first-child { color: var(--muted); width: 190px; padding-right: 14px; overflow-wrap: normal; }
 .columns { display: grid; grid-template-columns: 1.6fr 1fr; gap: 16px; align-items: start; }
 details > summary { cursor: pointer; font-weight: 600; } details pre { margin-top: 12px; }
 .empty { color: var(--muted); margin: 0; }
 @media (max-width: 720px) {
   main { padding: 18px 12px 40px; } h1 { font-size: 21px; } .numbers dd { font-size: 18px; }
   .numbers { grid-template-columns: repeat(2, minmax(0, 1fr)); }
-  .figures, .columns { grid-template-columns: minmax(0, 1fr); } .half, .third { grid-column: 1 / -1; } .card { padding: 12px; }
+  .figures, .columns { grid-template-columns: minmax(0, 1fr); } .half, .third { grid-column: 1 / -1; }
+  .card { padding: 12px; }
   figure.wide { overflow-x: auto; } figure.wide img { width: min(640px, var(--natural)); margin: 0; }
   td:first-child { width: 118px; font-size: 13.5px; }
 }

@@ -193,7 +193,7 @@ def test_the_floor_is_the_oldest_version_of_every_declared_range() -> None:
 
 def third_party_imports(folder: str) -> set[str]:
     """Distributions that the sources of a folder import anywhere, functions included."""
-    own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"automoe"}
+    own = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"automoe", "recipes", "tests", "benchmarks"}
     modules: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
