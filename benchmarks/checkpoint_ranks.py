@@ -167,7 +167,7 @@ class Bench:
     def ours(self, async_save: bool) -> None:
         run_dir = self.fresh("ours")
         self.state.step = self.step = self.step + 1
-        store = CheckpointStore(self.settings, run_dir)
+        store = CheckpointStore(self.settings, resolve_mesh(self.settings.mesh, None), run_dir)
         if async_save:
             begin = lambda: store.begin(self.state)  # noqa: E731
             self.clock("async_begin_first", begin)

@@ -32,7 +32,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
-    store = CheckpointStore(config, context.run_dir)
+    store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # what would stop a save is found before weights are read
     parts = build_parts(config, meshes)  # this rank's pipeline stages
     loaded = None

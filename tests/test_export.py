@@ -56,7 +56,7 @@ def leave(config: Config, run_dir: Path, steps: list[int], export: bool) -> dict
         if steps:
             optimizer = optimizer or build_optimizer(list(parts.values()), config.optim)
             loader = Loader(config, meshes.dp_rank, meshes.shape.dp)
-            CheckpointStore(config, run_dir).save(TrainState(parts, optimizer, loader, step=step))
+            CheckpointStore(config, meshes.shape, run_dir).save(TrainState(parts, optimizer, loader, step=step))
     if export:
         export_model(parts, run_dir / "hf", tokenizer=config.data.tokenizer)
     return {

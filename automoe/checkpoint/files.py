@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from automoe.trace import phase
 
-_WORTH_A_THREAD = 1 << 20  # bytes of one write from which hashing beside it pays
+_WORTH_A_THREAD = 1 << 20  # bytes of one write from which a thread that hashes them pays
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HashingStream(io.RawIOBase):
         self._sha = hashlib.sha256()
         self._size = 0
         self._error: BaseException | None = None
-        self._beside: ThreadPoolExecutor | None = None
+        self._hasher: ThreadPoolExecutor | None = None
 
     def writable(self) -> bool:
         return True
@@ -53,9 +53,9 @@ class HashingStream(io.RawIOBase):
             self._sha.update(view)
             self._put(view)
             return len(view)
-        # Both let go of the interpreter lock, so one costs no time beside the other.
-        self._beside = self._beside or ThreadPoolExecutor(1, "hash")
-        hashing = self._beside.submit(self._sha.update, view)
+        # Both release the interpreter lock, so hashing costs no time of its own.
+        self._hasher = self._hasher or ThreadPoolExecutor(1, "hash")
+        hashing = self._hasher.submit(self._sha.update, view)
         self._put(view)
         hashing.result()  # the memory is the caller's
         return len(view)
@@ -76,8 +76,8 @@ class HashingStream(io.RawIOBase):
 
     def release(self) -> None:
         """Close the file. ``close``, which torch calls before the file can be sealed, leaves it open."""
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._hasher is not None:
+            self._hasher.shutdown()
         self._file.close()
 
     def _put(self, view: memoryview) -> None:

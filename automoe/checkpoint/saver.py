@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.store import Checkpointed, CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import SaveError
-from automoe.training.state import TrainState
 
 
 class Saver:
@@ -50,7 +49,7 @@ class Saver:
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or self._is_last(step, stopping))
 
-    def save(self, state: TrainState, val_loss: float | None, stopping: bool) -> None:
+    def save(self, state: Checkpointed, val_loss: float | None, stopping: bool) -> None:
         """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after it.
 
         A save that is still in flight is waited for.
@@ -80,7 +79,7 @@ class Saver:
         """Keys for a step's metrics: what saving cost the loop since the record before.
 
         ``checkpoint_seconds`` the loop stood still, ``checkpoint_share`` of the time since then, whether a
-        save was in flight beside the step, and how many saves have failed. Empty for a run that never saves.
+        save was in flight during the step, and how many saves have failed. Empty for a run that never saves.
         """
         if not self.config.checkpoint.every:
             return {}

@@ -1,4 +1,4 @@
-"""Training state on disk: written beside, renamed into place, verified before it is believed.
+"""Training state on disk: written under another name, renamed into place, verified before it is believed.
 
 torch.distributed.checkpoint moves the tensors (and reshards them on load); it is not a commit protocol.
 So a step is written to ``.tmp-step-N`` by all ranks, each flushing and hashing its own files, listed in a
@@ -17,7 +17,7 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,12 @@ from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
 from automoe.checkpoint.folder import (
     FOLDER,
     LATEST,
+    check_source,
+    check_writable,
     clean,
     commit,
     committed_steps,
+    named_source,
     point_to,
     promised_step,
     retain,
@@ -44,15 +47,31 @@ from automoe.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from automoe.checkpoint.resume import check_source, check_writable, named_source
 from automoe.checkpoint.rng import rng_state, set_rng_state
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.trace import phase
-from automoe.training.state import TrainState
 
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
+
+
+class Checkpointed(Protocol):
+    """What a checkpoint holds, as ``automoe.training.state.TrainState`` has it."""
+
+    step: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor of this rank, to be read or written in place."""
+
+    def optional(self) -> set[str]:
+        """Names of those tensors that a checkpoint may lack; then they stay as they are."""
+
+    def counters(self) -> dict[str, Any]:
+        """What is not a tensor, as JSON values, equal on every rank."""
+
+    def load_counters(self, counters: dict[str, Any]) -> None:
+        """Undo ``counters``."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +94,12 @@ class CheckpointStore:
 
     Args:
         config: its model must be the checkpoint's; ``config.checkpoint`` says what stays.
+        shape: of the mesh that these ranks are on.
         run_dir: a directory that all ranks see; checkpoints live in ``run_dir/checkpoints``.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        self.config, self.run_dir, self.folder = config, run_dir, run_dir / FOLDER
+    def __init__(self, config: Config, shape: MeshShape, run_dir: Path) -> None:
+        self.config, self.shape, self.run_dir, self.folder = config, shape, run_dir, run_dir / FOLDER
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
         self._stager: Any = None
         self._in_flight: Future[Path] | None = None
@@ -100,7 +120,7 @@ class CheckpointStore:
 
     # ---------------------------------------------------------------- saving
 
-    def save(self, state: TrainState, val_loss: float | None = None) -> Path:
+    def save(self, state: Checkpointed, val_loss: float | None = None) -> Path:
         """Write ``state`` and return its directory; it is there in full or not at all.
 
         A step that is there already is left as it is.
@@ -114,18 +134,19 @@ class CheckpointStore:
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         return self._write(state.tensors() | _generator_tensors(), self._content(state, val_loss), state.step)
 
-    def begin(self, state: TrainState, val_loss: float | None = None) -> None:
+    def begin(self, state: Checkpointed, val_loss: float | None = None) -> None:
         """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
 
         One save is in flight at a time. The copy stays allocated for the next save.
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
-        on_cuda = any(p.device.type == "cuda" for p in state.parameters())
+        tensors = state.tensors()
+        on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
-        staged = self._stager.stage(state.tensors() | _generator_tensors(), non_blocking=on_cuda)
+        staged = self._stager.stage(tensors | _generator_tensors(), non_blocking=on_cuda)
         if on_cuda:
-            torch.cuda.synchronize()  # the copies have arrived
+            torch.cuda.synchronize()  # until the copies are complete
         # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its thread: it would take
         # memory there for a context of every rank.
         here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
@@ -160,7 +181,7 @@ class CheckpointStore:
         """Whether a save was begun whose end ``poll`` has not told yet."""
         return self._in_flight is not None
 
-    def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
+    def _content(self, state: Checkpointed, val_loss: float | None) -> dict[str, Any]:
         """The manifest but for the files, of this moment."""
         return {
             "step": state.step,
@@ -172,11 +193,8 @@ class CheckpointStore:
 
     def _generators(self) -> dict[str, Any]:
         """Whose random generators a checkpoint holds: those of a rank mean something on this mesh alone."""
-        shape = resolve_mesh(self.config.mesh, self.ranks.size)
-        return {
-            "mesh": [list(shape.sizes("default")), list(shape.sizes("moe"))],
-            "names": sorted(rng_state()),
-        }
+        mesh = [list(self.shape.sizes(view)) for view in ("default", "moe")]
+        return {"mesh": mesh, "names": sorted(rng_state())}
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
         """Write, flush, list, commit, name, delete what is not kept: each by all ranks or by none."""
@@ -221,7 +239,7 @@ class CheckpointStore:
 
     # ---------------------------------------------------------------- resuming
 
-    def load_latest(self, state: TrainState) -> Resumed | None:
+    def load_latest(self, state: Checkpointed) -> Resumed | None:
         """Fill ``state`` from the newest checkpoint that verifies, on whatever mesh it was written.
 
         Those of the run's own directory come first, whatever ``checkpoint.resume`` says, unless that is
@@ -260,7 +278,7 @@ class CheckpointStore:
             self._load(state, step_dir, manifest)
         return Resumed(state.step, step_dir, own)
 
-    def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
+    def _load(self, state: Checkpointed, step_dir: Path, manifest: dict[str, Any]) -> None:
         check_model(step_dir, manifest["config"], self.config)
         then, now = changed_settings(manifest["config"], self.config)
         if then:
@@ -271,16 +289,11 @@ class CheckpointStore:
         if saved["mesh"] == here["mesh"]:
             both = set(saved["names"]) & set(here["names"])
             generators = {name: t for name, t in _generator_tensors().items() if name.split(".")[-1] in both}
-        tensors = state.tensors()
-        if manifest["config"]["train"].get("fp8") != "delayed":
-            # No scale had a history, and none has one now.
-            tensors = {name: t for name, t in tensors.items() if not name.endswith(".scaling.history")}
+        reader = dcp.FileSystemReader(step_dir)
+        absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
+        tensors = {name: tensor for name, tensor in state.tensors().items() if name not in absent}
         try:
-            dcp.load(
-                tensors | generators,
-                storage_reader=dcp.FileSystemReader(step_dir),
-                process_group=self.ranks.group,
-            )
+            dcp.load(tensors | generators, storage_reader=reader, process_group=self.ranks.group)
         except CheckpointException as error:
             raise CheckpointError(f"{step_dir} cannot be loaded: {_dcp_error(error)}") from None
         set_rng_state({name.split(".")[-1]: tensor for name, tensor in generators.items()})

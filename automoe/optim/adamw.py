@@ -1,8 +1,9 @@
-"""AdamW over parameters that live on different meshes."""
+"""AdamW over parameters that live on different meshes, and its learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import cos, pi
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
     share is updated once.
 
+    Every parameter has its state, zeros, from the beginning: a first checkpoint has all that later ones have.
     Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and ``names``.
 
     Args:
@@ -46,15 +48,64 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
                 }
             groups[mesh, decays]["params"].append(parameter)
             groups[mesh, decays]["names"].append(name)
-    empty: list[dict[str, Any]] = [{"params": [], "names": [], "mesh": "local"}]  # a stage without parameters
+    # A stage may be without parameters.
+    given = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    if optim.master_weights == "stochastic":
-        moments = getattr(torch, optim.moments)
-        return StochasticAdamW(list(groups.values()) or empty, **options, seed=seed, moments=moments)
-    return torch.optim.AdamW(list(groups.values()) or empty, **options, fused=True)
+    stochastic = optim.master_weights == "stochastic"
+    optimizer: torch.optim.Optimizer
+    if stochastic:
+        optimizer = StochasticAdamW(given, **options, seed=seed)
+    else:
+        optimizer = torch.optim.AdamW(given, **options, fused=True)
+    for group in given:
+        for parameter in group["params"]:
+            least = getattr(torch, optim.moments) if stochastic else parameter.dtype
+            optimizer.state[parameter] = _zeros(parameter, torch.promote_types(parameter.dtype, least))
+    return optimizer
+
+
+def _zeros(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """State of ``parameter`` before its first step, as a fused AdamW lays it out."""
+    return {
+        # On the parameter's device, so that nobody waits for it.
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+    }
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group the learning rate of this step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step ``step``, counted from 0, of ``total_steps``.
+
+    The first ``warmup_steps`` steps climb in a line, never from zero: step 0 takes ``lr / warmup_steps``
+    and step ``warmup_steps - 1`` takes ``lr``. After that:
+
+    - ``constant``: ``lr``.
+    - ``cosine``: half a cosine from ``lr`` to ``min_lr_ratio * lr``, which the last step takes.
+    - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend in a line to
+      ``min_lr_ratio * lr`` (warm-up, stable, decay: arXiv 2404.06395).
+
+    A warm-up that does not end before the run does leaves no room for the decay and is simply cut off.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    lowest = optim.lr * optim.min_lr_ratio
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "cosine":
+        peak = max(optim.warmup_steps - 1, 0)  # the step that takes lr
+        done = min(1.0, (step - peak) / max(total_steps - 1 - peak, 1))
+        return lowest + (optim.lr - lowest) * (1 + cos(pi * done)) / 2
+    if optim.schedule == "wsd":
+        decay_steps = min(optim.decay_steps, total_steps - optim.warmup_steps)
+        into_decay = step - (total_steps - decay_steps) + 1  # 1 on the first step of the decay
+        if into_decay <= 0 or decay_steps <= 0:
+            return optim.lr
+        return optim.lr - (optim.lr - lowest) * min(1.0, into_decay / decay_steps)
+    raise AssertionError(f"unknown schedule {optim.schedule}")  # the configuration is validated before

@@ -35,7 +35,7 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an update needs beside a parameter and its state: P parameters of a group, of which this is one.
+    """What an update needs besides a parameter and its state: P parameters of a group, of which this is one.
 
     Attributes:
         steps: int64 [P], this step's number, on the device as the two that follow from it.
@@ -64,10 +64,11 @@ class StochasticAdamW(torch.optim.Optimizer):
     (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given the same bias
     corrections, whose powers differ in the last bit between libraries.
 
+    ``build_optimizer`` makes it, and its state.
+
     Args:
         groups: parameter groups, each with ``names``, the global names of its ``params`` in their order.
         seed: of the roundings.
-        moments: dtype of the moments of bfloat16 parameters: float32, or bfloat16.
     """
 
     def __init__(
@@ -77,9 +78,8 @@ class StochasticAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         seed: int,
-        moments: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0, moments=moments))
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.seed = seed
 
     @torch.no_grad()
@@ -91,9 +91,6 @@ class StochasticAdamW(torch.optim.Optimizer):
                 self._update(group, updated)
 
     def _update(self, group: dict[str, Any], updated: list[tuple[str, torch.Tensor]]) -> None:
-        for _, parameter in updated:
-            if not self.state[parameter]:
-                self.state[parameter].update(first_state(parameter, group["moments"]))
         counts = [self.state[parameter]["step"] for _, parameter in updated]
         torch._foreach_add_(counts, 1)
         # On the device, as the counts are: to know them, the host would have to wait.
@@ -136,17 +133,6 @@ def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], num
         bits = bits_at(index, key) if values.dtype == torch.bfloat16 else index  # which nobody reads
         for stored, x, first_bit in ((values, value, 0), (firsts, first, 16), (seconds, second, 32)):
             stored[block] = round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
-
-
-def first_state(parameter: torch.Tensor, moments: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """AdamW's state of ``parameter`` before its first step, as a fused AdamW lays it out; never narrower than ``moments``."""
-    dtype = torch.promote_types(parameter.dtype, moments)
-    return {
-        # On the parameter's device, so that nobody waits for it.
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-    }
 
 
 def local_tensors(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -107,6 +107,7 @@ class Delayed(Tensorwise):
     seen: torch.Tensor
     known: list[bool] | None
     """Which operands have a history, on the host; None: read it from the device."""
+    optional_state = ("history",)  # a checkpoint of a run with other scales has none, and a new one begins
 
     def __init__(self, gradients: torch.dtype, reduce: AmaxReduce = _one_rank) -> None:
         super().__init__(gradients, reduce, reduce)

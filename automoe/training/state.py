@@ -9,7 +9,6 @@ import torch
 
 from automoe.data.loader import Loader
 from automoe.model.decoder import Decoder
-from automoe.optim.stochastic import first_state
 
 
 @dataclass
@@ -38,22 +37,24 @@ class TrainState:
         return [parameter for part in self.parts.values() for parameter in part.parameters()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts.
-
-        Moments exist from the first step on; before it they are made, as AdamW would, with zeros.
-        """
+        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts."""
         tensors: dict[str, torch.Tensor] = {}
         for part in self.parts.values():
             for name, tensor in part.state_dict().items():
                 tensors[f"model.{name}"] = tensor
             for name, parameter in part.named_parameters():
-                state = self.optimizer.state[parameter]
-                if not state:
-                    moments = self.optimizer.defaults.get("moments", torch.float32)
-                    state.update(first_state(parameter, moments))
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    tensors[f"optimizer.{key}.{name}"] = state[key]
+                for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                    tensors[f"optimizer.{key}.{name}"] = tensor
         return tensors
+
+    def optional(self) -> set[str]:
+        """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``."""
+        return {
+            f"model.{name}.{buffer}"
+            for part in self.parts.values()
+            for name, module in part.named_modules()
+            for buffer in getattr(module, "optional_state", ())
+        }
 
     def counters(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values, equal on every rank."""

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
 from automoe.moe.tokens import TokenCounts
-from automoe.optim.adamw import set_learning_rate
+from automoe.optim.adamw import learning_rate, set_learning_rate
 from automoe.optim.grad_norm import clip_, global_grad_norm
-from automoe.optim.schedule import learning_rate
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import Meshes

@@ -150,7 +150,7 @@ def _run_rank(
     before_step: Callable[[int, Saver], None] | None,
 ) -> Run:
     state, meshes, runner = build_state(config, run_dir)
-    store, seen, said = CheckpointStore(config, run_dir), Run(), io.StringIO()
+    store, seen, said = open_store(config, run_dir), Run(), io.StringIO()
     saver = Saver(store, config, seen.notes.append, seen.warnings.append)
     with contextlib.redirect_stdout(said):
         resumed = store.load_latest(state)
@@ -192,11 +192,16 @@ def build_state(config: Config, run_dir: Path) -> tuple[TrainState, Any, Any]:
     )
 
 
+def open_store(config: Config, run_dir: Path) -> CheckpointStore:
+    """The checkpoints of ``run_dir`` as this rank has them."""
+    return CheckpointStore(config, resolve_mesh(config.mesh, None), run_dir)
+
+
 def refusal(config: Config, run_dir: Path) -> str:
     """What ``load_latest`` of this rank raises; empty if it does not."""
     state, _, _ = build_state(config, run_dir)
     try:
-        CheckpointStore(config, run_dir).load_latest(state)
+        open_store(config, run_dir).load_latest(state)
     except AutomoeError as error:
         return str(error)
     return ""
@@ -205,7 +210,7 @@ def refusal(config: Config, run_dir: Path) -> str:
 def save_twice(config: Config, run_dir: Path) -> list[dict[str, bytes]]:
     """Save step 0, change every parameter, save step 0 again: the step's files after each."""
     state, _, _ = build_state(config, run_dir)
-    store = CheckpointStore(config, run_dir)
+    store = open_store(config, run_dir)
     files = []
     for _ in range(2):
         step = store.save(state)

@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_runs import build_state, config, run, run_ranks
+from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
 from automoe.checkpoint.saver import Saver
-from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.verify.pool import RankError, RankPool
@@ -66,7 +65,7 @@ def poll_until_over(text: Path, run_dir: Path, fault: str) -> tuple[int, list[st
     settings = config(text, async_save=True, dp_shard=2)
     state, _, _ = build_state(settings, run_dir)
     said: list[str] = []
-    saver = Saver(CheckpointStore(settings, run_dir), settings, said.append, said.append)
+    saver = Saver(open_store(settings, run_dir), settings, said.append, said.append)
     with faults(fault):
         saver.save(state, None, stopping=False)
         polls = 0
@@ -88,7 +87,7 @@ def test_a_write_error_surfaces_in_the_same_poll_on_every_rank(ranks: RankPool, 
 
 def poll_around_a_save(text: Path, run_dir: Path) -> list[bool]:
     """Whether a poll says that a save is over, while it is over on rank 0 alone, and then on both."""
-    store, save = CheckpointStore(config(text, dp_shard=2), run_dir), Future[Path]()
+    store, save = open_store(config(text, dp_shard=2), run_dir), Future[Path]()
     store._in_flight = save
     told = []
     for rank in range(2):
@@ -119,7 +118,7 @@ def test_the_last_save_is_not_left_in_the_background(ranks: RankPool, text: Path
 
 def save_first_and_last(settings: Config, run_dir: Path) -> list[bool]:
     state, _, _ = build_state(settings, run_dir)
-    saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
+    saver = Saver(open_store(settings, run_dir), settings, print, print)
     in_flight = []
     for step, stopping in ((1, False), (2, False), (3, True)):
         state.step = step
@@ -131,7 +130,7 @@ def save_first_and_last(settings: Config, run_dir: Path) -> list[bool]:
 
 def record_costs(settings: Config, run_dir: Path) -> list[dict[str, Any]]:
     state, _, _ = build_state(settings, run_dir)
-    saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
+    saver = Saver(open_store(settings, run_dir), settings, print, print)
     records = [saver.record(1.0)]
     release = run_dir / "release"
     with faults(f"hold:at=save_begin:until={release}"):
@@ -160,7 +159,7 @@ def test_what_a_save_costs_the_loop_is_recorded(ranks: RankPool, text: Path, tmp
 
 
 def record_nothing(settings: Config, run_dir: Path) -> dict[str, Any]:
-    return Saver(CheckpointStore(settings, run_dir), settings, print, print).record(1.0)
+    return Saver(open_store(settings, run_dir), settings, print, print).record(1.0)
 
 
 def refusals(settings: Config, run_dir: Path) -> list[str]:
@@ -169,12 +168,12 @@ def refusals(settings: Config, run_dir: Path) -> list[str]:
     other = mock.Mock(StateDictStager=lambda: None)
     for stager in (None, other):
         with mock.patch.dict(sys.modules, {module: stager}), pytest.raises(CheckpointError) as raised:
-            CheckpointStore(settings, run_dir).check()
+            open_store(settings, run_dir).check()
         said.append(str(raised.value))
         with mock.patch.dict(sys.modules, {module: stager}):
             waiting = replace(settings, checkpoint=replace(settings.checkpoint, async_save=False))
-            CheckpointStore(waiting, run_dir).check()
-    CheckpointStore(settings, run_dir).check()
+            open_store(waiting, run_dir).check()
+    open_store(settings, run_dir).check()
     return said
 
 

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoint_runs import build_state, config, run, run_ranks
+from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import HashingStream, sha256
 from automoe.checkpoint.saver import Saver
-from automoe.checkpoint.store import CheckpointStore
 from automoe.errors import AutomoeError
 from automoe.verify.pool import RankError, RankPool
 
@@ -119,7 +118,7 @@ def refused(run_dir: Path, text: Path, resume: str) -> str:
     settings = config(text, dp_shard=2)
     settings = replace(settings, checkpoint=replace(settings.checkpoint, resume=resume))
     try:
-        CheckpointStore(settings, run_dir).check()
+        open_store(settings, run_dir).check()
     except AutomoeError as error:
         return str(error)
     return ""
@@ -232,7 +231,7 @@ def save_last(text: Path, run_dir: Path) -> None:
     """A rank that saves at its end on a disk that fills up then."""
     settings = config(text)
     state, _, _ = build_state(settings, run_dir)
-    saver = Saver(CheckpointStore(settings, run_dir), settings, print, print)
+    saver = Saver(open_store(settings, run_dir), settings, print, print)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     try:
         saver.save(state, None, stopping=True)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, refusal, run
+from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, open_store, refusal, run
 
 from automoe.checkpoint.manifest import changed_settings, check_model, describe
-from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
@@ -164,13 +163,13 @@ def save_and_draw(settings: Config, run_dir: Path) -> list[float]:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(10 + dist.get_rank())
     draws()
-    CheckpointStore(settings, run_dir).save(state)
+    open_store(settings, run_dir).save(state)
     return draws()
 
 
 def load_and_draw(settings: Config, run_dir: Path) -> list[float]:
     state, _, _ = build_state(settings, run_dir)
-    assert CheckpointStore(settings, run_dir).load_latest(state)
+    assert open_store(settings, run_dir).load_latest(state)
     return draws()
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import Run, build_state, config, refusal, run
+from checkpoint_runs import Run, build_state, config, open_store, refusal, run
 
-from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.verify.pool import RankPool
@@ -75,12 +74,12 @@ def test_damage_there_is_said_and_left(ranks: RankPool, text: Path, tmp_path: Pa
 def own(settings: Config, run_dir: Path) -> tuple[bool, str]:
     """Whether the run resumes its own record, and what ``check`` says of its own step 1."""
     state, _, _ = build_state(settings, run_dir)
-    store = CheckpointStore(settings, run_dir)
+    store = open_store(settings, run_dir)
     resumed = store.load_latest(state)
     assert resumed is not None and resumed.step == state.step == 2
     itself = starting_from(settings, run_dir / "checkpoints" / "step-1")
     with pytest.raises(CheckpointError) as refused:
-        CheckpointStore(itself, run_dir).check()
+        open_store(itself, run_dir).check()
     return resumed.own, str(refused.value)
 
 
@@ -94,6 +93,6 @@ def test_whose_record_goes_on(ranks: RankPool, text: Path, tmp_path: Path, sourc
 
 def resumed_from_elsewhere(settings: Config, run_dir: Path) -> tuple[int, bool]:
     state, _, _ = build_state(settings, run_dir)
-    resumed = CheckpointStore(settings, run_dir).load_latest(state)
+    resumed = open_store(settings, run_dir).load_latest(state)
     assert resumed is not None
     return resumed.step, resumed.own

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import build_state, config
+from checkpoint_runs import build_state, config, open_store
 
 from automoe.checkpoint.folder import superfluous
 from automoe.checkpoint.saver import Saver
-from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import CheckpointConfig, Config
 from automoe.verify.pool import RankPool
 from tests.support.fault_points import faults
@@ -48,7 +47,7 @@ def test_steps_without_a_validation_loss_are_no_best() -> None:
 def save_losses(settings: Config, run_dir: Path, losses: list[float]) -> list[list[str]]:
     """Save steps 1, 2, ... with these validation losses: the folder after each."""
     state, _, _ = build_state(settings, run_dir)
-    store = CheckpointStore(settings, run_dir)
+    store = open_store(settings, run_dir)
     folders = []
     for step, loss in enumerate(losses, 1):
         state.step = step
@@ -73,7 +72,7 @@ def test_the_best_is_kept_until_there_is_a_better_one(ranks: RankPool, text: Pat
 def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[str], int | None]:
     """Step 2 loses its end between LATEST and the deletion of step 1; then a new run resumes."""
     state, _, _ = build_state(settings, run_dir)
-    store = CheckpointStore(settings, run_dir)
+    store = open_store(settings, run_dir)
     saver = Saver(store, settings, print, print)
     state.step = 1
     saver.save(state, None, stopping=True)
@@ -113,4 +112,4 @@ def test_a_deletion_that_was_cut_short_leaves_no_damaged_step(ranks: RankPool, t
 
 def load(settings: Config, run_dir: Path) -> None:
     state, _, _ = build_state(settings, run_dir)
-    CheckpointStore(settings, run_dir).load_latest(state)
+    open_store(settings, run_dir).load_latest(state)

@@ -123,7 +123,7 @@ def test_checkpoint_comes_back_to_the_bit(device: torch.device, tmp_path: Path, 
     build_runner(parts, meshes, config, device).train(inputs)
     state.optimizer.step()
     state.step = 1
-    store = CheckpointStore(config, tmp_path)
+    store = CheckpointStore(config, meshes.shape, tmp_path)
     saved = {name: whole(tensor) for name, tensor in state.tensors().items()}
     store.begin(state) if background else store.save(state)
     with torch.no_grad():

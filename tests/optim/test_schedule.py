@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automoe.config.schema import OptimConfig
-from automoe.optim.schedule import learning_rate
+from automoe.optim.adamw import learning_rate
 
 
 def curve(total: int, **options: object) -> list[float]:

@@ -49,13 +49,6 @@ def places_of_a_step(config: Config) -> Counter[str]:
         part = build_decoder(config.model, config.moe, torch.bfloat16).train()
         apply_recompute(part, config.parallel)
         optimizer = build_optimizer([part], config.optim)
-        # As from a checkpoint: fused AdamW makes no state of its own on this device.
-        for parameter in part.parameters():
-            optimizer.state[parameter] = dict(
-                step=torch.zeros((), device=DEVICE),
-                exp_avg=torch.zeros_like(parameter),
-                exp_avg_sq=torch.zeros_like(parameter),
-            )
         stack.enter_context(patch.object(automoe.parallel.pipeline, "defer"))  # FSDP's switches
         stack.enter_context(patch.object(torch.distributed, "all_reduce"))  # of one rank
         # A launch wants storage; the kernels themselves cannot wait for themselves.
