@@ -79,7 +79,7 @@ def prepare_inputs(
         whole["doc_ids"] = batch.doc_ids
     if forced_ids is not None:
         whole["forced_ids"] = forced_ids
-    inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
+    inputs: Inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
     inputs["index"] = _send(index.expand(num_rows, -1), device)
     row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
     inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
