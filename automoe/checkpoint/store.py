@@ -178,7 +178,7 @@ class CheckpointStore:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was begun whose end ``poll`` has not told yet."""
+        """Whether a save was begun whose end ``poll`` has not returned yet."""
         return self._in_flight is not None
 
     def _content(self, state: Checkpointed, val_loss: float | None) -> dict[str, Any]:
@@ -233,8 +233,8 @@ class CheckpointStore:
         except CheckpointException as error:  # the same on every rank; not an Exception
             raise _dcp_error(error) from None
         facts: dict[str, FileFacts] = {}
-        for of_rank in self.ranks.all(lambda: files.facts):
-            facts |= of_rank
+        for written in self.ranks.all(lambda: files.facts):
+            facts |= written
         return facts
 
     # ---------------------------------------------------------------- resuming
@@ -356,7 +356,7 @@ class CheckpointStore:
         def check() -> list[str]:
             return [found for name in mine if (found := file_damage(step_dir / name, files[name])) is not None]
 
-        found = [text for of_rank in self.ranks.all(check) for text in of_rank]
+        found = [text for damaged in self.ranks.all(check) for text in damaged]
         return manifest, min(found, default=None)
 
     def _start_over(self) -> None:

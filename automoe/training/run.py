@@ -88,7 +88,7 @@ class Run:
             self.note(f"already at step {state.step} of {config.train.steps}")
 
     def begin_step(self) -> None:
-        """Start the step's clock; a background save that failed is heard of here."""
+        """Start the step's clock; a background save that failed is reported here."""
         self.saver.poll()
         self._began = time.perf_counter()
 

@@ -10,6 +10,15 @@ import torch
 
 from automoe.verify.trajectory import Trajectory
 
+NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
+    "loss": "losses",
+    "sequence balance loss": "sequence_balance",
+    "lagged balance loss": "lagged_balance",
+    "micro-batch balance loss": "micro_batch_balance",
+    "z-loss": "z_loss",
+    "dropped share": "dropped_share",
+}
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -79,15 +88,8 @@ def _compare(got: Trajectory, expected: Trajectory) -> Iterator[Comparison]:
     steps = len(expected.losses)
     assert steps and len(got.losses) == steps, "runs of different lengths"
     for step in range(steps):
-        for kind, mine, theirs in (
-            ("loss", got.losses, expected.losses),
-            ("sequence balance loss", got.sequence_balance, expected.sequence_balance),
-            ("lagged balance loss", got.lagged_balance, expected.lagged_balance),
-            ("micro-batch balance loss", got.micro_batch_balance, expected.micro_batch_balance),
-            ("z-loss", got.z_loss, expected.z_loss),
-        ):
-            yield _compare_numbers(kind, step, mine[step], theirs[step])
-        yield _compare_numbers("dropped share", step, got.dropped_share[step], expected.dropped_share[step])
+        for kind, name in NUMBERS.items():
+            yield _compare_numbers(kind, step, getattr(got, name)[step], getattr(expected, name)[step])
         yield compare_tensors("expert counts", "", step, got.expert_counts[step], expected.expert_counts[step])
         yield from _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
         yield _compare_numbers("gradient norm", step, got.grad_norms[step], expected.grad_norms[step])

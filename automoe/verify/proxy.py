@@ -19,6 +19,22 @@ MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
 MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
 MAX_WINDOW = 16
+# Sizes of attention by its kind.
+MAX_ATTENTION = {
+    "mla": dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+    "gqa": dict(
+        head_dim=16,
+        full_attention_interval=MAX_LAYERS,
+        sliding_window=MAX_WINDOW,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+}
+HEAD_WIDTHS = (
+    "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
 # Of a width in which blocks of 8-bit scales must meet, so that there is more than one.
 MAX_BLOCKED = 2 * BLOCK
 
@@ -68,7 +84,7 @@ def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_
     num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = _cut_router(model, num_experts)
-    reachable = num_experts // router.num_groups * router.topk_groups
+    allowed = num_experts // router.num_groups * router.topk_groups
     return replace(
         model,
         vocab_size=min(model.vocab_size, _multiple(num_token_ids + 7, 8)),
@@ -79,7 +95,7 @@ def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_
         # One dense layer stands for several, and none for none.
         first_k_dense=num_layers if model.first_k_dense == model.num_layers else min(model.first_k_dense, 1),
         num_experts=num_experts,
-        num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, reachable),
+        num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
         moe_intermediate_size=_multiple(min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
         attention=_cut_blocked(model.attention, small.tp) if blocked else _cut_attention(model.attention),
@@ -95,58 +111,34 @@ def _multiple(size: int, unit: int) -> int:
 def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
     heads = min(attention.num_heads, 4)
     if attention.kind == "mla":
-        q_rank = attention.q_lora_rank
-        return replace(
-            attention,
-            num_heads=heads,
-            num_kv_heads=min(attention.num_kv_heads, heads),
-            q_lora_rank=None if q_rank is None else min(q_rank, 24),
-            kv_lora_rank=min(attention.kv_lora_rank, 16),
-            qk_nope_head_dim=min(attention.qk_nope_head_dim, 16),
-            qk_rope_head_dim=min(attention.qk_rope_head_dim, 8),
-            v_head_dim=min(attention.v_head_dim, 16),
-        )
-    if attention.num_kv_heads == attention.num_heads:
+        kv_heads = min(attention.num_kv_heads, heads)
+    elif attention.num_kv_heads == attention.num_heads:
         kv_heads = heads
     else:
         kv_heads = 1 if attention.num_kv_heads == 1 else max(heads // 2, 1)
-    return replace(
-        attention,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=min(attention.head_dim, 16),
-        full_attention_interval=min(attention.full_attention_interval, MAX_LAYERS),
-        sliding_window=min(attention.sliding_window, MAX_WINDOW),
-        linear_num_key_heads=min(attention.linear_num_key_heads, 2),
-        linear_num_value_heads=min(attention.linear_num_value_heads, 4),
-        linear_key_head_dim=min(attention.linear_key_head_dim, 8),
-        linear_value_head_dim=min(attention.linear_value_head_dim, 8),
-    )
+    sizes = {name: (getattr(attention, name), limit) for name, limit in MAX_ATTENTION[attention.kind].items()}
+    cut = {name: min(size, limit) for name, (size, limit) in sizes.items() if size is not None}
+    return replace(attention, num_heads=heads, num_kv_heads=kv_heads, **cut)
 
 
 def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
     """Heads as wide as they are, and so few of them that tp just cuts where blocks of 8-bit scales meet."""
     few = replace(
         _cut_attention(attention),
-        head_dim=attention.head_dim,
         q_lora_rank=attention.q_lora_rank and min(attention.q_lora_rank, MAX_BLOCKED),
         kv_lora_rank=min(attention.kv_lora_rank, MAX_BLOCKED),
-        qk_nope_head_dim=attention.qk_nope_head_dim,
-        qk_rope_head_dim=attention.qk_rope_head_dim,
-        v_head_dim=attention.v_head_dim,
-        linear_key_head_dim=attention.linear_key_head_dim,
-        linear_value_head_dim=attention.linear_value_head_dim,
+        **{name: getattr(attention, name) for name in HEAD_WIDTHS},
     )
     if attention.kind == "mla":
         no_position, value = attention.qk_nope_head_dim, attention.v_head_dim
         widths = [no_position + attention.qk_rope_head_dim, no_position + value, value]
     else:
         widths = [attention.head_dim]
-    of_a_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)  # heads that fill whole blocks
+    heads_per_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)  # heads that fill whole blocks
     if attention.kind == "mla" or attention.num_kv_heads == attention.num_heads:
-        heads = min(max(few.num_heads, of_a_rank * tp), attention.num_heads)
+        heads = min(max(few.num_heads, heads_per_rank * tp), attention.num_heads)
         return replace(few, num_heads=heads, num_kv_heads=heads)
-    kv_heads = min(max(few.num_kv_heads, of_a_rank * tp), attention.num_kv_heads)
+    kv_heads = min(max(few.num_kv_heads, heads_per_rank * tp), attention.num_kv_heads)
     return replace(few, num_heads=min(2 * kv_heads, attention.num_heads), num_kv_heads=kv_heads)
 
 

@@ -11,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.compose import parse_arguments
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config, MeshConfig, ParallelConfig
+from automoe.cost.params import count_params
 from automoe.errors import AutomoeError, ConfigError
+from automoe.launch.prepare import check, check_here, compose
+from automoe.verify.pool import RankError, RankPool
+from automoe.verify.proxy import list_cuts, make_proxy
 
-if TYPE_CHECKING:
-    from automoe.config.mesh_shape import MeshShape
-    from automoe.config.schema import Config
+if TYPE_CHECKING:  # these import torch, which waits for a configuration that is valid
     from automoe.data.loader import StepBatch
     from automoe.verify.compare import Comparison
-    from automoe.verify.pool import RankPool
     from automoe.verify.trajectory import Trajectory
 
 EXIT_DIFFERENT, EXIT_WRONG, EXIT_FAILED = 1, 2, 3
@@ -68,24 +72,18 @@ def main(argv: list[str] | None = None) -> int:
     force_proxy = "--proxy" in argv
     argv = [word for word in argv if word != "--proxy"]
     try:
-        from automoe.config.compose import parse_arguments
-
         args = parse_arguments(argv)
         if args.help:
             print(USAGE, end="")
             return 0
         if args.multirun:
             raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
-        from automoe.launch.prepare import compose
-
-        config = compose(args)
-        runnable, shape, cuts = make_runnable(config, force_proxy)
+        runnable, shape, cuts = make_runnable(compose(args), force_proxy)
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG
 
     from automoe.data.prepare import prepare_data
-    from automoe.verify.pool import RankError, RankPool
     from automoe.verify.view import VerifyView
 
     view = VerifyView()
@@ -148,10 +146,7 @@ def make_runnable(
     Raises:
         ConfigError: the configuration is not valid, or depends on the mesh by intention.
     """
-    from automoe.config.schema import MeshConfig
     from automoe.data.tokenizer import tokenizer_vocab_size
-    from automoe.launch.prepare import check, check_here
-    from automoe.verify.proxy import list_cuts, make_proxy
 
     _refuse_what_depends_on_the_mesh(config)
     shape, _ = check_here(config)
@@ -207,8 +202,6 @@ def _refuse_what_depends_on_the_mesh(config: Config) -> None:
 
 def too_large(config: Config, shape: MeshShape) -> bool:
     """Whether both runs of the whole configuration are more than a laptop's CPU does in a minute or two."""
-    from automoe.cost.params import count_params
-
     train = config.train
     return (
         shape.world_size > MAX_RANKS
@@ -260,7 +253,6 @@ def verify_pass(
     Raises:
         RankError: a rank failed.
     """
-    from automoe.config.schema import MeshConfig, ParallelConfig
     from automoe.verify.compare import compare_trajectories
     from automoe.verify.trajectory import meeting_order, merge_trajectories, run_trajectory
 
@@ -280,10 +272,10 @@ def verify_pass(
     choices: dict[str, Any] = {"forced": expected.choices} if forced else {}
     ranks = pool.run(run or run_trajectory, shape.world_size, config, loader_rows, 1, **choices)
     compared = compare_trajectories(merge_trajectories(ranks), expected)
-    within, of_gradients = tolerances(config, shape)
-    if of_gradients > TOLERANCES["float64"]:
+    within, for_gradients = tolerances(config, shape)
+    if for_gradients > TOLERANCES["float64"]:
         compared = [c for c in compared if c.kind not in AMPLIFIED]
-    return PassResult(train.dtype, train.fp8, config.moe.experts, forced, within, of_gradients, compared)
+    return PassResult(train.dtype, train.fp8, config.moe.experts, forced, within, for_gradients, compared)
 
 
 def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:

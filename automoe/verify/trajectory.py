@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
@@ -25,6 +25,12 @@ from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)
+
+
+# Of a step's ``StepStats``, kept under the same names.
+BALANCE = (
+    "sequence_balance", "lagged_balance", "micro_batch_balance", "z_loss", "dropped_share", "expert_counts",
+)  # fmt: skip
 
 
 @dataclass
@@ -79,11 +85,11 @@ def run_trajectory(
         order: [rows] of this data-parallel rank as its micro-batches take them; as they come where None.
     """
     load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
-    shape: MeshShape = resolve_mesh(config.mesh, None)
-    meshes: Meshes = build_meshes(shape, torch.device(device))
+    on, shape = torch.device(device), resolve_mesh(config.mesh, None)
+    meshes = build_meshes(shape, on)
     parts = build_parts(config, meshes)
-    materialize(parts, config, torch.device(device))
-    runner = build_runner(parts, meshes, config, torch.device(device))
+    materialize(parts, config, on)
+    runner = build_runner(parts, meshes, config, on)
     # The same rate in every step: after the first of a warm-up little would show.
     config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
     state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, config.train.seed))
@@ -95,7 +101,7 @@ def run_trajectory(
             forced_ids = replayed_routing(config, batch, step)
         else:
             forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank]
-        inputs, trained = prepare_inputs(batch, meshes, config, torch.device(device), forced_ids)
+        inputs, trained = prepare_inputs(batch, meshes, config, on, forced_ids)
         if order is not None:
             inputs = {
                 name: value[order] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
@@ -111,13 +117,9 @@ def run_trajectory(
             seen.gradients.append(gradients if keeps else {})
         update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
-        seen.sequence_balance.append(stats.sequence_balance)
-        seen.lagged_balance.append(stats.lagged_balance)
-        seen.micro_batch_balance.append(stats.micro_batch_balance)
-        seen.z_loss.append(stats.z_loss)
-        seen.dropped_share.append(stats.dropped_share)
         seen.grad_norms.append(update.grad_norm)
-        seen.expert_counts.append(stats.expert_counts)
+        for name in BALANCE:
+            getattr(seen, name).append(getattr(stats, name))
     if keep_tensors:
         final = {name: whole(parameter) for name, parameter in named_parameters(parts).items()}
         buffers = {name: whole(b) for part in parts.values() for name, b in part.named_buffers()}
