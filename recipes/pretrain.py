@@ -13,6 +13,8 @@ from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
+from automoe.hf.read import load_hf
+from automoe.hf.write import export_model
 from automoe.launch.ranks import RunContext
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
@@ -37,8 +39,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     parts = build_parts(config, meshes)  # this rank's pipeline stages
     loaded = None
     if config.model.hf_path:
-        from automoe.hf.read import load_hf
-
         allocate(parts, device)
         loaded = load_hf(parts, config.model.hf_path, progress=True)
     else:
@@ -82,8 +82,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         # A run that stops in its last step leaves the export for the next start.
         context.preempted = state.step < train.steps or (run.stopping and exports)
         if exports and not run.stopping:
-            from automoe.hf.write import export_model
-
             tokenizer = config.data.tokenizer
             paths["HF checkpoint"] = export_model(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)
         run.finish(paths)

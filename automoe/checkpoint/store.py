@@ -13,12 +13,14 @@ older one.
 from __future__ import annotations
 
 import math
+import random
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -47,12 +49,12 @@ from automoe.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from automoe.checkpoint.rng import rng_state, set_rng_state
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.trace import phase
 
+_TWISTER_WORDS = 624  # of a Mersenne twister's state
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 
 
@@ -381,8 +383,9 @@ def _new_stager(pin_memory: bool) -> Any:
         return StateDictStager(pin_memory=pin_memory, share_memory=False)
     except (ImportError, TypeError) as error:  # it is private to torch
         raise CheckpointError(
-            f"checkpoint.async_save=true copies the state with torch's StateDictStager, which torch {torch.__version__} "
-            f"does not have as it was from 2.11 to 2.13: {error}. Set checkpoint.async_save=false, or install one of those"
+            "checkpoint.async_save=true copies the state with torch's StateDictStager, which torch "
+            f"{torch.__version__} does not have as it was from 2.11 to 2.13: {error}. Set "
+            "checkpoint.async_save=false, or install one of those"
         ) from None
 
 
@@ -406,3 +409,49 @@ def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None
 def _dcp_error(error: CheckpointException) -> Exception:
     """What torch.distributed.checkpoint wraps, as one error that is the same on every rank."""
     return worst(Failure.of(rank, wrapped[0]) for rank, wrapped in error.failures.items()).error()
+
+
+# ---------------------------------------------------------------- random generators
+# Training draws from counters (``automoe.counter_random``) and needs none of them. A recipe of one's own may use
+# torch's, Python's or NumPy's, and is to go on as if nothing had happened, too.
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8): copies."""
+    _, words, gauss = random.getstate()  # words: the state and the position in it
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert kind == "MT19937", kind
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": _twister(words, gauss is not None, gauss or 0.0),
+        "numpy": _twister((*map(int, keys), int(position)), bool(has_gauss), float(cached)),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Undo ``rng_state``; a generator that ``state`` lacks stays as it is."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "python" in state:
+        words, has_gauss, gauss = _from_twister(state["python"])
+        random.setstate((3, tuple(words), gauss if has_gauss else None))
+    if "numpy" in state:
+        words, has_gauss, gauss = _from_twister(state["numpy"])
+        keys = np.array(words[:_TWISTER_WORDS], dtype=np.uint32)
+        np.random.set_state(("MT19937", keys, words[_TWISTER_WORDS], int(has_gauss), gauss))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _twister(words: tuple[int, ...], has_gauss: bool, gauss: float) -> torch.Tensor:
+    bits = torch.tensor(gauss, dtype=torch.float64).view(torch.int64).item()
+    return torch.tensor([*words, int(has_gauss), bits], dtype=torch.int64)
+
+
+def _from_twister(state: torch.Tensor) -> tuple[list[int], bool, float]:
+    numbers: list[Any] = state.tolist()
+    gauss = torch.tensor(numbers[-1], dtype=torch.int64).view(torch.float64).item()
+    return numbers[: _TWISTER_WORDS + 1], bool(numbers[-2]), gauss

@@ -19,8 +19,8 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to mix
     meshes in an operation: experts and everything else are in different groups. Matrices decay; tensors of
-    one dimension (norm weights, biases) and the biases of experts do not. Groups and their parameters are in the order of
-    ``named_parameters`` over the parts, so every rank that holds the same parameters builds the same
+    one dimension (norm weights, biases) and the biases of experts do not. Groups and their parameters are in the
+    order of ``named_parameters`` over the parts, so every rank that holds the same parameters builds the same
     groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
     share is updated once.
 

@@ -61,8 +61,8 @@ class StochasticAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded by chance, and moments like them.
 
     Parameters and moments of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
-    (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given the same bias
-    corrections, whose powers differ in the last bit between libraries.
+    (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given
+    the same bias corrections, whose powers differ in the last bit between libraries.
 
     ``build_optimizer`` makes it, and its state.
 
@@ -113,7 +113,8 @@ def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], nu
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
     # At most three runs: an expert's w_down is cut in two of its dims, by ep_shard and by etp.
-    update_in_one_pass(*local_tensors(parameter, state), *index_runs(parameter), numbers)
+    values, grads, firsts, seconds = local_tensors(parameter, state)
+    update_in_one_pass(values, grads, firsts, seconds, *index_runs(parameter), numbers)
 
 
 def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:

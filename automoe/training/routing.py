@@ -1,4 +1,4 @@
-"""Routing of training steps recorded to a directory, or repeated from one: ``moe.record_routing``, ``moe.replay_routing``.
+"""Routing of training steps written to a directory (``moe.record_routing``) or repeated (``moe.replay_routing``).
 
 A step is a folder ``step-N`` with one ``rank-R.npz`` from every rank that recorded: ``rows`` [T] and ``index`` [T]
 name its tokens by their row in the training stream and their place in it, ``layers`` [L] its MoE layers, ``choices``

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from automoe.checkpoint.saver import Saver
-from automoe.checkpoint.store import CheckpointStore, Resumed
+from automoe.checkpoint.store import Checkpointed, CheckpointStore, Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.cost.flops import train_flops_per_token
-from automoe.errors import AutomoeError
+from automoe.errors import AutomoeError, SaveError
+from automoe.launch.ranks import RunContext
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import StepProfiler
@@ -26,9 +26,6 @@ from automoe.trace import phase
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update
-
-if TYPE_CHECKING:
-    from automoe.launch.ranks import RunContext
 
 NAMED_DOCUMENTS = 100  # of a skipped step's batch, in its record
 
@@ -174,6 +171,110 @@ class Run:
             "skipped_documents": documents[:NAMED_DOCUMENTS],
             "num_skipped_documents": len(documents),
         }
+
+
+class Saver:
+    """Saves every ``checkpoint.every`` steps, at the end and when asked to stop; every rank calls every method.
+
+    A save that cannot be written (a full disk) is a warning, and training goes on. The last save of a run
+    has no later one to make up for it: it is written before the loop leaves, and a failure is an error.
+
+    Args:
+        note, warn: take a line for the user.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        config: Config,
+        note: Callable[[str], object],
+        warn: Callable[[str], object],
+    ) -> None:
+        self.store, self.config, self.note, self.warn = store, config, note, warn
+        self.failures = 0  # saves that could not be written, since this process began
+        self._blocked_s = 0.0
+
+    def poll(self) -> None:
+        """Report a background save that is over; call it once a step.
+
+        Raises:
+            Exception: what ended that save, unless it was a write error.
+        """
+        if self.store.in_flight:
+            with self._blocking():
+                self._finish(wait=False)
+
+    def due(self, step: int, stopping: bool) -> bool:
+        """Whether the state after ``step`` is to be saved."""
+        every = self.config.checkpoint.every
+        return bool(every) and (step % every == 0 or self._is_last(step, stopping))
+
+    def save(self, state: Checkpointed, val_loss: float | None, stopping: bool) -> None:
+        """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after it.
+
+        A save that is still in flight is waited for.
+
+        Raises:
+            SaveError: the last checkpoint of the run could not be written.
+        """
+        with self._blocking():
+            self._finish(wait=True)
+            last = self._is_last(state.step, stopping)
+            try:
+                if self.config.checkpoint.async_save and not last:
+                    self.store.begin(state, val_loss)
+                else:
+                    self._committed(self.store.save(state, val_loss))
+            except SaveError as error:
+                if last:
+                    raise
+                self._failed(error)
+
+    def finish(self) -> None:
+        """Wait for a save that is in flight, for a loop that leaves without a last save."""
+        with self._blocking():
+            self._finish(wait=True)
+
+    def record(self, step_seconds: float) -> dict[str, Any]:
+        """Keys for a step's metrics: what saving cost the loop since the record before.
+
+        ``checkpoint_seconds`` the loop stood still, ``checkpoint_share`` of the time since then, whether a
+        save was in flight during the step, and how many saves have failed. Empty for a run that never saves.
+        """
+        if not self.config.checkpoint.every:
+            return {}
+        blocked, self._blocked_s = self._blocked_s, 0.0
+        return {
+            "checkpoint_seconds": blocked,
+            "checkpoint_share": blocked / max(blocked + step_seconds, 1e-9),
+            "checkpoint_in_flight": self.store.in_flight,
+            "checkpoint_failures": self.failures,
+        }
+
+    def _is_last(self, step: int, stopping: bool) -> bool:
+        return stopping or step == self.config.train.steps
+
+    def _finish(self, wait: bool) -> None:
+        try:
+            self._committed(self.store.poll(wait))
+        except SaveError as error:
+            self._failed(error)
+
+    def _committed(self, step_dir: Path | None) -> None:
+        if step_dir is not None:
+            self.note(f"checkpoint {step_dir}")
+
+    def _failed(self, error: SaveError) -> None:
+        self.failures += 1
+        self.warn(f"{error}. Training goes on")
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._blocked_s += time.perf_counter() - started
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:

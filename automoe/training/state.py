@@ -21,7 +21,7 @@ class TrainState:
         step: optimizer steps done (skipped ones included).
         tokens: tokens trained so far (labels that count), over all ranks.
         skipped: steps in a row that were skipped.
-        recent_losses: what the next step's loss is compared with (``automoe.training.skip``).
+        recent_losses: what the next step's loss is compared with (``automoe.training.step``).
     """
 
     parts: dict[int, Decoder]

@@ -35,14 +35,14 @@ MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # of one step; a row
 # has 8 bits, and what it rounds depends on how a sum is cut.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
 # In 8 bits, below float64: a rounding tips a code to its neighbour, an eighth away, and the next product tips more
-# (docs/fp8.md). Of a mean over all tokens it moves little. The rounding of bfloat16 tips more codes than that of float32.
+# (docs/fp8.md). Of a mean over all tokens it moves little. Rounding to bfloat16 tips more codes than to float32.
 FP8_TOLERANCE = 0.02
 FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
 # Of gradients: where scales of 128 tokens hold other tokens, what is far below the largest differs.
 FP8_LINES = 1e-5
 GRADIENTS = ("gradient", "gradient norm")
-# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the rounding of a gradient that is
-# almost zero becomes a whole learning rate.
+# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the rounding of a
+# gradient that is almost zero becomes a whole learning rate.
 AMPLIFIED = ("updated parameter",)
 
 USAGE = """usage: python -m automoe.verify [--config-name NAME] [--proxy] [key=value ...]
@@ -228,7 +228,7 @@ def passes(config: Config) -> list[Config]:
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
-    """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape``; docs/fp8.md has the reasons."""
+    """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape`` (reasons: docs/fp8.md)."""
     dtype = config.train.dtype
     exact = TOLERANCES[dtype]
     if config.train.fp8 == "off":

@@ -97,19 +97,13 @@ def run_trajectory(
     keeps = keep_tensors and _leads_its_stage(meshes)
     for step in range(steps):
         batch = batches(config, step, meshes.dp_rank, shape.dp)
-        if forced is None:
-            forced_ids = replayed_routing(config, batch, step)
-        else:
-            forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank]
+        forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank] if forced else replayed_routing(config, batch, step)
         inputs, trained = prepare_inputs(batch, meshes, config, on, forced_ids)
         if order is not None:
-            inputs = {
-                name: value[order] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-            }
-        recorder = RoutingRecorder(parts[0]) if record else nullcontext()
-        with recorder:
+            inputs |= {name: value[order] for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        with RoutingRecorder(parts[0]) if record else nullcontext() as recorder:
             stats = forward_backward(state, runner, inputs, config)
-        if isinstance(recorder, RoutingRecorder):
+        if recorder is not None:
             choices = recorder.choices()
             seen.choices.append(choices if order is None else choices[order.argsort()])
         if keep_tensors:
@@ -147,6 +141,7 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
 def meeting_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
     """[num_rows] of a global batch in the order in which ``dp`` ranks take them, one micro-batch of each at a time.
 
-    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has in each the rows that meet there.
+    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has the rows of one such turn
+    in each.
     """
     return torch.arange(num_rows).view(dp, -1, micro_batch_size).transpose(0, 1).flatten()

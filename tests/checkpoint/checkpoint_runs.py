@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from automoe.checkpoint.saver import Saver
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
@@ -32,6 +31,7 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.run import Saver
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankPool

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
-from automoe.checkpoint.saver import Saver
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
+from automoe.training.run import Saver
 from automoe.verify.pool import RankError, RankPool
 from tests.support.fault_points import faults
 

@@ -18,8 +18,8 @@ from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import HashingStream, sha256
-from automoe.checkpoint.saver import Saver
 from automoe.errors import AutomoeError
+from automoe.training.run import Saver
 from automoe.verify.pool import RankError, RankPool
 
 TWO = dict(dp_shard=2, ep=2)

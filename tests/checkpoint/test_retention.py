@@ -11,8 +11,8 @@ import pytest
 from checkpoint_runs import build_state, config, open_store
 
 from automoe.checkpoint.folder import superfluous
-from automoe.checkpoint.saver import Saver
 from automoe.config.schema import CheckpointConfig, Config
+from automoe.training.run import Saver
 from automoe.verify.pool import RankPool
 from tests.support.fault_points import faults
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from automoe.config.schema import TrainConfig
-from automoe.training.skip import reason_to_skip, remember, spike_threshold
+from automoe.training.step import reason_to_skip, remember, spike_threshold
 
 TRAIN = TrainConfig(spike_factor=5.0, spike_window=5)
 RECENT = [2.0, 2.1, 1.9, 2.2, 1.8]  # median 2, median absolute deviation 0.1

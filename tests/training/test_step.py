@@ -12,7 +12,7 @@ import torch
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
-from automoe.data.batch import StepBatch
+from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
