@@ -19,7 +19,7 @@ from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training import step
 from automoe.training.state import TrainState
-from tests.support.one_rank import one_rank
+from tests.support.gpu import one_rank
 
 ROOT = Path(__file__).parents[2]
 # Called by the step alone. Peers of a benchmark step their own optimizers.
