@@ -267,7 +267,9 @@ def test_indivisible_rows_and_small_embedding_are_refused(config):
     with pytest.raises(ConfigError, match=r"global_batch_size=16: 16 rows do not divide over 3 .*=18"):
         Loader(config, 0, 3)
     config.model.vocab_size = 256
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=256: .*has 258 ids.*256 rows.*model\.vocab_size=264"):
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size=256: .*ids up to 257.*ends at 255.*model\.vocab_size=264"
+    ):
         Loader(config, 0, 1)
 
 
