@@ -113,8 +113,9 @@ def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], nu
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
     # At most three runs: an expert's w_down is cut in two of its dims, by ep_shard and by etp.
+    first_index, runs = index_runs(parameter)
     values, grads, firsts, seconds = local_tensors(parameter, state)
-    update_in_one_pass(values, grads, firsts, seconds, *index_runs(parameter), numbers)
+    update_in_one_pass(values, grads, firsts, seconds, first_index, runs, numbers)
 
 
 def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
