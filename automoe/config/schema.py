@@ -130,7 +130,7 @@ class MoEConfig:
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"  # deepep: CUDA, and DeepEP installed
     overlap_shared_experts: bool = True  # CUDA: on a stream of their own, at the same time as the routed experts
     experts: Literal["grouped_mm", "loop", "triton", "te", "quack"] = "grouped_mm"
-    # Gates other than learned are for benchmarks (automoe.moe.gates): round robin, skewed, everything to
+    # Gates other than learned are for benchmarks (automoe.moe.router): round robin, skewed, everything to
     # the first K experts, round robin without the last expert.
     gate: Literal["learned", "balanced", "zipf", "one_hot", "empty"] = "learned"
     router_dtype: Literal["float32", "bfloat16"] = "float32"  # at least, of the router's product

@@ -1,7 +1,7 @@
-"""What stands between an expert's two products: SwiGLU, and the clamped form of GPT-OSS.
+"""The activation between an expert's two products: SwiGLU, or the clamped form of GPT-OSS.
 
-Each is a small object that a backend is handed: a call for autograd, and its gradient written out for
-backends with a backward pass of their own. Shapes: R rows, I expert width.
+Each is a small object with a call for autograd, and its gradient written out for backends with a backward of their
+own. Shapes: R rows, I expert width.
 """
 
 from __future__ import annotations
@@ -17,79 +17,82 @@ from automoe.config.schema import ModelConfig
 
 
 class Activation(Protocol):
-    """A function of gate and up, both [R, I]."""
+    """A function of gate and up."""
 
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
         """The activation [R, I], in storage of its own."""
 
     def backward(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        scale: torch.Tensor,
-        grad: torch.Tensor,
-        act: torch.Tensor,
-        grad_gate: torch.Tensor,
-        grad_up: torch.Tensor,
-        grad_scale: torch.Tensor,
+        gate_RI: torch.Tensor,
+        up_RI: torch.Tensor,
+        scale_R1: torch.Tensor,
+        grad_RI: torch.Tensor,
+        act_RI: torch.Tensor,
+        grad_gate_RI: torch.Tensor,
+        grad_up_RI: torch.Tensor,
+        grad_scale_R: torch.Tensor,
     ) -> None:
-        """Gradients of ``scale * activation``, and the product itself once more, written into given storage.
+        """Gradients of ``scale * activation``, and the product itself once more, written into the last four.
 
         Args:
-            scale: [R, 1] in the dtype of gate and up.
-            grad: [R, I] of the product; scratch afterwards.
-            act: [R, I], takes the product.
-            grad_gate, grad_up: [R, I] each.
-            grad_scale: [R], summed at least as wide as its own dtype.
+            scale_R1: in the dtype of gate and up.
+            grad_RI: of the product; scratch afterwards.
+            act_RI: takes the product.
+            grad_scale_R: summed at least as wide as its own dtype.
         """
 
 
 class SwiGLU:
     """silu(gate) * up (arXiv 2002.05202, eq. 5)."""
 
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        silu = F.silu(gate)
-        # A backward pass would need it unchanged.
-        return silu * up if torch.is_grad_enabled() else silu.mul_(up)
+    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
+        silu_RI = F.silu(gate_RI)
+        # With gradients it must stay unchanged for the backward.
+        return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
 
-    def backward(self, gate, up, scale, grad, act, grad_gate, grad_up, grad_scale) -> None:
-        silu = F.silu(gate)
-        torch.mul(silu, up, out=act)
-        # ``grad_up`` is scratch until its own value is due.
-        torch.sum(torch.mul(grad, act, out=grad_up), -1, dtype=grad_scale.dtype, out=grad_scale)
-        act.mul_(scale)
-        torch.mul(grad.mul_(scale), silu, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    def backward(
+        self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
+    ) -> None:  # fmt: skip
+        silu_RI = F.silu(gate_RI)
+        torch.mul(silu_RI, up_RI, out=act_RI)
+        # ``grad_up`` is scratch until its own value is computed.
+        torch.sum(torch.mul(grad_RI, act_RI, out=grad_up_RI), -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
+        act_RI.mul_(scale_R1)
+        torch.mul(grad_RI.mul_(scale_R1), silu_RI, out=grad_up_RI)
+        torch.ops.aten.silu_backward.grad_input(grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
     """(up' + 1) * gate' * sigmoid(alpha * gate'), gate' at most ``limit``, up' within +-``limit``.
 
-    GPT-OSS (arXiv 2508.10925, section 2.2; transformers' ``GptOssExperts``). Like torch's clamp, a value
-    at the limit still has its gradient.
+    GPT-OSS (arXiv 2508.10925, section 2.2; transformers' ``GptOssExperts``). As with torch's clamp, a value at the
+    limit still has its gradient.
     """
 
     alpha: float
     limit: float
 
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate = gate.clamp(max=self.limit)
-        return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(self.alpha * gate))
+    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
+        low_RI = gate_RI.clamp(max=self.limit)
+        return (up_RI.clamp(-self.limit, self.limit) + 1) * (low_RI * torch.sigmoid(self.alpha * low_RI))
 
-    def backward(self, gate, up, scale, grad, act, grad_gate, grad_up, grad_scale) -> None:
-        low = gate.clamp(max=self.limit)
-        sigmoid = torch.sigmoid(self.alpha * low)
-        raised = up.clamp(-self.limit, self.limit).add_(1)
-        swish = low * sigmoid
-        torch.mul(raised, swish, out=act)
-        torch.sum(torch.mul(grad, act, out=grad_up), -1, dtype=grad_scale.dtype, out=grad_scale)
-        act.mul_(scale)
-        grad.mul_(scale)
-        torch.mul(grad, swish, out=grad_up).mul_(up.abs() <= self.limit)
+    def backward(
+        self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
+    ) -> None:  # fmt: skip
+        low_RI = gate_RI.clamp(max=self.limit)
+        sigmoid_RI = torch.sigmoid(self.alpha * low_RI)
+        raised_RI = up_RI.clamp(-self.limit, self.limit).add_(1)
+        swish_RI = low_RI * sigmoid_RI
+        torch.mul(raised_RI, swish_RI, out=act_RI)
+        torch.sum(torch.mul(grad_RI, act_RI, out=grad_up_RI), -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
+        act_RI.mul_(scale_R1)
+        grad_RI.mul_(scale_R1)
+        torch.mul(grad_RI, swish_RI, out=grad_up_RI).mul_(up_RI.abs() <= self.limit)
         # d(g sigmoid(a g)) / dg = sigmoid (1 + a g (1 - sigmoid))
-        slope = low.mul_(self.alpha).mul_(1 - sigmoid).add_(1).mul_(sigmoid)
-        torch.mul(grad, raised, out=grad_gate).mul_(slope).mul_(gate <= self.limit)
+        slope_RI = low_RI.mul_(self.alpha).mul_(1 - sigmoid_RI).add_(1).mul_(sigmoid_RI)
+        torch.mul(grad_RI, raised_RI, out=grad_gate_RI).mul_(slope_RI).mul_(gate_RI <= self.limit)
 
 
 SWIGLU = SwiGLU()
@@ -102,14 +105,14 @@ def expert_activation(config: ModelConfig) -> Activation:
     return SWIGLU
 
 
-BLOCK_ELEMENTS = 1 << 17  # 512 KiB of float32: what an operation wrote is still in L2 for the next
+BLOCK_ELEMENTS = 1 << 17  # 512 KiB of float32: the result of an operation is still in L2 for the next
 
 
 def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows over which to run a chain of element-wise operations, one slice after the other.
+    """Slices of rows, each to be run through a whole chain of element-wise operations.
 
-    On a CPU each operation of an eager chain reads and writes memory unless its operands fit the cache. A GPU
-    pays for each launch instead, so it gets all rows at once.
+    On a CPU each operation of an eager chain reads and writes memory unless its operands fit the cache. A GPU pays
+    for each launch instead, so it gets all rows at once.
     """
     step = max(1, BLOCK_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, step):

@@ -1,7 +1,11 @@
-"""The MoE layer: tokens -> router -> dispatch -> experts -> combine, shared experts beside it."""
+"""The MoE layer: tokens -> router -> dispatch -> experts -> combine, and shared experts in parallel to these.
+
+Shapes: B rows, S positions, T = B S tokens of this rank, H hidden, K top-k.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +14,6 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.activation import expert_activation
-from automoe.moe.beside import run_beside
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch import Dispatcher, LocalDispatcher
@@ -60,41 +63,85 @@ class MoE(nn.Module):
         self.moe, self.num_experts = moe, config.num_experts
         self.dispatcher = dispatcher or local_dispatcher(config.num_experts, moe)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]."""
-        routing = self.router(x, tokens)
+    def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        routing = self.router(x_BSH, tokens)
         # Started first: the host waits for sizes in the dispatch, with this work already queued.
-        shared = self._start_shared_experts(x)
-        y = self.run_experts(x, routing.ids, routing.weights, routing.kept, tokens)
-        return y if shared is None else y + shared()
+        shared = self._start_shared_experts(x_BSH)
+        y_BSH = self.run_experts(x_BSH, routing.ids, routing.weights, routing.kept, tokens)
+        return y_BSH if shared is None else y_BSH + shared()
 
-    def _start_shared_experts(self, x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """What gives their output [B, S, H] when it is due; None where there are none."""
+    def _start_shared_experts(self, x_BSH: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """A function that returns their output [B, S, H]; None where there are none."""
         if self.shared_experts is None:
             return None
-        if self.moe.overlap_shared_experts and x.is_cuda:
-            return run_beside(self.shared_experts, x)
-        return partial(self.shared_experts, x)
+        if self.moe.overlap_shared_experts and x_BSH.is_cuda:
+            return run_on_side_stream(self.shared_experts, x_BSH)
+        return partial(self.shared_experts, x_BSH)
 
     def run_experts(
         self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        kept: torch.Tensor | None,
+        x_BSH: torch.Tensor,
+        topk_ids_BSK: torch.Tensor,
+        weights_BSK: torch.Tensor,
+        kept_BSK: torch.Tensor | None,
         tokens: Tokens,
     ) -> torch.Tensor:
-        """x [B, S, H] routed by ids, weights and kept [B, S, K] -> [B, S, H]: dispatch, experts, combine."""
-        shape = x.shape
-        x, ids, weights = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
-        if kept is None:
-            return self.dispatcher(x, ids, weights, self.experts).view(shape)
-        return self._dispatch_kept(x, ids, weights, kept.flatten(0, 1), tokens).view(shape)
+        """Dispatch, experts and combine: [B, S, H]."""
+        x_TH, ids_TK, weights_TK = x_BSH.flatten(0, 1), topk_ids_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
+        if kept_BSK is None:
+            y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
+        elif self.moe.pad_to_capacity:
+            capacity = rows_per_expert(self.moe, tokens, self.comms, ids_TK.shape[1], self.num_experts)
+            routing = ids_TK, weights_TK, kept_BSK.flatten(0, 1)
+            y_TH = dispatch_padded(self.dispatcher, x_TH, *routing, self.experts, self.num_experts, capacity)
+        else:
+            ids_TK = ids_TK.masked_fill(~kept_BSK.flatten(0, 1), self.num_experts)
+            y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
+        return y_TH.view(x_BSH.shape)
 
-    def _dispatch_kept(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, tokens: Tokens
-    ) -> torch.Tensor:
-        if self.moe.pad_to_capacity:
-            capacity = rows_per_expert(self.moe, tokens, self.comms, ids.shape[1], self.num_experts)
-            return dispatch_padded(self.dispatcher, x, ids, weights, kept, self.experts, self.num_experts, capacity)
-        return self.dispatcher(x, ids.masked_fill(~kept, self.num_experts), weights, self.experts)
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one side stream of ``device``."""
+    return torch.cuda.Stream(device)
+
+
+class _WaitInBackward(torch.autograd.Function):
+    """Identity. In the backward the current stream waits here for the side stream.
+
+    Autograd orders the gradient of x by itself, but not the gradients of weights that are accumulated on the side
+    stream: FSDP reads those on the current one as soon as the gradient of x is there.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        ctx.side = side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        torch.cuda.current_stream(grad.device).wait_stream(ctx.side)
+        return grad, None
+
+
+def run_on_side_stream(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start ``fn(x)`` on the side stream of x's CUDA device, in parallel to the current stream, in both passes.
+
+    Returns:
+        A function that makes the current stream wait for the result and returns it; to be called once.
+    """
+    main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
+    x = _WaitInBackward.apply(x, side)
+    side.wait_stream(main)
+    # Autograd keeps x for the backward on the side stream too: its memory is free when both streams are done.
+    x.record_stream(side)
+    with torch.cuda.stream(side):
+        out = fn(x)
+
+    def join() -> torch.Tensor:
+        main.wait_stream(side)
+        out.record_stream(main)
+        return out
+
+    return join

@@ -1,6 +1,7 @@
-"""How tokens choose experts: jitter, score, select, weight, drop.
+"""How tokens choose experts: jitter, score, select, weight, drop; and the gates of benchmarks, which choose for them.
 
-Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden.
+Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden. Functions of scores alone take any leading dims
+in place of B and S.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from automoe.moe.balance import (
 )
 from automoe.moe.capacity import choose_kept
 from automoe.moe.communicators import Communicators
-from automoe.moe.decisions import decided, recomputing
-from automoe.moe.gates import gate_choices
+from automoe.moe.recompute import is_recomputing, save_for_recompute
 from automoe.moe.tokens import Tokens
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,9 +39,9 @@ class Routing(NamedTuple):
 
     Attributes:
         ids: [B, S, K] int64, the experts that compute.
-        weights: [B, S, K] in at least float32, what their outputs are multiplied by.
-        plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), which balance losses use.
-        kept: [B, S, K] bool, choices that found room in their expert; None: no expert has a limit.
+        weights: [B, S, K] in at least float32, factors of the experts' outputs.
+        plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
+        kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
     """
 
     ids: torch.Tensor
@@ -51,13 +51,13 @@ class Routing(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a router thinks of every expert, all [B, S, E] in at least float32.
+    """A router's scores of every expert, all [B, S, E] in at least float32.
 
     Attributes:
-        logits: of the router's product.
+        logits: the product with the router's weight.
         scores: the logits through the score function, none negative.
-        choice: what experts are chosen by, and weights made from: the scores, or the logits themselves.
-        sum_to_one: whether a token's scores do.
+        choice: what top-k and weights are taken from: the scores, or the logits themselves.
+        sum_to_one: whether the scores of a token sum to one.
     """
 
     logits: torch.Tensor
@@ -70,64 +70,61 @@ class Scores(NamedTuple):
         return self.scores if self.sum_to_one else self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def score_experts(logits: torch.Tensor, config: RouterConfig) -> Scores:
-    """Logits [..., E] scored as the family does it."""
+def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
+    """Scores of the logits, by the family's score function."""
     if config.score == "softmax":
-        probs = logits.softmax(-1)
-        return Scores(logits, probs, logits if config.softmax_after_topk else probs, sum_to_one=True)
+        probs_BSE = logits_BSE.softmax(-1)
+        return Scores(logits_BSE, probs_BSE, logits_BSE if config.softmax_after_topk else probs_BSE, sum_to_one=True)
     if config.score == "sigmoid":
-        scores = logits.sigmoid()
+        scores_BSE = logits_BSE.sigmoid()
     else:
-        # Below -80 the root of a softplus that rounds to zero would have no finite gradient. The threshold
-        # is where float64 cannot tell a softplus from its argument.
-        scores = F.softplus(logits.clamp_min(-80), threshold=40).sqrt()
-    return Scores(logits, scores, scores, sum_to_one=False)
+        # Below -80 the softplus may round to zero, where its root has no finite gradient. From the threshold on
+        # float64 cannot tell a softplus from its argument.
+        scores_BSE = F.softplus(logits_BSE.clamp_min(-80), threshold=40).sqrt()
+    return Scores(logits_BSE, scores_BSE, scores_BSE, sum_to_one=False)
 
 
-def best(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
+def topk_indices(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
     """Indices of the ``k`` largest of the last dim, in descending order.
 
-    ``topk`` breaks ties as it likes; with ``exact_ties`` they go to the lowest index, on every device.
+    ``topk`` breaks ties in any order; with ``exact_ties`` they go to the lowest index, on every device.
     """
     if exact_ties:
         return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return x.topk(k, dim=-1).indices
 
 
-def select_experts(scores: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig, top_k: int) -> torch.Tensor:
-    """Top-k of score + bias inside the best groups (DeepSeek-V3, section 2.1.2).
+def select_experts(
+    scores_BSE: torch.Tensor, bias_E: torch.Tensor | None, config: RouterConfig, top_k: int
+) -> torch.Tensor:
+    """Top-k of score + bias inside the best groups (DeepSeek-V3, section 2.1.2): [B, S, K] int64.
 
-    Args:
-        scores: [..., E].
-        bias: [E] or None; it takes part in the selection of groups and experts, never in the weight.
-
-    Returns:
-        [..., K] int64.
+    The bias takes part in the selection of groups and experts, never in the weight.
     """
-    choice = scores if bias is None else scores + bias
+    choice_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
     if config.num_groups > 1:
-        grouped = choice.unflatten(-1, (config.num_groups, -1))
-        group_scores = grouped.topk(min(config.group_score_topk, grouped.shape[-1]), dim=-1).values.sum(-1)
-        kept = torch.zeros_like(group_scores, dtype=torch.bool)
-        kept.scatter_(-1, best(group_scores, config.topk_groups, config.exact_ties), True)
-        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
-    return best(choice, top_k, config.exact_ties)
+        grouped = choice_BSE.unflatten(-1, (config.num_groups, -1))
+        scores_BSG = grouped.topk(min(config.group_score_topk, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept_BSG = torch.zeros_like(scores_BSG, dtype=torch.bool)
+        kept_BSG.scatter_(-1, topk_indices(scores_BSG, config.topk_groups, config.exact_ties), True)
+        choice_BSE = grouped.masked_fill(~kept_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
+    return topk_indices(choice_BSE, top_k, config.exact_ties)
 
 
-def expert_weights(scores: torch.Tensor, ids: torch.Tensor, config: RouterConfig) -> torch.Tensor:
-    """Scores that were chosen by, [..., E], at ids [..., K], normalised over the K and scaled as the family asks."""
-    weights = scores.gather(-1, ids)
+def expert_weights(choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor, config: RouterConfig) -> torch.Tensor:
+    """[B, S, K] ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the family does it."""
+    weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
-        weights = weights.softmax(-1)
+        weights_BSK = weights_BSK.softmax(-1)
     elif config.norm_topk_prob:
-        # The epsilon is DeepSeek's, for scores that may all vanish; a softmax cannot.
+        # The epsilon is DeepSeek's, for scores that may all vanish; those of a softmax cannot.
         tiny = 0.0 if config.score == "softmax" else 1e-20
-        weights = weights / (weights.sum(-1, keepdim=True) + tiny)
-    return weights * config.routed_scaling_factor
+        weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + tiny)
+    return weights_BSK * config.routed_scaling_factor
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T in the dtype of the weight, which is the wider; x is kept as it came, for others keep it too."""
+    """x @ weight.T in the dtype of the weight, the wider one; keeps x in its own dtype, as others keep it anyway."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -143,7 +140,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if x.dtype == weight.dtype or torch.compiler.is_compiling():  # compiled, a cast is made again by itself
+    if x.dtype == weight.dtype or torch.compiler.is_compiling():  # the compiler computes the cast again by itself
         return F.linear(x.to(weight.dtype), weight)
     return _WideProduct.apply(x, weight)
 
@@ -180,92 +177,134 @@ class Router(nn.Module):
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> Routing:
-        """x [B, S, H] -> routing.
-
-        In training mode the weights carry the auxiliary losses into the backward (every expert output
-        is multiplied by one, so they always have a gradient), and one micro-batch is counted.
+    def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> Routing:
+        """In training mode the weights carry the auxiliary losses into the backward (every expert output is multiplied
+        by one, so they always have a gradient), and one micro-batch is counted.
         """
-        jitter = self._jitter(x, tokens) if self.training and self.moe.router_jitter else None
-        scores = self.score(x, jitter)
+        jitter_BSH = self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None
+        scores = self.score(x_BSH, jitter_BSH)
         with torch.no_grad():
-            ids, plain_ids = decided(self._choose, scores.choice, tokens)
-        routing = Routing(ids, self.weigh(scores.choice, ids), plain_ids)
+            topk_ids_BSK, plain_ids_BSK = save_for_recompute(self._choose, scores.choice, tokens)
+        routing = Routing(topk_ids_BSK, self.weigh(scores.choice, topk_ids_BSK), plain_ids_BSK)
         if self.moe.capacity_factor:
-            kept = decided(choose_kept, ids, routing.weights, tokens, self.comms, self.moe, self.num_experts)
-            routing = routing._replace(kept=kept)
+            args = topk_ids_BSK, routing.weights, tokens, self.comms, self.moe, self.num_experts
+            routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
         return routing
 
-    # The arithmetic: functions of their arguments and of what all layers have alike, so that one compilation
-    # of each serves every layer.
+    # The arithmetic: functions of their arguments and of what is alike in all layers, so that one compilation of
+    # each serves every layer.
 
-    def score(self, x: torch.Tensor, jitter: torch.Tensor | None) -> Scores:
-        """x [B, S, H], times ``jitter`` of that shape if given -> scores of all experts."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        dtype = torch.promote_types(x.dtype, ROUTER_DTYPES[self.moe.router_dtype])
-        if jitter is not None:
-            x = x.to(dtype) * jitter.to(dtype)
-        logits = _product(x, self.weight.to(dtype)).to(wide)
+    def score(self, x_BSH: torch.Tensor, jitter_BSH: torch.Tensor | None) -> Scores:
+        """Scores of all experts, for x times the jitter if there is one."""
+        wide = torch.promote_types(x_BSH.dtype, torch.float32)
+        dtype = torch.promote_types(x_BSH.dtype, ROUTER_DTYPES[self.moe.router_dtype])
+        if jitter_BSH is not None:
+            x_BSH = x_BSH.to(dtype) * jitter_BSH.to(dtype)
+        logits_BSE = _product(x_BSH, self.weight.to(dtype)).to(wide)
         if self.bias is not None:
-            logits = logits + self.bias.to(wide)
-        return score_experts(logits, self.config)
+            logits_BSE = logits_BSE + self.bias.to(wide)
+        return score_experts(logits_BSE, self.config)
 
-    def select(self, choice: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """choice [B, S, E] -> ids and plain_ids of ``Routing``."""
-        plain_ids = best(choice, self.top_k, self.config.exact_ties)
+    def select(self, choice_BSE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids and plain_ids of ``Routing``."""
+        plain_ids_BSK = topk_indices(choice_BSE, self.top_k, self.config.exact_ties)
         if self.expert_bias is None and self.config.num_groups == 1:
-            return plain_ids, plain_ids
-        return select_experts(choice, self.expert_bias, self.config, self.top_k), plain_ids
+            return plain_ids_BSK, plain_ids_BSK
+        return select_experts(choice_BSE, self.expert_bias, self.config, self.top_k), plain_ids_BSK
 
-    def weigh(self, choice: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """choice [B, S, E], ids [B, S, K] -> weights [B, S, K]."""
-        return expert_weights(choice, ids, self.config)
+    def weigh(self, choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor) -> torch.Tensor:
+        """Weights [B, S, K]."""
+        return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
     def count(
-        self, scores: Scores, ids: torch.Tensor, plain_ids: torch.Tensor, tokens: Tokens
+        self, scores: Scores, topk_ids_BSK: torch.Tensor, plain_ids_BSK: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Counts [B, E] of ids and of plain_ids, and the losses, in the order of ``balance.LOSSES``."""
-        chosen = count_choices(ids, tokens.valid, self.num_experts)
-        same = ids is plain_ids
-        plain = chosen if same else count_choices(plain_ids, tokens.valid, self.num_experts)
-        moe, shares = self.moe, scores.shares()
-        off = shares.new_zeros(())
+        """Counts [B, E] of ids and of plain_ids, and the losses in the order of ``balance.LOSSES``."""
+        chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
+        same = topk_ids_BSK is plain_ids_BSK
+        plain_BE = chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
+        moe, shares_BSE = self.moe, scores.shares()
+        off = shares_BSE.new_zeros(())
         terms = (
-            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares, plain, tokens, self.comms, self.top_k)),
-            (moe.global_balance_coef, lambda: lagged_balance_loss(shares, self.load_fractions, tokens)),
-            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares, plain, tokens, self.comms)),
+            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares_BSE, plain_BE, tokens, self.comms, self.top_k)),
+            (moe.global_balance_coef, lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens)),
+            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.comms)),
             (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
-        return chosen, plain, [coef * term() if coef else off for coef, term in terms]
+        return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
-    def _jitter(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def _jitter(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index, dimension)."""
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
         token = bits_at(tokens.index, bits_at(tokens.row_ids, key)).unsqueeze(-1)
-        bits = bits_at(torch.arange(x.shape[-1], device=x.device), token)
-        uniform = uniform_from(bits, torch.promote_types(x.dtype, torch.float32))
+        bits = bits_at(torch.arange(x_BSH.shape[-1], device=x_BSH.device), token)
+        uniform = uniform_from(bits, torch.promote_types(x_BSH.dtype, torch.float32))
         return 1 + self.moe.router_jitter * (2 * uniform - 1)
 
-    def _choose(self, choice: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, choice_BSE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         if tokens.forced_ids is not None:
             forced = tokens.forced_ids[:, :, self.moe_index]
             return forced[:, :, 0], forced[:, :, 1]
         if self.moe.gate != "learned":
-            ids = gate_choices(self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index)
-            return ids, ids
-        return self.select(choice)
+            topk_ids_BSK = GATES[self.moe.gate](tokens.index, self.num_experts, self.top_k, self.moe_index)
+            return topk_ids_BSK, topk_ids_BSK
+        return self.select(choice_BSE)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen, plain, losses = self.count(scores, routing.ids, routing.plain_ids, tokens)
+        chosen_BE, plain_BE, losses = self.count(scores, routing.ids, routing.plain_ids, tokens)
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(weights=attach_loss(routing.weights, torch.stack(losses).sum()))
-        self.load.add(chosen, plain, losses)
+        self.load.add(chosen_BE, plain_BE, losses)
         if routing.kept is not None:
             self.load.add_dropped(routing.kept, tokens.valid)
         return routing
+
+
+# Gates of benchmarks: routing of a known shape, the same on every mesh, at every step, for any weights. A token's
+# experts depend on its index in its row and, for zipf, on the layer. Weights still come from the router's scores, so
+# that everything else costs what it costs in training. Arguments: index [B, S], E, K, the layer's number among the
+# MoE layers; result: [B, S, K] int64.
+
+ZIPF_EXPONENT = 1.0
+
+
+def _balanced(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
+    """Round robin over the row's (token, choice) pairs: every expert gets the same, up to one."""
+    slots_BSK = index_BS.unsqueeze(-1) * top_k + torch.arange(top_k, device=index_BS.device)
+    return slots_BSK % num_experts
+
+
+def _empty(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
+    """Balanced over all but the last expert, which gets nothing."""
+    return _balanced(index_BS, num_experts - 1, top_k, layer)
+
+
+def _one_hot(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
+    """The worst case: every token to experts 0 ... K-1, on as few ranks as hold them."""
+    return torch.arange(top_k, device=index_BS.device).expand(*index_BS.shape, top_k)
+
+
+def _zipf(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
+    """K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is the layer's number mod E.
+
+    Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
+    """
+    experts_E = torch.arange(num_experts, device=index_BS.device)
+    rank_E = (experts_E - layer) % num_experts + 1
+    bits_BSE = bits_at(index_BS.unsqueeze(-1) * num_experts + experts_E, stream_key(f"zipf.{layer}", 0))
+    noisy_BSE = -ZIPF_EXPONENT * rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
+    return noisy_BSE.topk(top_k, dim=-1).indices
+
+
+GATES: dict[str, Callable[[torch.Tensor, int, int, int], torch.Tensor]] = {
+    "balanced": _balanced,
+    "zipf": _zipf,
+    "one_hot": _one_hot,
+    "empty": _empty,
+}
 
 
 @contextmanager
@@ -278,7 +317,7 @@ def watch_routing(
     """
 
     def hook(router: nn.Module, inputs: tuple, routing: Routing) -> None:
-        if not recomputing():
+        if not is_recomputing():
             assert isinstance(router, Router)
             keep(router, inputs[1], routing)
 
@@ -293,7 +332,7 @@ def watch_routing(
 
 
 class RoutingRecorder:
-    """Keeps the choices of every router of ``model`` while it is entered.
+    """Keeps the choices of every router of ``model`` inside its ``with`` block.
 
     Rounding can flip a top-k choice between two runs that are otherwise equal; with the choices of the first
     forced on the second, what is left to compare is arithmetic. The model must hold all layers and whole rows

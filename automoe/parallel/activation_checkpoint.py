@@ -20,8 +20,8 @@ from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import ParallelConfig
 from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
-from automoe.moe.decisions import Decisions
 from automoe.moe.layer import MoE
+from automoe.moe.recompute import RecomputeContexts
 from automoe.parallel.discard_outputs import Region, Remade
 
 
@@ -31,15 +31,15 @@ class Recomputed:
     Args:
         to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP unit
             inside ``fn`` wants it: left in the middle, it would still believe itself in its forward pass.
-        decides: ``fn`` decides something that must not be decided twice (``automoe.moe.decisions``).
+        saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
 
-    def __init__(self, fn: Callable[..., torch.Tensor], to_end: bool = False, decides: bool = False) -> None:
+    def __init__(self, fn: Callable[..., torch.Tensor], to_end: bool = False, saves: bool = False) -> None:
         self.fn, self.to_end = fn, to_end
-        self.passes = _passes if decides else noop_context_fn
+        self.contexts = _contexts if saves else noop_context_fn
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # of the parts that are compiled none has an FSDP unit or decides
+        if torch.compiler.is_compiling():  # of the parts that are compiled none has an FSDP unit or saves
             return checkpoint(self.fn, *args, use_reentrant=False)
         return checkpoint(
             self.fn,
@@ -47,13 +47,13 @@ class Recomputed:
             use_reentrant=False,
             preserve_rng_state=False,  # nothing in a layer draws from a generator's state
             early_stop=not self.to_end,
-            context_fn=self.passes,
+            context_fn=self.contexts,
         )
 
 
-def _passes() -> tuple[Any, Any]:
-    decisions = Decisions()  # of this call: other micro-batches have their own
-    return decisions.first_pass, decisions.recomputation
+def _contexts() -> tuple[Any, Any]:
+    contexts = RecomputeContexts()  # of this call: other micro-batches have their own
+    return contexts.forward, contexts.recompute
 
 
 def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
@@ -64,7 +64,7 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
     for name, block in model.layers.items():
         modules = recomputed_modules(parallel, int(name))
         if FULL in modules:
-            _recompute_forward(block, to_end=True, decides=True)
+            _recompute_forward(block, to_end=True, saves=True)
             _keep_on_one_stream(block)
         if "core_attn" in modules:
             block.attention.attend = Recomputed(block.attention.attend)

@@ -29,7 +29,7 @@ from automoe.cost.activations import (
 from automoe.model.attention_kernels import attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
-from automoe.moe.decisions import Decisions
+from automoe.moe.recompute import RecomputeContexts
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
@@ -59,13 +59,13 @@ def saved_bytes(config: Config, layers: range, dtype: torch.dtype, documents: bo
         # Not the tensor itself: a node would hold its own output, which holds the node, and neither would ever go.
         return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
 
-    decisions: list[Decisions] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), decisions_of(decisions):
+    contexts: list[RecomputeContexts] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), contexts_of(contexts):
         output = part(x, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
     assert output.requires_grad
-    # What a region decided, it keeps without asking autograd.
-    for made in (made for of in decisions for made in of.first_pass.made):
-        kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in made})
+    # Results saved for a recomputation are kept without autograd.
+    for result in (result for each in contexts for result in each.saved):
+        kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in result})
     return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in ignored)
 
 
@@ -76,15 +76,15 @@ def meshes_of_one_rank() -> Meshes:
 
 
 @contextmanager
-def decisions_of(seen: list[Decisions]) -> Iterator[None]:
-    """Adds the decisions of every region that is entered meanwhile to ``seen``."""
+def contexts_of(seen: list[RecomputeContexts]) -> Iterator[None]:
+    """Adds the contexts of every checkpointed call made meanwhile to ``seen``."""
 
-    class Seen(Decisions):
+    class Seen(RecomputeContexts):
         def __init__(self) -> None:
             super().__init__()
             seen.append(self)
 
-    with patch.object(automoe.parallel.activation_checkpoint, "Decisions", Seen):
+    with patch.object(automoe.parallel.activation_checkpoint, "RecomputeContexts", Seen):
         yield
 
 

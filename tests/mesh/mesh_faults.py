@@ -424,4 +424,4 @@ def window_ignored_across_cp():
 
 
 def recomputation_counted_again():
-    return patch.object(automoe.moe.balance, "recomputing", lambda: False)
+    return patch.object(automoe.moe.balance, "is_recomputing", lambda: False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
-from automoe.moe.router import Router, best
+from automoe.moe.router import Router, topk_indices
 from automoe.moe.tokens import Tokens
 
 B, S, H, E, K = 2, 64, 32, 8, 2
@@ -83,7 +83,7 @@ def test_bfloat16_logits_are_an_option_and_scores_stay_in_float32() -> None:
 def test_exact_ties_go_to_the_lowest_index() -> None:
     scores = torch.zeros(1, 1, 1000)
     scores[..., 700] = 1
-    assert best(scores, 4, exact_ties=True).tolist() == [[[700, 0, 1, 2]]]
+    assert topk_indices(scores, 4, exact_ties=True).tolist() == [[[700, 0, 1, 2]]]
     router = Router(
         ModelConfig(
             hidden_size=H,

@@ -24,7 +24,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import StepBatch
-from automoe.moe.decisions import Decisions, recomputing
+from automoe.moe.recompute import RecomputeContexts, is_recomputing
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.discard_outputs import _Promise
 from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
@@ -121,18 +121,18 @@ def run_with_fault(config: Config, batches: Batches, steps: int, fault: Fault) -
 
 def counted_again():
     """A recomputed router that counts its tokens as if they were new."""
-    return patch.object(automoe.moe.balance, "recomputing", lambda: False)
+    return patch.object(automoe.moe.balance, "is_recomputing", lambda: False)
 
 
 def routed_otherwise():
     """A recomputed router that sends tokens elsewhere, as one might whose scores have moved by a rounding."""
-    original = automoe.moe.router.decided
+    original = automoe.moe.router.save_for_recompute
 
-    def decided(make, *args):
-        made = original(make, *args)
-        return tuple((ids + 1) % 8 for ids in made) if recomputing() else made
+    def save_for_recompute(fn, *args):
+        result = original(fn, *args)
+        return tuple((ids + 1) % 8 for ids in result) if is_recomputing() else result
 
-    return patch.object(automoe.moe.router, "decided", decided)
+    return patch.object(automoe.moe.router, "save_for_recompute", save_for_recompute)
 
 
 def made_otherwise_again():
@@ -147,7 +147,7 @@ def made_otherwise_again():
     return patch.object(_Promise, "outputs", outputs)
 
 
-def decisions_shared_by_all_micro_batches():
+def results_shared_by_all_micro_batches():
     """One memory for all calls of a region: what a cache on a module comes to."""
-    shared = Decisions()
-    return patch.object(automoe.parallel.activation_checkpoint, "Decisions", lambda: shared)
+    shared = RecomputeContexts()
+    return patch.object(automoe.parallel.activation_checkpoint, "RecomputeContexts", lambda: shared)

@@ -162,7 +162,7 @@ def test_a_cache_that_micro_batches_share_is_seen() -> None:
     """One layer, two micro-batches in flight: the second one's choices answer for the first."""
     config = replace(FULL, model=replace(DEEPSEEK, num_layers=1, first_k_dense=0))
     tokens = torch.randint(0, cases.VOCAB, (2, 2, cases.SEQ_LEN))
-    with cases.decisions_shared_by_all_micro_batches():
+    with cases.results_shared_by_all_micro_batches():
         model = decoder(config)
         losses = [model(rows, labels=rows).sum() for rows in tokens]
         with pytest.raises(CheckpointError):
@@ -209,12 +209,12 @@ def test_a_backward_pass_may_be_repeated() -> None:
 def test_nothing_of_a_micro_batch_outlives_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref] = []
 
-    class Watched(cases.Decisions):
+    class Watched(cases.RecomputeContexts):
         def __init__(self) -> None:
             super().__init__()
-            made.append(weakref.ref(self.recomputation))
+            made.append(weakref.ref(self.recompute))
 
-    monkeypatch.setattr("automoe.parallel.activation_checkpoint.Decisions", Watched)
+    monkeypatch.setattr("automoe.parallel.activation_checkpoint.RecomputeContexts", Watched)
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
     loss = model(tokens, labels=tokens).sum()
