@@ -51,9 +51,7 @@ class SwiGLU:
         # With gradients it must stay unchanged for the backward.
         return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
 
-    def backward(
-        self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
-    ) -> None:  # fmt: skip
+    def backward(self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R) -> None:
         silu_RI = F.silu(gate_RI)
         torch.mul(silu_RI, up_RI, out=act_RI)
         # ``grad_up`` is scratch until its own value is computed.
@@ -78,9 +76,7 @@ class ClampedSwiGLU:
         low_RI = gate_RI.clamp(max=self.limit)
         return (up_RI.clamp(-self.limit, self.limit) + 1) * (low_RI * torch.sigmoid(self.alpha * low_RI))
 
-    def backward(
-        self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
-    ) -> None:  # fmt: skip
+    def backward(self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R) -> None:
         low_RI = gate_RI.clamp(max=self.limit)
         sigmoid_RI = torch.sigmoid(self.alpha * low_RI)
         raised_RI = up_RI.clamp(-self.limit, self.limit).add_(1)
