@@ -22,7 +22,7 @@ GOES_ON_FROM = {
     "latest_written": 2,
     "save_end": 2,
 }
-QUICK = [("1", "shard_write"), ("all", "renamed")]
+QUICK = [("1", "shard_write")]
 ALL = [(rank, point) for point in GOES_ON_FROM for rank in ("0", "1", "all")]
 
 

@@ -183,6 +183,7 @@ def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
+@pytest.mark.exhaustive
 def test_a_stop_that_reaches_another_rank_is_everybodys(command: Command) -> None:
     process = command.start("recipe_until_stopped", "mesh=fsdp", "launch.device=cpu", before=TORCHRUN)
     read_until(process, "stepping")

@@ -77,6 +77,7 @@ def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command
     assert command.pids() == []
 
 
+@pytest.mark.exhaustive
 def test_a_request_to_stop_before_the_ranks_listen_is_not_lost(command: Command) -> None:
     process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=5")
     read_until(process, "starting 2 ranks")

@@ -23,27 +23,21 @@ CORE = [
     Case("qwen3", dict(dp_shard=2, ep=2), rows=1),
     Case("mixtral", dict(dp_shard=2, ep=2), rows=2, dispatcher="allgather", parallel=PER_MICRO_BATCH),
     Case("deepseek", dict(cp=2), rows=4, document_mask=False),
-    Case("mixtral", dict(cp=2, ep=2), rows=2, gate="balanced"),
     Case("deepseek", dict(tp=2), rows=4),
     Case("qwen3", dict(tp=2, ep=2), rows=2, parallel=PARTS),
     Case("mixtral", dict(dp_shard=2, etp=2), rows=2),
     Case("mixtral", dict(tp=2, etp=2), rows=2, moe=DROP),
-    Case("glm", dict(tp=2, ep=2), rows=2),
     Case("llama", dict(tp=2), rows=4),
     # four ranks
     Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL),
     Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1),
-    Case("deepseek-direct", dict(tp=4), rows=4),
     Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather"),
     Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2),
-    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1),
     Case("qwen3", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2),
     Case("qwen3-tied", dict(pp=2, tp=2, etp=2), rows=2, parallel=INTERLEAVED),
     # eight ranks
     Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
-    Case("mixtral", dict(dp_replicate=2, dp_shard=2, tp=2, ep=2, ep_replicate=2), rows=2, parallel=FULL),
-    Case("deepseek-direct", dict(dp_shard=2, cp=2, tp=2, ep=2, etp=2), rows=4, moe=PADDED),
     # sinks, windows and biases
     Case("gpt-oss", dict(cp=2, etp=2), rows=4),
     Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False),
@@ -53,6 +47,12 @@ CORE = [
 ]
 
 MORE = [
+    Case("mixtral", dict(cp=2, ep=2), rows=2, gate="balanced"),
+    Case("glm", dict(tp=2, ep=2), rows=2),
+    Case("deepseek-direct", dict(tp=4), rows=4),
+    Case("mixtral", dict(dp_shard=4, ep=2, etp=2), rows=1),
+    Case("mixtral", dict(dp_replicate=2, dp_shard=2, tp=2, ep=2, ep_replicate=2), rows=2, parallel=FULL),
+    Case("deepseek-direct", dict(dp_shard=2, cp=2, tp=2, ep=2, etp=2), rows=4, moe=PADDED),
     Case("qwen3", dict(pp=2), rows=2, parallel=GPIPE),
     Case("mixtral", dict(dp_replicate=2), rows=1),
     Case("deepseek", dict(dp_shard=2, ep_replicate=2), rows=2),

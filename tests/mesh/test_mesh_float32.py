@@ -67,7 +67,7 @@ def check_first_step(ranks: RankPool, case: Case, config: Config, expected: Traj
     assert not different, f"{len(different)} of {len(compared)} differ, first: {different[0]}"
 
 
-@pytest.mark.parametrize("case", one_in(2, CASES))
+@pytest.mark.parametrize("case", one_in(3, CASES))
 def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Case) -> None:
     check_first_step(ranks, case, float32(case), recorded(case))
 

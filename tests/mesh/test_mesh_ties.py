@@ -37,7 +37,7 @@ def references(ranks: RankPool) -> dict[str, Trajectory]:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     one_in(
-        2,
+        3,
         [
             ("mixtral", dict(tp=2, ep=2)),
             ("mixtral", dict(cp=2)),

@@ -185,6 +185,7 @@ def test_the_configuration_says_where_the_kernels_run(monkeypatch: pytest.Monkey
         check_kernels(replace(config, train=TrainConfig(dtype="float64")), shape, "cuda")
 
 
+@pytest.mark.exhaustive
 def test_a_model_on_the_cpu_is_told() -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = (

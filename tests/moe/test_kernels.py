@@ -181,6 +181,7 @@ def test_a_gpu_without_room_for_the_blocks_is_told_what_serves_it(monkeypatch) -
             expert_backend("triton")
 
 
+@pytest.mark.exhaustive
 def test_a_model_on_the_cpu_is_told_where_the_kernels_run() -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     code = (

@@ -78,7 +78,7 @@ def step_of(pool: RankPool, config: Config) -> list[list[Message]]:
     return pool.run(messages_of_a_step, world, config)
 
 
-@pytest.mark.parametrize("ep", [2, 4, 8])
+@pytest.mark.parametrize("ep", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_all_to_all_sends_each_choice_once(ranks: RankPool, ep: int) -> None:
     """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; the weights of T K choices beside."""
     for messages in step_of(ranks, config(dp_shard=ep, ep=ep)):
