@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-gpu test-meshes test-faults test-all soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
+.PHONY: help setup train test test-floor test-gpu test-meshes test-faults test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -54,6 +54,9 @@ test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: half, t
 
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about an hour and a quarter on two cores
 	@$(PYTEST) -m 'not gpu' $(ARGS)
+
+test-mutants: $(SETUP) ## Put 200 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
+	@$(PY) tests/mutation/run.py $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
 	@$(PY) benchmarks/soak.py $(ARGS)

@@ -95,3 +95,16 @@ def test_every_group_follows_the_schedule() -> None:
     optimizer = build_optimizer([nn.Linear(2, 3)], OPTIM)
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_a_parameter_of_two_parts_is_updated_once() -> None:
+    """As the two ends of a pipeline on one rank may share an embedding."""
+    first, second = nn.Linear(2, 3), nn.Linear(2, 3)
+    second.weight = first.weight
+    optimizer = build_optimizer([first, second], OPTIM)
+    assert sorted(name for group in optimizer.param_groups for name in group["names"]) == ["bias", "bias", "weight"]
+    before = first.weight.detach().clone()
+    first.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    expected = before * (1 - OPTIM.lr * OPTIM.weight_decay) - OPTIM.lr
+    torch.testing.assert_close(first.weight.detach(), expected)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from plain_loop import PlainRun, Plan, Seen, sigmoid_shares, softmax_shares
 
+from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     CheckpointConfig,
@@ -73,7 +74,7 @@ CASES = {
         "dsv3_groups_yarn",
         [1 / 3, 2 / 3, 1, 1, 0.75, 0.5, 0.25],
         dict(schedule="wsd", warmup_steps=3, decay_steps=3, min_lr_ratio=0.25, weight_decay=0.1),
-        dict(micro_batch_size=1, grad_clip=0.0, spike_factor=0.2, spike_window=2, seed=5),
+        dict(micro_batch_size=1, grad_clip=0.0, spike_factor=0.2, spike_window=2, seed=2),
         dict(seq_balance_coef=0.05, global_balance_coef=0.1, bias_update_rate=0.03),
         sizes={"num_hidden_layers": 3},
         lr=1e-4,  # so little that some batches have a larger loss than those before
@@ -107,7 +108,7 @@ CASES = {
         tolerance=1e-5,  # transformers' delta rule is in float32
     ),
 }
-BETAS, EPS, ROWS, SEQ = (0.8, 0.9), 1e-3, 8, 32
+BETAS, EPS, ROWS, SEQ, VAL_EVERY = (0.8, 0.9), 1e-3, 8, 32, 3
 
 
 def texts() -> list[str]:
@@ -124,6 +125,7 @@ class Both:
     validated: tuple[float, float]
     plain: PlainRun
     exported: Any
+    checkpoints: list[Path]
 
 
 def run_recipe(config: Config) -> None:
@@ -151,13 +153,13 @@ def run_both(folder: Path, case: Case) -> Both:
             steps=len(case.rates),
             seq_len=SEQ,
             global_batch_size=ROWS,
-            val_every=len(case.rates),
+            val_every=VAL_EVERY,
             val_batches=2,
             **train,
         ),
         optim=OptimConfig(lr=case.lr, betas=BETAS, eps=EPS, **case.optim),
         data=DataConfig(kind="jsonl", path=str(corpus), val_fraction=0.4, document_mask=case.document_mask),
-        checkpoint=CheckpointConfig(export_hf=True),
+        checkpoint=CheckpointConfig(export_hf=True, every=3),
         observe=ObserveConfig(report=False),
     )
     run_recipe(config)
@@ -194,6 +196,7 @@ def run_both(folder: Path, case: Case) -> Both:
         plain.validate(),
         plain,
         AutoModelForCausalLM.from_pretrained(folder / "run" / "hf", dtype=torch.float64),
+        list((folder / "run" / "checkpoints").glob("step-*")),
     )
 
 
@@ -219,6 +222,12 @@ def test_tokens_of_every_expert_are_counted_without_padding(both: Both) -> None:
 
 
 def test_validation_is_a_mean_over_tokens(both: Both) -> None:
+    """Every third step, and the last; a checkpoint keeps the loss of its step."""
+    steps = len(both.records)
+    validated = [record["step"] for record in both.records if "val_loss" in record]
+    assert validated == sorted({*range(VAL_EVERY, steps + 1, VAL_EVERY), steps})
+    manifests = [read_manifest(path)[0] for path in both.checkpoints]
+    assert {m["step"]: m["val_loss"] for m in manifests} == {s: both.records[s - 1]["val_loss"] for s in validated[-2:]}
     nats, bits = both.validated
     assert both.records[-1]["val_loss"] == pytest.approx(nats, rel=both.case.tolerance)
     assert both.records[-1]["val_bits_per_byte"] == pytest.approx(bits, rel=both.case.tolerance)

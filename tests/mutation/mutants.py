@@ -1,0 +1,417 @@
+"""Mistakes of one line, each with the tests that should notice it. ``run.py`` puts them in, one after the other.
+
+A fragment of a line is enough, as long as the file has it once (``test_mutants_apply`` sees to that). Tests are the
+fastest that should see the mistake, not all that would. A mutant that no test can see says why it may live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` becomes ``new`` in ``file``, and one of ``tests`` fails, unless ``lives_because`` says why none can."""
+
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+    lives_because: str = ""
+
+
+def loop(case: str) -> list[str]:
+    """One run against the plain loop over transformers."""
+    tests = (
+        "every_recorded_number_is_the_plain_loops",
+        "tokens_of_every_expert_are_counted_without_padding",
+        "validation_is_a_mean_over_tokens",
+        "every_weight_of_the_exported_checkpoint_is_the_plain_loops",
+    )
+    return [f"tests/training/test_plain_loop.py::test_{test}[{case}]" for test in tests]
+
+
+LLAMA, QWEN, DSV3, GPT_OSS, NEXT = (loop(c) for c in ("llama", "qwen3_moe", "dsv3", "gpt_oss", "qwen3_next"))
+ADAMW, NORM, SKIP = ["tests/optim/test_adamw.py"], ["tests/optim/test_grad_norm.py"], ["tests/training/test_skip.py"]
+DECAY, SCHEDULE = ["tests/optim/test_decay_groups.py"], ["tests/optim/test_schedule.py"]
+STOCHASTIC = ["tests/optim/test_stochastic.py"]
+ROUTER, BALANCE = ["tests/moe/test_router.py"], ["tests/moe/test_balance.py"]
+PROPERTIES, EXPERTS = ["tests/moe/test_routing_properties.py"], ["tests/moe/test_experts.py"]
+DISPATCH, GATES = ["tests/moe/test_dispatch.py"], ["tests/moe/test_gates.py"]
+JITTER = ["tests/moe/test_jitter_and_ties.py"]
+DTYPES = ["tests/parallel/test_gradient_dtypes.py"]
+PACKING, LOADER = ["tests/data/test_packing.py"], ["tests/data/test_data_loader.py"]
+CORPORA, TOKENIZER = ["tests/data/test_corpora.py"], ["tests/data/test_data_tokenizer.py"]
+COMMIT = ["tests/checkpoint/test_commit_order.py"]
+RESUME = ["tests/checkpoint/test_resume.py::test_same_mesh_to_the_bit[float32]"]
+RETENTION, DAMAGE = ["tests/checkpoint/test_retention.py"], ["tests/checkpoint/test_checkpoint_damage.py"]
+STREAK = ["tests/recipes/test_skipped_streak.py"]
+PARITY, EXPORT = ["tests/hf/test_hf_parity.py"], ["tests/hf/test_hf_export.py"]
+REGISTRY, QUANTIZED = ["tests/hf/test_hf_registry.py"], ["tests/hf/test_hf_quantized.py"]
+FORMATS, FP8 = ["tests/quantize/test_fp8_formats.py"], ["tests/quantize/test_fp8_training.py"]
+INIT, NORMS, LOSS = (
+    ["tests/model/test_init.py"],
+    ["tests/model/test_rms_norm.py"],
+    ["tests/model/test_cross_entropy.py"],
+)
+MASKS, ROPE, DELTA = (
+    ["tests/model/test_attention_masks.py"],
+    ["tests/model/test_rope.py"],
+    ["tests/model/test_delta_net.py"],
+)
+MESH = "tests/mesh/test_mesh_float64.py::test_a_mesh_trains_like_one_rank"
+
+
+def parity(name: str) -> list[str]:
+    return [f"tests/hf/test_hf_parity.py::test_equal_to_transformers[per_expert-{name}]"]
+
+
+_OPTIM = [
+    ("adamw.py", "parameter.dim() > 1 and", "parameter.dim() > 0 and", DECAY),
+    ("adamw.py", '".b_down"', '".b_up"', DECAY),
+    ("adamw.py", "if decays else 0.0", "if decays else optim.weight_decay", DECAY),
+    ("adamw.py", "betas=optim.betas", "betas=optim.betas[::-1]", LLAMA),
+    ("adamw.py", "eps=optim.eps", "eps=1e-8", LLAMA),
+    ("adamw.py", "or id(parameter) in seen", "", ADAMW),
+    ("adamw.py", 'group["lr"] = lr', 'optimizer.param_groups[0]["lr"] = lr', ADAMW),
+    ("adamw.py", "(step + 1) / optim.warmup_steps", "step / optim.warmup_steps", QWEN),
+    ("adamw.py", "if step < optim.warmup_steps", "if step <= optim.warmup_steps", SCHEDULE),
+    ("adamw.py", "max(optim.warmup_steps - 1, 0)", "optim.warmup_steps", SCHEDULE),
+    ("adamw.py", "(1 + cos(pi * done)) / 2", "(1 + cos(pi * done / 2)) / 2", QWEN),
+    ("adamw.py", "total_steps - decay_steps) + 1", "total_steps - decay_steps)", SCHEDULE),
+    ("adamw.py", "optim.lr * optim.min_lr_ratio", "optim.min_lr_ratio", QWEN),
+    ("grad_norm.py", ".square_().sum()", ".sum()", NORM),
+    ("grad_norm.py", "dist.all_reduce(total, group=pp_group)", "pass", NORM),
+    ("grad_norm.py", "not placement.is_replicate()", "True", NORM),
+    ("grad_norm.py", "(max_norm / norm).clamp(max=1.0)", "(max_norm / norm)", NORM + LLAMA),
+    ("grad_norm.py", "norm.isfinite()", "norm > 0", NORM),
+    ("stochastic.py", "(bits & dropped)", "(bits & (dropped >> 1))", STOCHASTIC),
+    ("stochastic.py", "1 - beta2**steps", "1 - beta1**steps", STOCHASTIC),
+    ("stochastic.py", 'group["lr"] * group["weight_decay"]', 'group["weight_decay"]', STOCHASTIC),
+    ("stochastic.py", 'f"rounding.{name}"', '"rounding"', STOCHASTIC),
+]
+_TRAINING = [
+    ("step.py", "loss > threshold", "loss < threshold", SKIP),
+    ("step.py", "_NORMAL = 1.4826", "_NORMAL = 1.0", SKIP),
+    ("step.py", "len(recent) < train.spike_window", "len(recent) <= train.spike_window", SKIP),
+    ("step.py", "math.isfinite(loss) and", "math.isfinite(loss) or", SKIP),
+    ("step.py", "del recent[: -train.spike_window]", "del recent[train.spike_window :]", SKIP),
+    ("state.py", '"skipped": self.skipped', '"skipped": 0', STREAK),
+    ("state.py", '"tokens": self.tokens', '"tokens": self.step', STREAK),
+    ("stats.py", "plain / plain.sum()", "counts / counts.sum()", DSV3),
+    ("stats.py", "update_expert_bias(router.expert_bias, counts", "update_expert_bias(router.expert_bias, plain", DSV3),
+    ("step.py", "learning_rate(config.optim, state.step,", "learning_rate(config.optim, state.step + 1,", QWEN),
+    ("step.py", "batch.labels >= 0", "batch.labels >= -100", LLAMA),
+    ("step.py", "(batch.doc_ids >= 0).sum()", "(batch.doc_ids >= -1).sum()", QWEN),
+    ("step.py", "(batch.labels >= 0).sum()), int(", "(batch.labels >= 0).sum()), 0 * int(", QWEN),
+    ("step.py", "clip_(state.parameters(), norm, train.grad_clip)", "pass", QWEN),
+    ("step.py", "state.tokens += trained", "state.tokens += 0 if skipped else trained", DSV3),
+    ("step.py", "state.skipped + 1 if skipped", "1 if skipped", STREAK),
+    ("step.py", "update_balance_state(stats, parts, config)", "pass", DSV3),
+    ("step.py", "nats + loss * trained", "nats + loss", LLAMA),
+    ("step.py", "nats / math.log(2)", "nats * math.log(2)", LLAMA),
+    ("step.py", "state.step += 1", "state.step += 0 if skipped else 1", DSV3),
+    ("step.py", "state.optimizer.zero_grad()", "pass", LLAMA),
+]
+_RUN = [
+    ("run.py", "step % every == 0 or", "", ["tests/recipes/test_pretrain_resume.py"]),
+    ("run.py", "step % train.val_every == 0 or step == train.steps", "step % train.val_every == 0", LLAMA),
+    (
+        "run.py",
+        "self.state.skipped >= self.config.train.max_skipped",
+        "self.state.skipped > self.config.train.max_skipped",
+        STREAK,
+    ),
+    ("run.py", '"lr": update.lr', '"lr": config.optim.lr', QWEN),
+    ("run.py", '"global_balance_loss": stats.lagged_balance', '"global_balance_loss": stats.sequence_balance', QWEN),
+    ("run.py", "record_ends = resumed.step if resumed and resumed.own else None", "record_ends = None", STREAK),
+    (
+        "stats.py",
+        "table[:, -1] / chosen.sum(1)",
+        "table[:, -1] / chosen.sum()",
+        ["tests/recipes/test_pretrain_routing.py"],
+    ),
+    ("stats.py", "layer.router.load.totals.zero_()", "pass", QWEN),
+]
+_RECIPES = [
+    ("pretrain.py", "while state.step < train.steps", "while state.step <= train.steps", LLAMA),
+    ("pretrain.py", 'record.get("val_loss"), run.stopping', 'record.get("loss"), run.stopping', LLAMA),
+    ("pretrain.py", "loaded = load_hf(parts", "loaded = None and load_hf(parts", LLAMA),
+    ("pretrain.py", "resumed = store.load_latest(state)", "resumed = None", STREAK),
+    (
+        "pretrain.py",
+        "optimizer_step(state, stats, trained,",
+        "optimizer_step(state, stats, train.global_batch_size * train.seq_len,",
+        LLAMA,
+    ),
+    ("pretrain.py", "if run.validates()", "if state.step == train.steps", LLAMA),
+    (
+        "pretrain.py",
+        "state.step < train.steps or (run.stopping and exports)",
+        "state.step < train.steps",
+        ["tests/recipes/test_pretrain_resume.py"],
+    ),
+]
+_DATA = [
+    ("packing.py", "doc[:, 1:] == doc[:, :-1]", "doc[:, 1:] >= doc[:, :-1]", LLAMA),
+    ("packing.py", "np.arange(S + 1)", "np.arange(1, S + 2)", PACKING),
+    ("packing.py", "np.maximum(doc_start, row_start)", "doc_start", PACKING),
+    ("packing.py", "self.seed, epoch, 0)", "self.seed, 0, 0)", LLAMA),
+    ("packing.py", "self.seed, epoch, 1)", "self.seed, epoch, 0)", LLAMA),
+    ("packing.py", "-(-self.num_tokens // seq_len)", "self.num_tokens // seq_len", LLAMA),
+    ("packing.py", "np.where(real, doc_ids, -1)", "np.where(real, doc_ids, 0)", QWEN),
+    ("packing.py", "indices[chosen] % self.num_rows", "indices[chosen] // self.num_rows", PACKING),
+    ("loader.py", "self.dp_rank * self.rows_per_rank\n        batch", "self.dp_rank\n        batch", LOADER),
+    (
+        "loader.py",
+        "self.consumed_rows += self.config.train.global_batch_size",
+        "self.consumed_rows += self.rows_per_rank",
+        LOADER,
+    ),
+    ("loader.py", 'if split == "train" else 0', 'if split == "train" else 1', LLAMA),
+    ("loader.py", "min(n * step, packed.num_rows)", "min(step, packed.num_rows)", LLAMA),
+    ("loader.py", "np.where(indices < packed.num_rows, indices, -1)", "indices", LLAMA),
+    ("loader.py", "rows.labels[rows.labels != IGNORE]", "rows.tokens", LLAMA),
+    ("prepare.py", "/ 2.0**64 < val_fraction", "/ 2.0**63 < val_fraction", LLAMA),
+    ("prepare.py", 'if split == "validation" else ~validation', 'if split == "train" else ~validation', LLAMA),
+    ("prepare.py", "len(ids) + 1, text_hash", "len(ids), text_hash", LLAMA),
+    ("tokenizer.py", "[1] * 256 + [0, 0]", "[1] * 256 + [1, 0]", LLAMA),
+    ("tokenizer.py", "BYTE_VOCAB_SIZE, 256, 257", "BYTE_VOCAB_SIZE, 257, 256", LLAMA),
+    ("corpora.py", "left -= len(raw)", "left -= len(text)", CORPORA),
+]
+_MOE = [
+    ("balance.py", "torch.sign(counts.mean() - counts)", "torch.sign(counts - counts.mean())", DSV3),
+    ("balance.py", "counts.mean() - counts", "counts.median() - counts", DSV3),
+    ("balance.py", "return grad, torch.ones(", "return grad, torch.zeros(", QWEN),
+    ("balance.py", "valid.unsqueeze(-1).expand_as(ids).to(", "torch.ones_like(ids).to(", DSV3),
+    ("balance.py", "logits.logsumexp(-1).square()", "logits.logsumexp(-1)", QWEN),
+    ("balance.py", "self.totals[:-1] += step", "self.totals[:-1] = step", QWEN),
+    ("balance.py", "& ~kept).sum()", "& kept).sum()", PROPERTIES + ["tests/recipes/test_pretrain_routing.py"]),
+    ("router.py", "choice = scores if bias is None else scores + bias", "choice = scores", DSV3),
+    ("router.py", ".values.sum(-1)", ".values.amax(-1)", ROUTER),
+    ("router.py", "~kept.unsqueeze(-1), float", "kept.unsqueeze(-1), float", ROUTER),
+    ("router.py", "weights * config.routed_scaling_factor", "weights", DSV3),
+    ("router.py", "weights.sum(-1, keepdim=True) + tiny", "weights.amax(-1, keepdim=True) + tiny", QWEN),
+    ("router.py", "logits if config.softmax_after_topk else probs", "probs", GPT_OSS),
+    ("router.py", "self.load_fractions.fill_(1.0 / self.num_experts)", "self.load_fractions.fill_(1.0)", QWEN),
+    ("router.py", "ids, plain_ids = decided(self._choose", "plain_ids, ids = decided(self._choose", DSV3),
+    ("router.py", "(rows.T @ grad_rows).T", "(grad_rows.T @ rows) * 0.5", DTYPES + ROUTER),
+    (
+        "router.py",
+        "torch.promote_types(x.dtype, torch.float32)\n        dtype",
+        "x.dtype\n        dtype",
+        DTYPES + ROUTER,
+    ),
+    ("router.py", "self.moe.router_jitter * (2 * uniform - 1)", "self.moe.router_jitter * uniform", JITTER),
+    ("router.py", "if self.training and torch.is_grad_enabled()", "if self.training", ROUTER),
+    (
+        "capacity.py",
+        "(groups, num_experts, priority) < capacity\n",
+        "(groups, num_experts, priority) <= capacity\n",
+        PROPERTIES,
+    ),
+    ("capacity.py", "min(ceil(Fraction(repr(factor))", "min(int(Fraction(repr(factor))", PROPERTIES),
+    ("capacity.py", "priority.argsort(dim=1, descending=True", "priority.argsort(dim=1, descending=False", PROPERTIES),
+    ("capacity.py", "choice // top_k", "choice % top_k", PROPERTIES),
+    ("gates.py", "(experts - layer) % num_experts + 1", "(experts + layer) % num_experts + 1", GATES),
+    ("activation.py", "silu * up if torch.is_grad_enabled()", "silu + up if torch.is_grad_enabled()", EXPERTS),
+    ("activation.py", "self.limit) + 1)", "self.limit))", EXPERTS + GPT_OSS),
+    ("activation.py", "grad.mul_(up), gate, grad_input", "grad.mul_(up), up, grad_input", EXPERTS),
+    ("activation.py", "mul_(gate <= self.limit)", "mul_(gate < self.limit + 1)", EXPERTS),
+    ("experts.py", "out + weight", "out + 1.0", EXPERTS),
+    ("grouped_mm.py", "grad_probs_R += bias_grad", "grad_probs_R -= bias_grad", EXPERTS),
+    (
+        "grouped_mm.py",
+        "index_add_(0, gather_idx_R, grad_rows_RH)",
+        "index_copy_(0, gather_idx_R, grad_rows_RH)",
+        EXPERTS,
+    ),
+    ("layer.py", "y + shared()", "y", DSV3),
+    ("layer.py", "ids.masked_fill(~kept, self.num_experts)", "ids", PROPERTIES),
+    ("dispatch/base.py", "ids_M.argsort(stable=True)", "ids_M.argsort(descending=True)", DISPATCH),
+    ("dispatch/alltoall.py", "order_M // topk_ids_TK.shape[1]", "order_M % x_TH.shape[0]", DISPATCH),
+    (
+        "dispatch/alltoall.py",
+        "self.ep.all_to_all(out_RH, sent, received)",
+        "self.ep.all_to_all(out_RH, received, sent)",
+        DISPATCH,
+    ),
+    ("dispatch/alltoall.py", "out_RH.index_select(0, back_R)", "out_RH.index_select(0, by_expert_R)", DISPATCH),
+    ("dispatch/allgather.py", "ep.rank * self.num_local", "0 * self.num_local", DISPATCH),
+    (
+        "dispatch/etp.py",
+        "(num_ranks, num_rows)).sum(0)",
+        "(num_ranks, num_rows)).mean(0)",
+        [f"{MESH}[mixtral-dp_shard2-etp2-mb2-alltoall]"],
+    ),
+]
+_MOE += [
+    (
+        "communicators.py",
+        "comm.rank * total // comm.num_ranks",
+        "(comm.num_ranks - 1 - comm.rank) * total // comm.num_ranks",
+        [f"{MESH}[llama-tp2-mb4-alltoall]"],
+    ),
+]
+_MODEL = [
+    (
+        "attention.py",
+        "first_of_rank(self.sequence, num_heads) * self.head_dim",
+        "self.sequence.rank % num_heads * self.head_dim",
+        [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"],
+    ),
+    (
+        "attention.py",
+        "key_index[:, None, :] <= tokens.index[:, :, None]",
+        "key_index[:, None, :] < tokens.index[:, :, None]",
+        MASKS + LLAMA,
+    ),
+    ("rope.py", "config.theta**exponents", "config.theta ** (exponents / 2)", LLAMA),
+    ("rope.py", "addcmul_(x[1], sin, value=-1)", "addcmul_(x[1], sin)", LLAMA),
+    ("rope.py", "_pairs(turned, interleaved), cos, sin", "_pairs(turned, not interleaved), cos, sin", DSV3 + LLAMA),
+    (
+        "rope.py",
+        "yarn_mscale(config.factor, config.mscale_all_dim) ** 2",
+        "yarn_mscale(config.factor, config.mscale_all_dim)",
+        parity("dsv3_odd"),
+    ),
+    ("rope.py", "(turns - low) / (high - low)", "(turns - high) / (low - high)", LLAMA),
+    ("rope.py", "math.floor(low), math.ceil(high)", "math.ceil(low), math.floor(high)", ROPE),
+    ("rope.py", "qk_head_dim**-0.5", "(qk_head_dim + 1) ** -0.5", LLAMA),
+    ("norm.py", "mean_square.add_(eps)", "mean_square", NORMS),
+    ("norm.py", "scale.pow(3)", "scale.pow(2)", NORMS),
+    ("norm.py", "weight = weight + 1", "weight = weight", NEXT),
+    ("norm.py", '"zeros" if zero_centered else "ones"', '"ones"', INIT),
+    ("mlp.py", "sigmoid() * out", "sigmoid()", NEXT),
+    ("loss.py", "(labels != IGNORE).unsqueeze(1)", "(labels >= IGNORE).unsqueeze(1)", LOSS),
+    ("loss.py", "divisor.log() + largest", "divisor.log()", LOSS),
+    ("loss.py", "grad_x * grad_total", "grad_x + 0 * grad_total", LLAMA),
+    ("linear.py", "out + local_part(self.bias)", "out", GPT_OSS),
+    ("decoder.py", "token_counts.trained.clamp_min(1)", "token_counts.present.clamp_min(1)", LLAMA),
+    ("block.py", "x = x + self.attention", "x = self.attention", LLAMA),
+    ("delta_net.py", "q.shape[-1] ** -0.5, _unit(k", "1.0, _unit(k", NEXT),
+    ("delta_net.py", "width - 1, 0)", "0, width - 1)", NEXT),
+    ("delta_net.py", "b.flatten(2).sigmoid()", "b.flatten(2).sigmoid() * 2", NEXT),
+    ("init.py", "normal_at(index, name, seed) * std", "normal_at(index, name, 0) * std", INIT),
+    ("init.py", '"bias", "b_gate_up", "b_down")', '"bias", "b_gate_up")', INIT),
+]
+_PARALLEL = [
+    ("fsdp.py", '"bfloat16": torch.float32}', '"bfloat16": torch.bfloat16}', DTYPES),
+    ("fsdp.py", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)", DTYPES),
+    ("fsdp.py", 'last or parallel.grad_sync == "micro_batch"', "last", ["tests/parallel/test_communication.py"]),
+    (
+        "fsdp.py",
+        "reduce_dtype=reduce, cast_forward_inputs=False)\n    wide",
+        "reduce_dtype=compute, cast_forward_inputs=False)\n    wide",
+        DTYPES,
+    ),
+    ("fsdp.py", "if compute != reduce", "if compute == reduce", DTYPES),
+    (
+        "context.py",
+        "(2 * cp - 1 - rank) * chunk",
+        "(2 * cp - 2 - rank) * chunk",
+        [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
+    ),
+    ("tensor.py", '"o_proj": ROWWISE,\n', '"o_proj": COLWISE,\n', [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    (
+        "expert.py",
+        "etp.get_local_rank() * module.hidden_size",
+        "0 * module.hidden_size",
+        [f"{MESH}[gpt-oss-cp2-etp2-mb4-alltoall]"],
+    ),
+    ("shared_gradients.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    ("pipeline.py", "scale_grads=False", "scale_grads=True", DTYPES),
+]
+_CHECKPOINT = [
+    ("files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
+    ("files.py", "os.fsync(file.fileno())", "pass", COMMIT),
+    ("files.py", "os.fsync(descriptor)", "pass", COMMIT),
+    ("folder.py", "    flush(temporary)\n", "    pass\n", COMMIT),
+    ("folder.py", "    flush(final.parent)\n", "    pass\n", COMMIT),
+    ("folder.py", "LATEST)\n    flush(folder)", "LATEST)\n    pass", COMMIT),
+    ("folder.py", "max(checkpoint.keep, 1)", "max(checkpoint.keep + 1, 1)", RETENTION),
+    ("folder.py", "-step_number(name))", "step_number(name))", RETENTION),
+    ("folder.py", "% checkpoint.keep_every == 0", "% checkpoint.keep_every == 1", RETENTION),
+    ("folder.py", 'step_dir.with_name(f".tmp-deleted-{step_dir.name}")', "step_dir", COMMIT),
+    ("manifest.py", 'size != facts["bytes"]', 'size < facts["bytes"]', DAMAGE),
+    ("manifest.py", 'content and sha256(path) != facts["sha256"]', "False", DAMAGE),
+    ("manifest.py", 'manifest["sha256"] != _digest', "not _digest", DAMAGE),
+    ("store.py", "reversed(steps)", "steps", DAMAGE),
+    ("store.py", "math.isfinite(val_loss)", "True", RETENTION),
+    (
+        "agreement.py",
+        "load.index(min(load))",
+        "load.index(max(load))",
+        ["tests/checkpoint/test_disk_faults.py::test_files_to_verify_are_spread_over_ranks"],
+    ),
+    (
+        "agreement.py",
+        "(failure.errno is not None, failure.rank)",
+        "failure.rank",
+        ["tests/checkpoint/test_disk_faults.py::test_ranks_agree_on_what_went_wrong"],
+    ),
+    (
+        "store.py",
+        "gauss if has_gauss else None",
+        "None",
+        ["tests/checkpoint/test_resume.py::test_random_generators_go_on_where_they_were"],
+    ),
+]
+_HF = [
+    (
+        "keys.py",
+        "(0, i * width, 0), half) for i in (0, 1)",
+        "(0, i * width, 0), half) for i in (1, 0)",
+        ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"],
+    ),
+    ("keys.py", "enumerate((keys.gate, keys.up))", "enumerate((keys.up, keys.gate))", QWEN),
+    ("keys.py", "keys.gate, 0, 3, 2, 1, merged=True", "keys.gate, 0, 3, 1, 2, merged=True", GPT_OSS),
+    ("keys.py", "keys.down, 0, 2, 1)", "keys.down, 0, 1, 2)", GPT_OSS),
+    ("families/gpt_oss.py", '"router.softmax_after_topk": True', '"router.softmax_after_topk": False', GPT_OSS),
+    ("families/gpt_oss.py", '"swiglu_limit", 7.0', '"swiglu_limit", 70.0', parity("gpt_oss_odd") + GPT_OSS),
+    ("families/qwen3_next.py", "partial_rotary=0.25", "partial_rotary=0.5", NEXT),
+    ("families/deepseek_v3.py", '"rope_interleave", True', '"rope_interleave", False', DSV3),
+    ("families/qwen2_moe.py", '"norm_topk_prob", False', '"norm_topk_prob", True', REGISTRY + parity("qwen2_moe")),
+    ("families/family.py", 'int(hf.get("max_position_embeddings", 4096))', "4096", REGISTRY),
+    ("families/family.py", 'params.get("beta_fast") or 32', 'params.get("beta_slow") or 32', REGISTRY),
+    ("families/family.py", "(layer + 1) % interval", "layer % interval", NEXT),
+]
+_HF += [
+    ("quantized.py", "amax(dim=(1, 3)) / FP8_MAX", "amax(dim=(1, 3))", QUANTIZED),
+    ("quantized.py", "start[0] // block[0]]", "start[0] % block[0]]", QUANTIZED),
+    ("quantized.py", "(byte & 0x08) * 0x1000", "(byte & 0x08) * 0x800", QUANTIZED),
+    ("quantized.py", "torch.arange(256) - 127", "torch.arange(256) - 128", QUANTIZED),
+]
+_QUANTIZE = [
+    ("formats.py", "E4M3: 448.0", "E4M3: 240.0", FORMATS),
+    ("formats.py", "(mantissa == 0.5)", "(mantissa != 0.5)", FORMATS),
+]
+_QUANTIZE += [
+    ("scaling.py", "self.history[:, :-1]", "self.history[:, 1:]", FP8),
+    ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
+    ("scaling.py", "self.gradients if operand == GRAD else E4M3", "E4M3", FP8),
+]
+_PARALLEL += [
+    ("fp8.py", "scaling.end_step(stepped)", "scaling.end_step(True)", FP8 + ["tests/recipes/test_fp8_steps.py"]),
+    (
+        "mesh.py",
+        'self.coordinate("dp_replicate") * self.shape.dp_shard',
+        'self.coordinate("dp_replicate")',
+        [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-alltoall]"],
+    ),
+    ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+]
+_FOLDERS = {
+    "automoe/optim": _OPTIM,
+    "automoe/training": _TRAINING + _RUN,
+    "recipes": _RECIPES,
+    "automoe/data": _DATA,
+    "automoe/moe": _MOE,
+    "automoe/model": _MODEL,
+    "automoe/parallel": _PARALLEL,
+    "automoe/checkpoint": _CHECKPOINT,
+    "automoe/hf": _HF,
+    "automoe/quantize": _QUANTIZE,
+}
+MUTANTS = [Mutant(f"{folder}/{file}", *rest) for folder, rows in _FOLDERS.items() for file, *rest in rows]
