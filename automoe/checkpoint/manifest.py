@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,6 @@ def damage(step_dir: Path, content: bool = True) -> str | None:
     return None
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """The run that writes a checkpoint, as plain values: the whole configuration."""
-    return config_to_dict(config)
-
-
 def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:
     """Compare the model of a manifest's configuration with the one to load it into.
 
@@ -89,7 +84,7 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     Raises:
         CheckpointError: the fields that differ, with both values.
     """
-    then, now = _flat(asdict(ModelConfig())) | _flat(saved["model"]), _flat(describe(config)["model"])
+    then, now = _flat(asdict(ModelConfig())) | _flat(saved["model"]), _flat(config_to_dict(config)["model"])
     for fields in (then, now):
         del fields["hf_path"]  # where the first weights came from does not shape the model
     differing = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
@@ -103,22 +98,20 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
     """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and now."""
-    now = _flat(describe(config))
-    then = _flat(describe(Config())) | _flat(saved)
+    now = _flat(config_to_dict(config))
+    then = _flat(config_to_dict(Config())) | _flat(saved)
     keys = [key for key in now if key.split(".")[0] in _NUMBERS and key not in _FREE and then.get(key) != now[key]]
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
 
 
-def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(_pairs(fields, ""))
-
-
-def _pairs(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _pairs(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, list(value) if isinstance(value, tuple) else value
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

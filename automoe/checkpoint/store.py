@@ -44,11 +44,11 @@ from automoe.checkpoint.folder import (
 from automoe.checkpoint.manifest import (
     changed_settings,
     check_model,
-    describe,
     file_damage,
     read_manifest,
     write_manifest,
 )
+from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
@@ -188,7 +188,7 @@ class CheckpointStore:
         return {
             "step": state.step,
             "counters": state.counters(),
-            "config": describe(self.config),
+            "config": config_to_dict(self.config),
             "generators": self._generators(),
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         }

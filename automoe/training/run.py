@@ -20,7 +20,7 @@ from automoe.errors import AutomoeError, SaveError
 from automoe.launch.ranks import RunContext
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
-from automoe.observe.profiler import StepProfiler
+from automoe.observe.profiler import profile_steps
 from automoe.observe.trackers import make_tracker
 from automoe.trace import phase
 from automoe.training.state import TrainState
@@ -73,7 +73,7 @@ class Run:
             record_ends = resumed.step if resumed and resumed.own else None
             self._log = open_files.enter_context(MetricsLog(context.run_dir, record_ends))
             self._tracker = make_tracker(config, context.run_dir, self.console.warn)
-        open_files.enter_context(StepProfiler(config, context.run_dir, context.rank))
+        open_files.enter_context(profile_steps(config, context.run_dir, context.rank))
         self.saver = Saver(store, config, self.note, self.console.warn)
         self._flops = train_flops_per_token(config.model, config.train.seq_len)
         self._peak_flops = _peak_flops(config, context.device)

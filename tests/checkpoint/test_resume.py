@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from checkpoint_runs import Run, Tensors, build_state, config, on_mesh, open_store, refusal, run
 
-from automoe.checkpoint.manifest import changed_settings, check_model, describe
+from automoe.checkpoint.manifest import changed_settings, check_model
+from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
@@ -221,7 +222,7 @@ def test_settings_that_change_the_numbers_are_said(ranks: RankPool, text: Path, 
 
 
 def test_a_field_that_came_later_had_its_default(text: Path) -> None:
-    saved = describe(config(text))
+    saved = config_to_dict(config(text))
     del saved["model"]["attention"]["qk_norm"], saved["optim"]["eps"]
     check_model(Path("step-1"), saved, config(text))
     assert changed_settings(saved, config(text)) == ([], [])

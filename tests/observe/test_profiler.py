@@ -9,7 +9,7 @@ import torch
 from automoe.config.schema import Config
 from automoe.config.validate import parse_profile_steps
 from automoe.errors import ConfigError
-from automoe.observe.profiler import StepProfiler
+from automoe.observe.profiler import profile_steps
 from automoe.trace import phase
 
 
@@ -18,7 +18,7 @@ def profiled(run_dir, window: str, steps: range, die_at: int | None = None) -> l
     config = Config()
     config.observe.profile_steps = window
     written: list[int] = []
-    with StepProfiler(config, run_dir, rank=3):
+    with profile_steps(config, run_dir, rank=3):
         for step in steps:
             with phase("step", step), phase(f"work of step {step}", step):
                 torch.ones(4, 4) @ torch.ones(4, 4)
