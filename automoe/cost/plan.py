@@ -8,9 +8,8 @@ from typing import Any
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.cost.activations import BatchPlan, plan_batch
-from automoe.cost.flops import TokenFlops, train_flops_per_token
 from automoe.cost.memory import RankMemory, plan_memory
-from automoe.cost.params import ParamCount, count_params
+from automoe.cost.params import ParamCount, TokenFlops, count_params, train_flops_per_token
 
 TIGHT = 0.92  # share of a GPU's memory above which fragmentation and NCCL buffers may not fit
 

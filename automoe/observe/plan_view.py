@@ -120,11 +120,7 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         ("unsharded gradients", rank.unsharded_gradients, f"parallel.grad_sync={config.parallel.grad_sync}"),
         ("activations", rank.activations, f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}"),
         ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
-        (
-            "recomputation",
-            rank.recompute,
-            "one module at a time and the outputs it reads, after the cross-entropy",
-        ),
+        ("recomputation", rank.recompute, "one module at a time and the outputs it reads, after the cross-entropy"),
     ]:
         if num_bytes:
             table.add_row(name, gib(num_bytes), text)

@@ -15,7 +15,7 @@ import torch
 from automoe.checkpoint.store import Checkpointed, CheckpointStore, Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.flops import train_flops_per_token
+from automoe.cost.params import train_flops_per_token
 from automoe.errors import AutomoeError, SaveError
 from automoe.launch.ranks import RunContext
 from automoe.observe.console import Console

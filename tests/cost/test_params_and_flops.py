@@ -9,8 +9,7 @@ import torch
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
-from automoe.cost.flops import train_flops_per_token
-from automoe.cost.params import PARTS, count_params, layer_params, model_params
+from automoe.cost.params import PARTS, count_params, layer_params, model_params, train_flops_per_token
 from automoe.model.decoder import Decoder
 
 
