@@ -1,4 +1,4 @@
-"""``python -m automoe.export RUN --out DIR``: a run's weights as a HuggingFace checkpoint, compared before it is called saved.
+"""``python -m automoe.export RUN --out DIR``: a run's weights as a HuggingFace checkpoint that is proven equal.
 
 python -m automoe.export runs/default --out my-model
 python -m automoe.export runs/default --out my-model --dtype bfloat16

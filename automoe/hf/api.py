@@ -41,9 +41,9 @@ def from_hf(
 
     Args:
         mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the process
-            group is initialised, every rank calls this (and, later, the model) together, and each one feeds its own rows; ranks of
-            a tp group feed the same ones, whose length tp divides, and all get the whole logits. Experts are cut over ep, etp and
-            ep_shard, everything else over dp_shard and tp.
+            group is initialised, every rank calls this (and, later, the model) together, and each one feeds
+            its own rows; ranks of a tp group feed the same ones, whose length tp divides, and all get the
+            whole logits. Experts are cut over ep, etp and ep_shard, everything else over dp_shard and tp.
         dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
             training does.
         device: where this rank's part lives.

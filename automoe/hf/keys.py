@@ -132,7 +132,7 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def in_stored_order(self, tensor: Any) -> Any:
-        """The dims of a range of ours in the order of the HuggingFace tensor, those that it merges still apart; a view."""
+        """A range of ours with its dims as the HuggingFace tensor has them, those that it merges still apart; a view."""
         return tensor.permute(self.order) if self.order else tensor
 
     def to_stored(self, tensor: Any) -> Any:
@@ -161,16 +161,17 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     if match is None:
         return whole(name if name.startswith("lm_head.") else f"model.{name}")
     prefix, rest = f"model.layers.{match[1]}.", match[2]
-    if rest == "mlp.router.weight":
-        return whole(prefix + keys.router)
-    if rest == "mlp.router.expert_bias":
-        return whole(prefix + keys.expert_bias)
-    if rest == "mlp.router.bias":
-        return whole(prefix + keys.router_bias)
+    renamed = {
+        "mlp.router.weight": keys.router,
+        "mlp.router.expert_bias": keys.expert_bias,
+        "mlp.router.bias": keys.router_bias,
+        "mlp.experts.b_down": keys.down_bias,
+        "mlp.shared_experts.output_gate.weight": keys.shared_gate,
+    }
+    if rest in renamed:
+        return whole(prefix + renamed[rest])
     if rest == "mlp.experts.b_gate_up":
         return reordered(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
-    if rest == "mlp.experts.b_down":
-        return whole(prefix + keys.down_bias)
     if rest == "mlp.experts.w_gate_up":
         if keys.transposed:
             return reordered(prefix + keys.gate, 0, 3, 2, 1, merged=True)
@@ -192,8 +193,6 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
             Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert,), (0, 0), shape[1:])
             for expert in experts or range(shape[0])
         ]
-    if rest == "mlp.shared_experts.output_gate.weight":
-        return whole(prefix + keys.shared_gate)
     if rest.startswith("mlp.shared_experts."):
         return whole(prefix + keys.shared_experts + rest.removeprefix("mlp.shared_experts"))
     return whole(prefix + rest)

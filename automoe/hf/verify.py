@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +20,7 @@ from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.params import count_params
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog, open_catalog
+from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.files import listed
 from automoe.hf.folder import write_settings
@@ -126,66 +127,11 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, f
 
 def _compare_config(config: ModelConfig, folder: Path) -> None:
     read = model_config_from_hf(folder)
-    # What no layer of this model uses is not kept in a HuggingFace configuration.
-    read = replace(read, hf_path=config.hf_path)
-    for ours, theirs, prefix in (
-        (config, read, "model"),
-        (config.attention, read.attention, "model.attention"),
-        (config.rope, read.rope, "model.rope"),
-        (config.router, read.router, "model.router"),
-    ):
-        for key in _used(config, prefix):
-            if getattr(ours, key) != getattr(theirs, key):
-                raise CheckpointError(
-                    f"{folder}/config.json says {prefix}.{key}={getattr(theirs, key)}, and the model has "
-                    f"{getattr(ours, key)}: the family {config.family} cannot express it"
-                )
-
-
-def _used(config: ModelConfig, prefix: str) -> list[str]:
-    """Fields that decide what this model computes."""
-    if prefix == "model.attention":
-        grouped = [
-            "num_kv_heads",
-            "head_dim",
-            "qk_norm",
-            "qkv_bias",
-            "o_bias",
-            "sinks",
-            "output_gate",
-            "full_attention_interval",
-        ]
-        if config.attention.linear_num_key_heads:
-            grouped += [field.name for field in fields(config.attention) if field.name.startswith("linear_")]
-        elif config.attention.full_attention_interval > 1:
-            grouped += ["sliding_window"]
-        split = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        return ["kind", "num_heads"] + (split if config.attention.kind == "mla" else grouped)
-    if prefix == "model.rope":
-        scalings = {
-            "none": [],
-            "yarn": [
-                "factor",
-                "original_seq_len",
-                "beta_fast",
-                "beta_slow",
-                "truncate",
-                "mscale",
-                "mscale_all_dim",
-            ],
-            "llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"],
-        }
-        return ["theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[config.rope.scaling]]
-    if prefix == "model.router":
-        groups = ["topk_groups", "group_score_topk"] if config.router.num_groups > 1 else []
-        weights = ["score", "norm_topk_prob", "routed_scaling_factor", "logit_bias"]
-        return [*weights, "num_groups", "expert_bias", *groups]
-    experts = ["num_experts_per_token", "num_shared_experts", "shared_expert_gate"]
-    experts += ["biased_experts", "expert_activation"]
-    experts += ["swiglu_alpha", "swiglu_limit"] if config.expert_activation == "clamped_swiglu" else []
-    return ["family", "norm_eps", "zero_centered_norms", "tie_embeddings", "first_k_dense", "num_layers"] + (
-        experts if config.first_k_dense < config.num_layers else []
-    )
+    for key in differing_values(config, read, family_of(config)):
+        raise CheckpointError(
+            f"{folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
+            f"{value_of(config, key)}: the family {config.family} cannot express it"
+        )
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
@@ -281,8 +227,9 @@ def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -
         if config.expert_activation == "clamped_swiglu" and hasattr(module, "limit"):
             if (module.alpha, module.limit) != constants:
                 raise CheckpointError(
-                    f"{folder}: its swiglu_alpha and swiglu_limit are {constants}, and transformers {__version__} computes "
-                    f"with {(module.alpha, module.limit)} whatever config.json says. Install transformers>=5.19"
+                    f"{folder}: its swiglu_alpha and swiglu_limit are {constants}, and transformers {__version__} "
+                    f"computes with {(module.alpha, module.limit)} whatever config.json says. "
+                    "Install transformers>=5.19"
                 )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import Family, Field, common_fields
+from automoe.hf.families.family import GROUPED_ROUTER, Family, Field, common_fields
 
 FAMILY = Family(
     model_type="deepseek_v3",
@@ -24,12 +24,7 @@ FAMILY = Family(
         "router.num_groups": Field("n_group", 1),
         "router.topk_groups": Field("topk_group", 1),
     },
-    fixed={
-        "attention.kind": "mla",
-        "router.score": "sigmoid",
-        "router.expert_bias": True,
-        "router.group_score_topk": 2,
-    },
+    fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={
         "hidden_act": "silu",
         "attention_bias": False,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from automoe.config.convert import typed
@@ -104,12 +105,8 @@ class Family:
         """
         for key, value in self.only.items():
             if key in hf and hf[key] != value:
-                raise ConfigError(
-                    "model.hf_path",
-                    path,
-                    f"its config.json has {key}={hf[key]}, and {self.model_type} here computes {key}={value} alone",
-                    "Choose another checkpoint",
-                )
+                alone = f"{self.model_type} here computes {key}={value} alone"
+                raise not_computed(path, f"{key}={hf[key]}, and {alone}")
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {ours: self._value(ours, f, hf, path) for ours, f in self.fields.items()} | self.fixed
         for ours, value in values.items():
@@ -127,16 +124,16 @@ class Family:
             ConfigError: the model has something that the family does not.
         """
         default = ModelConfig()
-        fixed = {ours: _get(default, ours) for ours in _OPTIONAL if ours not in self.fields} | self.fixed
+        fixed = {ours: value_of(default, ours) for ours in _OPTIONAL if ours not in self.fields} | self.fixed
         if self.partial_rotary is not None:
             del fixed["rope.partial_rotary_factor"]
         if self.dense:
             fixed["first_k_dense"] = config.num_layers
         for ours, value in fixed.items():
-            if _get(config, ours) != value:
+            if value_of(config, ours) != value:
                 raise ConfigError(
                     f"model.{ours}",
-                    _get(config, ours),
+                    value_of(config, ours),
                     f"a {self.model_type} checkpoint can only say {value}",
                     f"Set model.{ours}={value}, or export as another model.family",
                 )
@@ -152,7 +149,7 @@ class Family:
             )
         hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
         hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only | self.written
-        hf |= {f.key: f.write(_get(config, ours), config) for ours, f in self.fields.items()}
+        hf |= {f.key: f.write(value_of(config, ours), config) for ours, f in self.fields.items()}
         if self.partial_rotary is not None:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
         hf |= _write_rope(config.rope, hf.get("max_position_embeddings"))
@@ -163,12 +160,7 @@ class Family:
     def _value(self, ours: str, spec: Field, hf: HFConfig, path: str) -> Any:
         key = next((key for key in (spec.key, *spec.aliases) if key in hf), None)
         if key is None and spec.default is REQUIRED:
-            raise ConfigError(
-                "model.hf_path",
-                path,
-                f"its config.json has no {spec.key}, which a {self.model_type} model needs",
-                "Copy the checkpoint's config.json again",
-            )
+            raise _damaged(path, f"no {spec.key}, which a {self.model_type} model needs")
         raw = spec.default if key is None else hf[key]
         with _readable(f"{key or spec.key}={json.dumps(raw)}", path):
             value = spec.read(raw, hf)
@@ -192,13 +184,8 @@ class Family:
         }
         for name, value in refused.items():
             if value is not None:
-                raise ConfigError(
-                    "model.hf_path",
-                    path,
-                    f"its config.json has {name} {value} for rotary embeddings, and {self.model_type} here has "
-                    "none, plain yarn or llama3",
-                    "Choose another checkpoint",
-                )
+                here = f"{self.model_type} here has none, plain yarn or llama3"
+                raise not_computed(path, f"{name} {value} for rotary embeddings, and {here}")
         if partial is None:
             partial = self.partial_rotary
         rope = RopeConfig(
@@ -213,12 +200,7 @@ class Family:
         if kind == "llama3":
             keys = ("factor", "low_freq_factor", "high_freq_factor")
             if absent := [key for key in keys if key not in params]:
-                raise ConfigError(
-                    "model.hf_path",
-                    path,
-                    f"its config.json has no {' and no '.join(absent)} for rope type llama3",
-                    "Copy the checkpoint's config.json again",
-                )
+                raise _damaged(path, f"no {' and no '.join(absent)} for rope type llama3")
             return replace(rope, scaling="llama3", **{key: float(params[key]) for key in keys})
         return replace(
             rope,
@@ -240,12 +222,16 @@ def _readable(what: str, path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            "model.hf_path",
-            path,
-            f"its config.json has {what}: {error}",
-            "Copy the checkpoint's config.json again",
-        ) from None
+        raise _damaged(path, f"{what}: {error}") from None
+
+
+def not_computed(path: object, what: str) -> ConfigError:
+    """A ``config.json`` that is fine, of a model that this decoder does not compute."""
+    return ConfigError("model.hf_path", path, f"its config.json has {what}", "Choose another checkpoint")
+
+
+def _damaged(path: str, what: str) -> ConfigError:
+    return ConfigError("model.hf_path", path, f"its config.json has {what}", "Copy the checkpoint's config.json again")
 
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
@@ -275,25 +261,32 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     }
 
 
-def _parent(config: ModelConfig, key: str) -> tuple[Any, str]:
-    group, _, name = key.rpartition(".")
-    return (getattr(config, group) if group else config), name
+def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> Iterator[str]:
+    """Dotted keys that a checkpoint of ``family`` states and that have two values; not those that no layer uses."""
+    scalings = {
+        "none": (),
+        "yarn": ("factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+        "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
+    }
+    keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
+    names = ("theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[ours.rope.scaling])
+    keys |= dict.fromkeys(f"rope.{name}" for name in names)
+    if ours.attention.full_attention_interval == 1:
+        keys.pop("attention.sliding_window", None)
+    return (key for key in keys if value_of(ours, key) != value_of(theirs, key))
 
 
-def _get(config: ModelConfig, key: str) -> Any:
-    return getattr(*_parent(config, key))
+def value_of(config: ModelConfig, key: str) -> Any:
+    """The value at a dotted key of ``config``."""
+    return attrgetter(key)(config)
 
 
 def _set(config: ModelConfig, key: str, value: Any) -> None:
-    setattr(*_parent(config, key), value)
+    group, _, name = key.rpartition(".")
+    setattr(getattr(config, group) if group else config, name, value)
 
 
-def head_dim(value: int | None, hf: HFConfig) -> int:
-    """``head_dim`` where it is given, else the hidden size over the heads."""
-    return value or hf["hidden_size"] // hf["num_attention_heads"]
-
-
-def leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
+def _leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
     """How many layers ``mlp_only_layers`` makes dense; this decoder has them before all others.
 
     Raises:
@@ -301,41 +294,28 @@ def leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
     """
     layers = layers or []
     if sorted(layers) != list(range(len(layers))):
-        raise ConfigError(
-            "model.hf_path",
-            hf["model_type"],
-            f"its config.json has mlp_only_layers={layers}, and dense layers here come before all others",
-            "Choose another checkpoint",
-        )
+        rule = f"mlp_only_layers={layers}, and dense layers here come before all others"
+        raise not_computed(hf["model_type"], rule)
     return len(layers)
 
 
-def num_shared(width: int, hf: HFConfig) -> int:
+def _num_shared(width: int, hf: HFConfig) -> int:
     """Shared experts: the width of the shared FFN in routed ones."""
     unit = hf["moe_intermediate_size"]
     if width % unit:
-        raise ConfigError(
-            "model.hf_path",
+        raise not_computed(
             hf["model_type"],
-            f"its config.json has shared_expert_intermediate_size={width}, and the shared FFN here is a "
+            f"shared_expert_intermediate_size={width}, and the shared FFN here is a "
             f"multiple of moe_intermediate_size={unit}: {width} % {unit} = {width % unit}",
-            "Choose another checkpoint",
         )
     return width // unit
 
 
-def shared_width(count: int, config: ModelConfig) -> int:
-    return count * config.moe_intermediate_size
-
-
-def full_interval(other: str, default: int) -> Callable[[Any, HFConfig], int]:
-    """Reads ``layer_types``: every how many layers one has full attention, all the rest being ``other``.
+def layer_types(other: str, default: int) -> Field:
+    """``layer_types``: every how many layers one has full attention, all the rest being ``other``.
 
     ``default`` is the family's interval where config.json has no ``layer_types`` and no
-    ``full_attention_interval``.
-
-    Raises:
-        ConfigError: there is no such interval, or a third kind.
+    ``full_attention_interval``. Reading raises ``ConfigError`` where there is no interval, or a third kind.
     """
 
     def read(layers: list[str] | None, hf: HFConfig) -> int:
@@ -346,21 +326,17 @@ def full_interval(other: str, default: int) -> Callable[[Any, HFConfig], int]:
         expected = [_kind(layer, interval, other) for layer in range(len(layers))]
         if layers != expected:
             odd = next(layer for layer in range(len(layers)) if layers[layer] != expected[layer])
-            raise ConfigError(
-                "model.hf_path",
+            raise not_computed(
                 hf["model_type"],
-                f"its config.json has layer_types[{odd}]={layers[odd]}, and here every {interval} layers (the "
+                f"layer_types[{odd}]={layers[odd]}, and here every {interval} layers (the "
                 f"first is layer {interval - 1}) one has full_attention, the others {other}",
-                "Choose another checkpoint",
             )
         return interval
 
-    return read
+    def write(interval: int, config: ModelConfig) -> list[str]:
+        return [_kind(layer, interval, other) for layer in range(config.num_layers)]
 
-
-def layer_types(other: str) -> Callable[[int, ModelConfig], list[str]]:
-    """Writes what ``full_interval`` reads."""
-    return lambda interval, config: [_kind(layer, interval, other) for layer in range(config.num_layers)]
+    return Field("layer_types", None, read=read, write=write)
 
 
 def _kind(layer: int, interval: int, other: str) -> str:
@@ -385,3 +361,21 @@ def dense_fields(norm_eps: float) -> dict[str, Field]:
         "attention.num_heads": Field("num_attention_heads"),
         "attention.num_kv_heads": Field("num_key_value_heads", None, read=lambda n, hf: n or hf["num_attention_heads"]),
     }
+
+
+# Fields and fixed values of more than one family.
+HEAD_DIM = Field("head_dim", None, read=lambda size, hf: size or hf["hidden_size"] // hf["num_attention_heads"])
+LEADING_DENSE = Field("mlp_only_layers", None, read=_leading_dense, write=lambda count, config: list(range(count)))
+SHARED_EXPERTS = Field(
+    "shared_expert_intermediate_size",
+    read=_num_shared,
+    write=lambda count, config: count * config.moe_intermediate_size,
+)
+GQA = {"attention.kind": "gqa", "rope.interleaved": False}
+SOFTMAX_ROUTER = {
+    "router.score": "softmax",
+    "router.expert_bias": False,
+    "router.num_groups": 1,
+    "router.routed_scaling_factor": 1.0,
+}
+GROUPED_ROUTER = {"router.score": "sigmoid", "router.expert_bias": True, "router.group_score_topk": 2}

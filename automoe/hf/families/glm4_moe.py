@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import Family, Field, common_fields, head_dim
+from automoe.hf.families.family import GQA, GROUPED_ROUTER, HEAD_DIM, Family, Field, common_fields
 
 FAMILY = Family(
     model_type="glm4_moe",
@@ -13,7 +13,7 @@ FAMILY = Family(
         "moe_intermediate_size": Field("moe_intermediate_size"),
         "num_shared_experts": Field("n_shared_experts", 1),
         "first_k_dense": Field("first_k_dense_replace", 1),
-        "attention.head_dim": Field("head_dim", None, read=head_dim),
+        "attention.head_dim": HEAD_DIM,
         "attention.qk_norm": Field("use_qk_norm", False),
         "attention.qkv_bias": Field("attention_bias", False),
         "router.norm_topk_prob": Field("norm_topk_prob", True),
@@ -21,13 +21,7 @@ FAMILY = Family(
         "router.num_groups": Field("n_group", 1),
         "router.topk_groups": Field("topk_group", 1),
     },
-    fixed={
-        "attention.kind": "gqa",
-        "rope.interleaved": False,
-        "router.score": "sigmoid",
-        "router.expert_bias": True,
-        "router.group_score_topk": 2,
-    },
+    fixed=GQA | GROUPED_ROUTER,
     only={"hidden_act": "silu"},
     written={"num_nextn_predict_layers": 0},  # MTP modules are neither read nor written
     partial_rotary=0.5,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import Family, Field, HFConfig, common_fields, full_interval, layer_types
+from automoe.hf.families.family import GQA, SOFTMAX_ROUTER, Family, Field, HFConfig, common_fields, layer_types
 from automoe.hf.keys import KeyMap
 
 
@@ -24,12 +24,7 @@ FAMILY = Family(
         "attention.head_dim": Field("head_dim", 64),
         "attention.qkv_bias": Field("attention_bias", True),
         "attention.o_bias": Field("attention_bias", True),
-        "attention.full_attention_interval": Field(
-            "layer_types",
-            None,
-            read=full_interval("sliding_attention", 2),
-            write=layer_types("sliding_attention"),
-        ),
+        "attention.full_attention_interval": layer_types("sliding_attention", 2),
         "attention.sliding_window": Field(
             # transformers makes a mask of it even where no layer has a window.
             "sliding_window",
@@ -38,22 +33,18 @@ FAMILY = Family(
             write=lambda keys, config: keys or 128,
         ),
     },
-    fixed={
-        "attention.kind": "gqa",
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {
         "attention.qk_norm": False,
         "attention.sinks": True,
         "biased_experts": True,
         "expert_activation": "clamped_swiglu",
         "first_k_dense": 0,
         "num_shared_experts": 0,
-        "rope.interleaved": False,
-        "router.score": "softmax",
         "router.softmax_after_topk": True,
         "router.norm_topk_prob": True,
         "router.logit_bias": True,
-        "router.expert_bias": False,
-        "router.num_groups": 1,
-        "router.routed_scaling_factor": 1.0,
     },
     only={"hidden_act": "silu"},
     keys=KeyMap(

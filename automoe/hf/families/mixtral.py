@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import Family, Field, common_fields, head_dim
+from automoe.hf.families.family import GQA, HEAD_DIM, SOFTMAX_ROUTER, Family, Field, common_fields
 from automoe.hf.keys import KeyMap
 
 FAMILY = Family(
@@ -12,19 +12,15 @@ FAMILY = Family(
     | {
         "num_experts": Field("num_local_experts", aliases=("num_experts",)),
         "moe_intermediate_size": Field("intermediate_size"),  # there are no dense layers
-        "attention.head_dim": Field("head_dim", None, read=head_dim),
+        "attention.head_dim": HEAD_DIM,
     },
-    fixed={
-        "attention.kind": "gqa",
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {
         "attention.qk_norm": False,
         "first_k_dense": 0,
         "num_shared_experts": 0,
-        "rope.interleaved": False,
-        "router.score": "softmax",
         "router.norm_topk_prob": True,
-        "router.expert_bias": False,
-        "router.num_groups": 1,
-        "router.routed_scaling_factor": 1.0,
     },
     only={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
     keys=KeyMap(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from automoe.hf.families.family import (
+    GQA,
+    HEAD_DIM,
+    LEADING_DENSE,
+    SHARED_EXPERTS,
+    SOFTMAX_ROUTER,
     Family,
     Field,
     common_fields,
-    head_dim,
-    leading_dense,
-    num_shared,
-    shared_width,
 )
 from automoe.hf.keys import KeyMap
 
@@ -20,23 +21,17 @@ FAMILY = Family(
     | {
         "num_experts": Field("num_experts", aliases=("num_local_experts",)),
         "moe_intermediate_size": Field("moe_intermediate_size"),
-        "num_shared_experts": Field("shared_expert_intermediate_size", read=num_shared, write=shared_width),
-        "first_k_dense": Field(
-            "mlp_only_layers", None, read=leading_dense, write=lambda count, config: list(range(count))
-        ),
-        "attention.head_dim": Field("head_dim", None, read=head_dim),
+        "num_shared_experts": SHARED_EXPERTS,
+        "first_k_dense": LEADING_DENSE,
+        "attention.head_dim": HEAD_DIM,
         "attention.qkv_bias": Field("qkv_bias", True),
         "router.norm_topk_prob": Field("norm_topk_prob", False),
     },
-    fixed={
-        "attention.kind": "gqa",
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {
         "attention.qk_norm": False,
         "shared_expert_gate": True,
-        "rope.interleaved": False,
-        "router.score": "softmax",
-        "router.expert_bias": False,
-        "router.num_groups": 1,
-        "router.routed_scaling_factor": 1.0,
     },
     only={"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1},
     keys=KeyMap(shared_experts="mlp.shared_expert"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import Family, Field, dense_fields
+from automoe.hf.families.family import GQA, Family, Field, dense_fields
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     fields=dense_fields(norm_eps=1e-6) | {"attention.head_dim": Field("head_dim", 128)},
-    fixed={"attention.kind": "gqa", "attention.qk_norm": True, "rope.interleaved": False},
+    fixed=GQA | {"attention.qk_norm": True},
     only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     dense=True,
 )

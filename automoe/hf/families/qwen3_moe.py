@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import Family, Field, common_fields, head_dim, leading_dense
+from automoe.hf.families.family import GQA, HEAD_DIM, LEADING_DENSE, SOFTMAX_ROUTER, Family, Field, common_fields
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -11,21 +11,15 @@ FAMILY = Family(
     | {
         "num_experts": Field("num_experts", aliases=("num_local_experts",)),
         "moe_intermediate_size": Field("moe_intermediate_size"),
-        "first_k_dense": Field(
-            "mlp_only_layers", None, read=leading_dense, write=lambda count, config: list(range(count))
-        ),
-        "attention.head_dim": Field("head_dim", None, read=head_dim),
+        "first_k_dense": LEADING_DENSE,
+        "attention.head_dim": HEAD_DIM,
         "router.norm_topk_prob": Field("norm_topk_prob", False),
     },
-    fixed={
-        "attention.kind": "gqa",
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {
         "attention.qk_norm": True,
         "num_shared_experts": 0,
-        "rope.interleaved": False,
-        "router.score": "softmax",
-        "router.expert_bias": False,
-        "router.num_groups": 1,
-        "router.routed_scaling_factor": 1.0,
     },
     only={
         "hidden_act": "silu",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from automoe.hf.families.family import (
+    GQA,
+    LEADING_DENSE,
+    SHARED_EXPERTS,
+    SOFTMAX_ROUTER,
     Family,
     Field,
     common_fields,
-    full_interval,
     layer_types,
-    leading_dense,
-    num_shared,
-    shared_width,
 )
 from automoe.hf.keys import KeyMap
 
@@ -21,17 +21,10 @@ FAMILY = Family(
     | {
         "num_experts": Field("num_experts", aliases=("num_local_experts",)),
         "moe_intermediate_size": Field("moe_intermediate_size"),
-        "num_shared_experts": Field("shared_expert_intermediate_size", read=num_shared, write=shared_width),
-        "first_k_dense": Field(
-            "mlp_only_layers", None, read=leading_dense, write=lambda count, config: list(range(count))
-        ),
+        "num_shared_experts": SHARED_EXPERTS,
+        "first_k_dense": LEADING_DENSE,
         "attention.head_dim": Field("head_dim", 256),
-        "attention.full_attention_interval": Field(
-            "layer_types",
-            None,
-            read=full_interval("linear_attention", 4),
-            write=layer_types("linear_attention"),
-        ),
+        "attention.full_attention_interval": layer_types("linear_attention", 4),
         "attention.linear_num_key_heads": Field("linear_num_key_heads", 16),
         "attention.linear_num_value_heads": Field("linear_num_value_heads", 32),
         "attention.linear_key_head_dim": Field("linear_key_head_dim", 128),
@@ -39,18 +32,14 @@ FAMILY = Family(
         "attention.linear_conv_kernel_dim": Field("linear_conv_kernel_dim", 4),
         "router.norm_topk_prob": Field("norm_topk_prob", True),
     },
-    fixed={
-        "attention.kind": "gqa",
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {
         "attention.qk_norm": True,
         "attention.output_gate": True,
         "attention.sliding_window": 0,
         "shared_expert_gate": True,
         "zero_centered_norms": True,
-        "rope.interleaved": False,
-        "router.score": "softmax",
-        "router.expert_bias": False,
-        "router.num_groups": 1,
-        "router.routed_scaling_factor": 1.0,
     },
     only={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1},
     keys=KeyMap(shared_experts="mlp.shared_expert"),
