@@ -98,7 +98,7 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
             "tokens",
             list(tokens.shape),
             f"the ranks of mesh.tp={tp} hold equal parts of a row: {size} % {tp} = {size % tp}",
-            f"Add {-size % tp} tokens behind the rows, whose logits are not needed",
+            f"Add {-size % tp} tokens to the end of the rows, whose logits are not needed",
         )
 
 
@@ -169,8 +169,8 @@ def convert_hf(
     def fill() -> Written:
         with show_progress(catalog.folder.name, lambda: num_bytes) as advance:
             done = rewrite_tensors(catalog, config, folder, target, advance=advance)
-        numbers = str(done.dtype).removeprefix("torch.")
-        write_settings(folder, config, numbers, None, fp8_config(config, keys) if fp8 else None)
+        dtype_name = str(done.dtype).removeprefix("torch.")
+        write_settings(folder, config, dtype_name, None, fp8_config(config, keys) if fp8 else None)
         written = check_catalog(folder, config)
         compare_rewritten(catalog, written, config, target)
         error = verify_with_transformers(config, written)

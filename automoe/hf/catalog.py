@@ -44,8 +44,7 @@ class Source(NamedTuple):
         return self.encoding == "mxfp4"
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """``quantization_config`` of a config.json: the encoding of tensors that have scales."""
 
     encoding: Encoding = "plain"
@@ -123,8 +122,8 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
         keys = keys.in_memory
     wanted = hf_tensors(config, keys)
     missing = [key for key in wanted if key not in sources]
-    spare = _spare(sources, config)
-    unexpected = [key for key in sources if key not in wanted and key not in spare]
+    ignored = _ignored(sources, config)
+    unexpected = [key for key in sources if key not in wanted and key not in ignored]
     wrong = [key for key in wanted if key in sources and sources[key].shape != tuple(wanted[key])]
     if missing or unexpected or wrong:
         _check_experts(folder, sources, config, keys)
@@ -198,16 +197,16 @@ def _pair_scales(tensors: dict[str, StoredTensor], quantization: Quantization) -
 
 def _check_encodings(folder: Path, sources: dict[str, Source], quantization: Quantization) -> None:
     """Every tensor has a dtype that is read, its scales the shape that its blocks ask for."""
-    bare = [key for key, s in sources.items() if s.encoding == "plain" and s.data.dtype not in FLOAT_DTYPES]
-    if bare:
-        what = f"{len(bare)} tensors are quantized ({sources[bare[0]].data.dtype}): {listed(bare)}"
+    unscaled = [key for key, s in sources.items() if s.encoding == "plain" and s.data.dtype not in FLOAT_DTYPES]
+    if unscaled:
+        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].data.dtype}): {listed(unscaled)}"
         if quantization.encoding == "plain":
             raise CheckpointError(
                 f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
             )
         raise CheckpointError(
-            f"{folder}: {what}, and their scales are missing: {bare[0]}{SCALE_SUFFIX} is in no file. Without "
+            f"{folder}: {what}, and their scales are missing: {unscaled[0]}{SCALE_SUFFIX} is in no file. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()  # thousands of tensors are alike
@@ -250,8 +249,8 @@ def _check_encoding(folder: Path, key: str, source: Source, quantization: Quanti
 
 def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig, keys: KeyMap) -> None:
     """Another number of experts would show as thousands of missing or unexpected keys: say it plainly."""
-    spare = _spare(sources, config)
-    numbers = {keys.expert_of(key) for key in sources if key not in spare} - {None}
+    ignored = _ignored(sources, config)
+    numbers = {keys.expert_of(key) for key in sources if key not in ignored} - {None}
     count = len(numbers)
     if keys.fused:
         counts = (source.shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}"))
@@ -263,14 +262,14 @@ def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig
         )
 
 
-def _spare(sources: dict[str, Source], config: ModelConfig) -> set[str]:
+def _ignored(sources: dict[str, Source], config: ModelConfig) -> set[str]:
     """What is stored but never ours: MTP modules, rotary tables, a second copy of a tied head.
 
-    MTP modules (arXiv 2412.19437, section 2.2) stand behind the last layer and are known by the projection
-    that joins their two inputs. Without it a layer there is one of a larger model.
+    MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the projection that
+    joins their two inputs. Without it, such a layer belongs to a larger model.
     """
-    joins = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
-    found = [match for key in sources if (match := joins.fullmatch(key))]
+    projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
+    found = [match for key in sources if (match := projection.fullmatch(key))]
     modules = ("mtp.", *(match[1] for match in found if int(match[2]) >= config.num_layers))
     return {
         key

@@ -1,4 +1,4 @@
-"""A checkpoint directory made under another name, renamed when it is whole; and its files besides the weights."""
+"""A checkpoint directory made under another name and renamed when it is complete, and its files besides the weights."""
 
 from __future__ import annotations
 
@@ -140,13 +140,12 @@ def write_settings(
     else:
         ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
-    texts = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
-    if texts is not None and not texts.is_dir():
-        raise ConfigError("tokenizer", texts, "there is no such directory", "Name one with a tokenizer's files")
-    if texts is not None:
-        for pattern in _TOKENIZER_FILES:
-            for file in texts.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+    tokenizer_dir = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
+    if tokenizer_dir is not None and not tokenizer_dir.is_dir():
+        raise ConfigError("tokenizer", tokenizer_dir, "there is no such directory", "Name one with a tokenizer's files")
+    for pattern in _TOKENIZER_FILES if tokenizer_dir is not None else ():
+        for file in tokenizer_dir.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:

@@ -18,7 +18,7 @@ from automoe.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale
-SCALE_SUFFIX = "_scale_inv"  # of a block-FP8 tensor's scales, behind the tensor's own name
+SCALE_SUFFIX = "_scale_inv"  # of a block-FP8 tensor's scales, after the tensor's own name
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 

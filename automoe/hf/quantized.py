@@ -50,7 +50,7 @@ def dequantize_fp8(
 
 
 def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
-    """A piece of a block in front, whole blocks, a piece of one behind; within [0, size), empty ones left out."""
+    """The end of a block, whole blocks, the start of a block: half-open ranges within [0, size), none of them empty."""
     head = min(size, -start % block)
     tail = head + (size - head) // block * block
     return [(begin, end) for begin, end in ((0, head), (head, tail), (tail, size)) if begin < end]

@@ -201,7 +201,7 @@ class Reader:
         """
         for one in ranges:
             data, stored, place = one.source.data, _Rows.of_data(one), one.place
-            if (
+            if (  # the stored bytes are those of the place: no buffer
                 one.source.encoding == "plain"
                 and place.dtype == DTYPES[data.dtype]
                 and place.device.type == "cpu"
@@ -261,9 +261,8 @@ class Reader:
                 self._fill(self._open[file], target, start)
             else:
                 for row in range(rows[1] - rows[0]):
-                    self._fill(
-                        self._open[file], target[row * width : (row + 1) * width], start + row * stored.row_bytes
-                    )
+                    into_row = target[row * width : (row + 1) * width]
+                    self._fill(self._open[file], into_row, start + row * stored.row_bytes)
         except OSError as error:
             raise CheckpointError(
                 f"{self.catalog.folder / file}: {one.key} cannot be read ({error.strerror or error}). "

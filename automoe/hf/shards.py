@@ -56,7 +56,7 @@ class LocalShard:
 
 
 def as_parts(parts: Parts | Decoder) -> Parts:
-    """One decoder counts as a pipeline of one stage; whole weights that a forward left behind are let go."""
+    """One decoder counts as a pipeline of one stage. Frees whole weights that a forward pass has gathered."""
     parts = {0: parts} if isinstance(parts, Decoder) else parts
     for part in parts.values():
         for module in fsdp_modules(part):

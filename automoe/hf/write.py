@@ -128,8 +128,8 @@ def save_hf(
         on_first_rank(lambda: prepare_folder(path, overwrite))
         plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8)
         written = _write_tensors(plan, folder, max_shard_bytes)
-        numbers = str(next(out.dtype for out in plan if out.shard.trained)).removeprefix("torch.")
-        on_first_rank(lambda: write_settings(folder, config, numbers, tokenizer, quantization))
+        dtype_name = str(next(out.dtype for out in plan if out.shard.trained)).removeprefix("torch.")
+        on_first_rank(lambda: write_settings(folder, config, dtype_name, tokenizer, quantization))
         if check is not None:
             on_every_rank(lambda: check(folder))
         on_first_rank(lambda: commit_folder(path))
@@ -216,14 +216,14 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
     plan: list[Outgoing] = []
     load: dict[int, int] = {}
     shards = list(local_shards(parts))
-    everyone = _ranks_of(shards)
+    stage_ranks = _ranks_of(shards)
     for shard in shards:
         if shard.copy:
             continue
         for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), keys):
-            holders = everyone
+            holders = stage_ranks
             if isinstance(shard.tensor, DTensor):
-                holders = _holders(shard.tensor, piece, first=everyone[0])
+                holders = _holders(shard.tensor, piece, first=stage_ranks[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantized = fp8 and is_quantized_in_fp8(piece.key, piece.shape, keys)
             kept = quantized or not shard.trained  # quantized: rounded once, to FP8
