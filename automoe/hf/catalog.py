@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -154,7 +154,7 @@ def _quantization(folder: Path) -> Quantization:
         return Quantization()
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method == "fp8" and isinstance(stated, dict):
-        block = stated.get("weight_block_size")
+        block: Any = stated.get("weight_block_size")
         pair = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
         if not pair or stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(

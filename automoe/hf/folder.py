@@ -143,8 +143,8 @@ def write_settings(
     tokenizer_dir = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
     if tokenizer_dir is not None and not tokenizer_dir.is_dir():
         raise ConfigError("tokenizer", tokenizer_dir, "there is no such directory", "Name one with a tokenizer's files")
-    for pattern in _TOKENIZER_FILES if tokenizer_dir is not None else ():
-        for file in tokenizer_dir.glob(pattern):
+    for pattern in _TOKENIZER_FILES:
+        for file in tokenizer_dir.glob(pattern) if tokenizer_dir is not None else ():
             shutil.copyfile(file, folder / file.name)
 
 

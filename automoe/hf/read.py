@@ -158,7 +158,7 @@ def _stored_bytes(source: Source, place: torch.Tensor) -> int:
     return place.numel() * source.data.num_bytes // math.prod(source.shape)
 
 
-Use = Callable[[Range, torch.Tensor, torch.Tensor], None]
+Use = Callable[[Range, torch.Tensor, torch.Tensor], object]
 
 
 class Reader:

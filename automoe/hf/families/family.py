@@ -201,7 +201,8 @@ class Family:
             keys = ("factor", "low_freq_factor", "high_freq_factor")
             if absent := [key for key in keys if key not in params]:
                 raise _damaged(path, f"no {' and no '.join(absent)} for rope type llama3")
-            return replace(rope, scaling="llama3", **{key: float(params[key]) for key in keys})
+            factors: dict[str, Any] = {key: float(params[key]) for key in keys}
+            return replace(rope, scaling="llama3", **factors)
         return replace(
             rope,
             scaling="yarn",
