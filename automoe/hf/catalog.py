@@ -67,6 +67,19 @@ class Catalog:
     sources: dict[str, Source]
     block: tuple[int, int] = FP8_BLOCK
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Named tuples as plain ones: a hundred thousand of them take a third of the time to pickle."""
+        plain = [(s.shape, tuple(s.data), s.scales and tuple(s.scales), s.encoding) for s in self.sources.values()]
+        return _unpack, (self.folder, self.keys, list(self.sources), plain, self.block)
+
+
+def _unpack(folder: Path, keys: KeyMap, names: list[str], plain: list[Any], block: tuple[int, int]) -> Catalog:
+    sources = [
+        Source(shape, StoredTensor(*data), scales and StoredTensor(*scales), encoding)
+        for shape, data, scales, encoding in plain
+    ]
+    return Catalog(folder, keys, dict(zip(names, sources, strict=True)), block)
+
 
 @contextmanager
 def without_collection() -> Iterator[None]:

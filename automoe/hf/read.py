@@ -31,7 +31,7 @@ from automoe.hf.shards import (
     config_of,
     is_first_rank,
     local_shards,
-    raise_everywhere,
+    on_every_rank,
 )
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
@@ -81,22 +81,17 @@ def load_hf(
     for part in parts.values():
         reset_buffers(part)
     collective = catalog is None
-    num_bytes, failure = 0, None
-    try:
-        with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
-            ranges = reader.plan(local_shards(parts))
-            shown = progress and is_first_rank()
+    with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
+        ranges = reader.plan(local_shards(parts))
+        shown = progress and is_first_rank()
+
+        def fill() -> None:
             with show_progress(Path(path).name, lambda: sum(one.num_bytes for one in ranges), shown) as reader.advance:
                 reader.fill(ranges)
-            num_bytes = reader.bytes_read
-    except CheckpointError as error:
-        failure = error
-    if not collective:
-        if failure is not None:
-            raise failure
-        return Loaded(Path(path), num_bytes, time.perf_counter() - started)
-    raise_everywhere(failure)
-    read, seconds = zip(*all_gather_object((num_bytes, time.perf_counter() - started)), strict=True)
+
+        on_every_rank(fill) if collective else fill()
+    mine = (reader.bytes_read, time.perf_counter() - started)
+    read, seconds = zip(*(all_gather_object(mine) if collective else [mine]), strict=True)
     return Loaded(Path(path), sum(read), max(seconds))
 
 
