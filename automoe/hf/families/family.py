@@ -272,6 +272,8 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
     names = ("theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[ours.rope.scaling])
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
+    if ours.first_k_dense == 0:
+        del keys["intermediate_size"]
     if ours.attention.full_attention_interval == 1:
         keys.pop("attention.sliding_window", None)
     return (key for key in keys if value_of(ours, key) != value_of(theirs, key))
