@@ -388,7 +388,7 @@ def logits_of_an_odd_row(path: Path) -> str:
 
 def test_from_hf_says_which_rows_tp_can_cut(source: Path, ranks: RankPool) -> None:
     for message in ranks.run(logits_of_an_odd_row, 2, source):
-        assert "tokens=[2, 7]" in message and "7 % 2 = 1. Add 1 tokens behind" in message
+        assert "tokens=[2, 7]" in message and "7 % 2 = 1. Add 1 tokens to the end" in message
 
 
 def whole_on_the_first_rank(path: Path) -> int:
