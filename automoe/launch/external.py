@@ -27,7 +27,7 @@ from automoe.launch.prepare import check, compose
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_MEET_S = 300  # nodes of a large job start minutes apart
+_RENDEZVOUS_S = 300  # nodes of a large job start minutes apart
 _KEY = "automoe/config"
 
 # Variables by which ranks find each other; left over in a shell, they belong to a launch that is gone.
@@ -184,7 +184,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         store = _open_store(launch)
         message = json.loads(store.get(_KEY))
         store.add(f"{_KEY}/read", 1)
-        return 2 if message["config"] is None else _become_rank(message, launch, store)
+        return 2 if message["config"] is None else _run_as_rank(message, launch, store)
     with contextlib.ExitStack() as held:
         try:
             _refuse_sweep(args, launch.launcher)
@@ -196,7 +196,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             held.enter_context(runs.locked(run_dir))
         except AutomoeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # now: torch must be imported to tell the others
-            _call_off(launch)
+            _cancel(launch)
             return 2
         runs.start_run(run_dir)
         frozen = resolved(config, shape, device)
@@ -208,7 +208,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             runs.report_error(run_dir, error, launch.rank)
             raise
         store.set(_KEY, json.dumps(message))
-        code = _become_rank(message, launch, store)
+        code = _run_as_rank(message, launch, store)
         if config.observe.report:  # a rank that fails leaves before this, and writes it as it goes
             from automoe.observe.report import write_report
 
@@ -280,7 +280,7 @@ def _refuse_sweep(args: Arguments, launcher: str) -> None:
         )
 
 
-def _become_rank(message: dict[str, Any], launch: ExternalLaunch, store: Store) -> int:
+def _run_as_rank(message: dict[str, Any], launch: ExternalLaunch, store: Store) -> int:
     from automoe.launch.worker import run_rank
 
     config = parse_config(message["config"], plugins=True)
@@ -294,7 +294,7 @@ def _open_store(launch: ExternalLaunch) -> Store:
 
     os.environ.update(launch.variables())
     try:
-        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_MEET_S))
+        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S))
         store, _, _ = next(iter(rendezvous))
     except dist.DistError as error:
         raise LaunchError(
@@ -306,10 +306,10 @@ def _open_store(launch: ExternalLaunch) -> Store:
     return dist.PrefixStore(f"automoe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _call_off(launch: ExternalLaunch) -> None:
-    """Tell the waiting ranks that there will be no run, and stay until they have heard."""
+def _cancel(launch: ExternalLaunch) -> None:
+    """Tell the waiting ranks that there will be no run, and wait until all have read it."""
     store = _open_store(launch)
     store.set(_KEY, json.dumps({"config": None}))
-    deadline = time.monotonic() + _MEET_S
+    deadline = time.monotonic() + _RENDEZVOUS_S
     while store.add(f"{_KEY}/read", 0) < launch.world_size - 1 and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -92,7 +92,7 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
         runs.start_run(run_dir)
         save_config(resolved(config, shape, device), run_dir)
         launch = _Launch(run_dir, shape.world_size, config)
-        with launch.heeding_signals():
+        with launch.forwarding_signals():
             return _attempts(launch, config, shape, device)
 
 
@@ -140,7 +140,7 @@ class _Launch:
             self.env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
 
     @contextlib.contextmanager
-    def heeding_signals(self) -> Iterator[None]:
+    def forwarding_signals(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C ask the ranks to stop, between two attempts as well."""
         old = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -158,7 +158,7 @@ class _Launch:
         # --standalone lets the kernel choose the rendezvous port: none to be taken, none to be stale.
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         # A scheduler may send SIGTERM to every process of a job. torchrun would then kill ranks that are saving,
-        # so it is left deaf to it: what ends torchrun is this process.
+        # so it ignores it: this process ends torchrun.
         command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
         command += ["--nproc-per-node", str(self.num_ranks), "-m", "automoe.launch.worker", str(self.run_dir)]
         with open(self.log, "w") as log:
