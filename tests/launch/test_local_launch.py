@@ -54,6 +54,7 @@ def test_a_failure_that_no_rank_could_write_down_is_told_all_the_same(command: C
     assert read_status(command.run_dir)["state"] == "failed"
 
 
+@pytest.mark.faults
 def test_a_rank_killed_by_a_signal_is_named_although_its_peers_complain_first(command: Command) -> None:
     code, _, err = command.run("recipe_killed", *TWO_RANKS)
     assert code == 1

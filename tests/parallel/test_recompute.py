@@ -126,7 +126,7 @@ def test_bfloat16_is_equal_to_the_bit(ranks: RankPool, recompute: list[str] | st
     assert not different, str(different[0])
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(pp=2, dp_shard=2)], ids=["one", "pp2_dp2"])
+@pytest.mark.parametrize("mesh", one_in(2, [{}, dict(pp=2, dp_shard=2)]))
 def test_outputs_made_otherwise_the_second_time_are_seen(ranks: RankPool, reference, mesh: dict[str, int]) -> None:
     config = make_config(DEEPSEEK, mesh, 2, recompute=DISCARDED)
     size = world_size(config)
@@ -142,7 +142,7 @@ FULL = make_config(DEEPSEEK, rows=2, recompute="full")
 STAGES = make_config(DEEPSEEK, dict(pp=2), 2, recompute="full")
 
 
-@pytest.mark.parametrize("config", [FULL, STAGES], ids=["one", "pp2"])
+@pytest.mark.parametrize("config", one_in(2, [FULL, STAGES], name_of))
 def test_tokens_counted_again_are_seen(ranks: RankPool, reference, config: Config) -> None:
     broken = ranks.run(run_with_fault, world_size(config), config, batches, STEPS, cases.counted_again)
     found = differences(merge_trajectories(broken), reference(config), TOLERANCE)
