@@ -52,7 +52,7 @@ test-meshes: $(SETUP) ## Half of all mappings and families, the other half tomor
 test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: half, the other half tomorrow (SAMPLE= runs all)
 	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)
 
-test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about an hour and a quarter on two cores
+test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
 	@$(PYTEST) -m 'not gpu' $(ARGS)
 
 test-mutants: $(SETUP) ## Put 200 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
