@@ -254,7 +254,7 @@ def verify_pass(
         RankError: a rank failed.
     """
     from automoe.verify.compare import compare_trajectories
-    from automoe.verify.trajectory import meeting_order, merge_trajectories, run_trajectory
+    from automoe.verify.trajectory import merge_trajectories, micro_batch_order, run_trajectory
 
     train = config.train
     routed = config.model.first_k_dense < config.model.num_layers
@@ -267,7 +267,7 @@ def verify_pass(
         parallel=ParallelConfig(),
         train=replace(train, micro_batch_size=together),
     )
-    order = meeting_order(train.global_batch_size, shape.dp, together // shape.dp)
+    order = micro_batch_order(train.global_batch_size, shape.dp, together // shape.dp)
     [expected] = pool.run(run_trajectory, 1, one_rank, loader_rows, 1, record=forced, order=order)
     choices: dict[str, Any] = {"forced": expected.choices} if forced else {}
     ranks = pool.run(run or run_trajectory, shape.world_size, config, loader_rows, 1, **choices)

@@ -138,10 +138,9 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
     return merged
 
 
-def meeting_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
-    """[num_rows] of a global batch in the order in which ``dp`` ranks take them, one micro-batch of each at a time.
+def micro_batch_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
+    """[num_rows] of a global batch: the first micro-batch of each of ``dp`` ranks, then the second of each, and so on.
 
-    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has the rows of one such turn
-    in each.
+    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has the same rows in each.
     """
     return torch.arange(num_rows).view(dp, -1, micro_batch_size).transpose(0, 1).flatten()

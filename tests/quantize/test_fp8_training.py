@@ -27,7 +27,7 @@ from automoe.quantize.linear import QuantizedProduct
 from automoe.quantize.scaling import GRAD, Delayed, Scaling, W, X
 from automoe.verify.compare import Comparison, compare_trajectories
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, meeting_order, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories, micro_batch_order, run_trajectory
 from tests.support.communication import CommunicationLog
 from tests.support.sampling import one_in
 
@@ -67,7 +67,7 @@ def compared(
     settings = config(mode, mesh, rows, **options)
     shape = resolve_mesh(settings.mesh, None)
     forced = settings.train.dtype != "float64"
-    order = meeting_order(ROWS, shape.dp, rows)
+    order = micro_batch_order(ROWS, shape.dp, rows)
     alone = config(mode, rows=shape.dp * rows, **options)
     usual = with_history if run is with_history else run_trajectory
     [expected] = ranks.run(usual, 1, alone, batches, 1, record=forced, order=order)
