@@ -132,7 +132,7 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def in_stored_order(self, tensor: Any) -> Any:
-        """A view of a range of ours with the HuggingFace tensor's order of dims, those that it merges not yet merged."""
+        """A view of a range of ours with dims ordered as in the HuggingFace tensor, which may merge the last two."""
         return tensor.permute(self.order) if self.order else tensor
 
     def to_stored(self, tensor: Any) -> Any:

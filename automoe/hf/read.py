@@ -318,11 +318,14 @@ def show_progress(name: str, num_bytes: Callable[[], int], shown: bool = True) -
         num_bytes: of all that will be read, asked for where a bar is drawn.
         shown: whether this rank may show something.
     """
+    if not shown:
+        yield lambda num_bytes: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    if not shown or not console.is_terminal:
+    if not console.is_terminal:
         yield lambda num_bytes: None
         return
     columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
