@@ -1,12 +1,11 @@
 """DeepEP behind one file: v1 (``Buffer``) and v2 (``ElasticBuffer``) as one ``TokenExchange``.
 
-The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; they have not been run on
-a GPU by this project. DeepEP is built from its sources: the one release on the package index does not compile.
-Every name comes from ``deep_ep`` itself, since its inner modules moved between the two lines. Calls are made
-in the order of the current stream (no ``async_finish``, no ``async_with_compute_stream``), so their
-``EventOverlap`` is never needed.
+The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has not run them on a
+GPU. DeepEP is built from its sources: the only release on the package index does not compile. Every name comes from
+``deep_ep`` itself, since its inner modules moved between the two lines. Calls stay in the order of the current stream
+(no ``async_finish``, no ``async_with_compute_stream``), so their ``EventOverlap`` is never needed.
 
-Shapes: T tokens of this rank, K top-k, E experts, N distinct tokens received, L experts of this rank.
+Shapes: T tokens of this rank, H hidden, K top-k, E experts, R distinct tokens received.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import torch.distributed as dist
 from automoe.errors import BackendError
 from automoe.moe.dispatch.deepep import Received, TokenExchange
 
-# The published tables of v1's settings end here; between them only these sizes have an entry.
+# The group sizes that v1's published tables of settings have.
 V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
-NUM_SMS = 20  # of both lines' kernels. v2's own estimate divides by an RDMA bandwidth that may read zero
+NUM_SMS = 20  # for both lines: v2's own estimate divides by an RDMA bandwidth that may read zero
 
 
 def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
-    """The exchange over ``group`` of whichever line of DeepEP is installed. Buffers are made at its first call.
+    """The exchange over ``group`` by the installed line of DeepEP. Its first call allocates the buffers.
 
     Raises:
-        BackendError: no DeepEP here, or a group that it does not serve; names ``alltoall``.
+        BackendError: DeepEP is not installed, or does not serve this group; names ``alltoall``.
     """
     try:
         deep_ep = import_module("deep_ep")
@@ -55,39 +54,37 @@ class BufferExchange:
         self._buffer: Any = None
         self._row_bytes = 0
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Received:
-        buffer = self._buffer_for(x.shape[1] * x.element_size())
-        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
-        rows, local_ids, local_weights, counts, handle, _ = buffer.dispatch(
-            x,
+    def dispatch(
+        self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
+    ) -> Received:
+        buffer = self._buffer_for(x_TH.shape[1] * x_TH.element_size())
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_ids_TK, num_experts)
+        x_RH, topk_ids_RK, weights_RK, counts, handle, _ = buffer.dispatch(
+            x_TH,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
-            topk_idx=ids,
-            topk_weights=weights,
+            topk_idx=topk_ids_TK,
+            topk_weights=weights_TK,
         )
-        return Received(rows, local_ids, local_weights, counts, (buffer, handle))
+        return Received(x_RH, topk_ids_RK, weights_RK, counts, (buffer, handle))
 
-    def dispatch_again(self, x: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         buffer, layout = handle
-        return buffer.dispatch(x, handle=layout)[0]
+        return buffer.dispatch(x_TH, handle=layout)[0]
 
     def combine(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, handle: Any
+        self, rows_RH: torch.Tensor, weights_RK: torch.Tensor | None, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         buffer, layout = handle
-        x, summed_weights, _ = buffer.combine(rows, layout, topk_weights=weights)
-        return x, summed_weights
+        return buffer.combine(rows_RH, layout, topk_weights=weights_RK)[:2]
 
     def _buffer_for(self, row_bytes: int) -> Any:
         if row_bytes > self._row_bytes:
             buffer_class = self._deep_ep.Buffer
             buffer_class.set_num_sms(NUM_SMS)
-            configs = [
-                buffer_class.get_dispatch_config(self._size),
-                buffer_class.get_combine_config(self._size),
-            ]
+            configs = [buffer_class.get_dispatch_config(self._size), buffer_class.get_combine_config(self._size)]
             nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
             # A build for one node only has no RDMA hint to give, and needs no such buffer.
             rdma = max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs) if self._size > 8 else 0
@@ -103,29 +100,26 @@ class ElasticExchange:
         self._buffer: Any = None
         self._sizes = (0, 0, 0)
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Received:
-        buffer = self._buffer_for((x.shape[0], x.shape[1], ids.shape[1]))
-        rows, local_ids, local_weights, handle, _ = buffer.dispatch(
-            x,
-            topk_idx=ids.to(self._deep_ep.topk_idx_t),
-            topk_weights=weights,
+    def dispatch(
+        self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
+    ) -> Received:
+        buffer = self._buffer_for((x_TH.shape[0], x_TH.shape[1], topk_ids_TK.shape[1]))
+        x_RH, topk_ids_RK, weights_RK, handle, _ = buffer.dispatch(
+            x_TH,
+            topk_idx=topk_ids_TK.to(self._deep_ep.topk_idx_t),
+            topk_weights=weights_TK,
             num_experts=num_experts,
             num_sms=NUM_SMS,
             do_cpu_sync=True,
             do_expand=False,
         )
-        return Received(rows, local_ids, local_weights, handle.num_recv_tokens_per_expert_list, (buffer, handle))
+        return Received(x_RH, topk_ids_RK, weights_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle))
 
-    def dispatch_again(self, x: torch.Tensor, handle: Any) -> torch.Tensor:
+    def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         buffer, layout = handle
-        return buffer.dispatch(x, handle=layout, num_sms=NUM_SMS)[0]
+        return buffer.dispatch(x_TH, handle=layout, num_sms=NUM_SMS)[0]
 
-    def combine(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, handle: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        buffer, layout = handle
-        x, summed_weights, _ = buffer.combine(rows, layout, topk_weights=weights)
-        return x, summed_weights
+    combine = BufferExchange.combine  # the same call in both lines
 
     def _buffer_for(self, sizes: tuple[int, int, int]) -> Any:
         """A buffer with room for (T, H, K). All ranks of a group have the same T, so all of them grow at once."""

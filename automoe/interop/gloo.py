@@ -1,11 +1,11 @@
 """gloo groups with one worker thread, because two of them corrupt the heap.
 
-A gloo group of torch 2.11 to 2.13 runs its collectives on two threads. Each writes the name of what it
-finished into one ``std::string`` of the group's status, outside the lock. When a rank posts a collective
-the moment the last one has completed, both threads are there at once: a name too long for the string's own
-buffer (``ALLGATHER_COALESCED``, which DTensor's all-gather is) is freed twice, and the process dies of
-``free(): invalid pointer`` some time later. Collectives of a group run in the order in which they were
-posted anyway, so a second thread has little to offer.
+A gloo group of torch 2.11 to 2.13 runs its collectives on two threads. Each writes the name of the collective that
+it finished into one ``std::string`` of the group's status, outside the lock. If a rank posts a collective at the moment
+the last one completes, both threads write at once. A name too long for the string's own buffer
+(``ALLGATHER_COALESCED``, used by DTensor's all-gather) is then freed twice, and some time later the process dies with
+``free(): invalid pointer``. Collectives of a group run in the order in which they were posted anyway, so a second
+thread gains little.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 
 
 class _OneWorker(type):
-    """Stands for torch's class where groups are made and recognised; what it makes is torch's own object."""
+    """Replaces torch's class where groups are made and recognised; its objects are torch's own."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = _Gloo._Options()

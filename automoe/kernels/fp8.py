@@ -32,7 +32,7 @@ FORMATS = {
 
 @triton.jit
 def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
-    """[HEIGHT] scale of each row of numbers [HEIGHT, 128], the same for all rows if BLOCK; NaN where one is not finite."""
+    """[HEIGHT] scale of each row of numbers [HEIGHT, 128], one for all if BLOCK; NaN where a number is not finite."""
     size = tl.max(tl.abs(numbers), axis=1)
     # Checked apart, since a maximum may ignore NaN.
     finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), axis=1)

@@ -149,7 +149,7 @@ def gather_up_activate(
 def _store_activation(
     gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Writes gate, up and probs * activation of the block ``row`` x ``cols``; pointers start at the tile's first row."""
+    """Writes gate, up and probs * activation of a block; ``probs``, ``pre`` and ``act`` start at the tile's first row."""
     mask = real[:, None] & (cols < width)[None, :]
     to = pre + row[:, None] * (2 * width) + cols[None, :]
     # Rounded first: the backward activates what is stored here.
@@ -244,7 +244,7 @@ def _described_product(
 ):  # fmt: skip
     """``_product`` with blocks copied by the tensor memory accelerator: one instruction each, without addresses.
 
-    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to the rows if GATHERED.
+    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to its rows if GATHERED.
     Rows read past the last real one are other rows or zeros, and do not change the real ones.
     """
     k = tl.arange(0, BLOCK_K)

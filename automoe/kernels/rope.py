@@ -1,13 +1,12 @@
-"""``kernels.rope=triton``: heads are rotated where they are copied anyway, and keys of MLA are put together once.
+"""``kernels.rope=triton``: heads are rotated in the pass that copies them, and keys of MLA are joined in one kernel.
 
     rotate_heads   x [B, S, N, D] -> the same with R dims from ``start`` on turned, laid out in halves
     join_keys      kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
 
-Each number is read once and written once, in both passes; gradients of kv, k_rope and x need no sum over views. The
-gradient of k_rope is summed over heads by one program, in order: a run repeats bit for bit. Angles and products
-are float32. The kernels have compiled for Hopper and run in Triton's interpreter; they have not run on a GPU
-yet. Shapes: B rows, S positions, N heads, D head dim, P and V dims of a head of keys that do not turn and of
-values.
+Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no sum over views.
+One program sums the gradient of k_rope over heads, in order: a run repeats bit for bit. Angles and products are
+float32. The kernels have compiled for Hopper and run in Triton's interpreter; they have not run on a GPU yet.
+Shapes: B rows, S positions, N heads, D head dim; P dims of a key head that do not turn, V of a value head.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NUM_WARPS = 4
 
 @triton.jit
 def _narrow(value, to: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``value`` (float32) as ``to``, to nearest even: GPUs do it so, the interpreter cuts bfloat16 off."""
+    """``value`` (float32) as ``to``, rounded to nearest even as on GPUs; the interpreter's cast truncates bfloat16."""
     if INTERPRETED and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -141,7 +140,7 @@ def part_heads(
     BLOCK_TURN: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
-    """Programs: tokens. All heads of one are added up by its program."""
+    """Programs: tokens. Each program sums over all heads of its token."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // seq_len, token % seq_len
     of_k = grad_k + row * k_stride_b + place * k_stride_s

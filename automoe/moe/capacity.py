@@ -25,8 +25,8 @@ from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.base import Dispatcher, Experts, sum_to_tokens
 from automoe.moe.tokens import Tokens
 
-# Weights closer than this count as equal, and the first choice in the row is served first: equal tokens have weights
-# equal up to rounding, which differs from mesh to mesh.
+# Weights are compared in multiples of this, and of equal ones the first in the row is served first: equal tokens have
+# weights equal up to rounding, which differs from mesh to mesh.
 PRIORITY_STEP = 2.0**-16
 
 

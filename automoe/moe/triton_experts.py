@@ -24,8 +24,8 @@ def check_gpu() -> None:
     """Raises BackendError if this machine's GPU is one that the kernels do not fit."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         raise BackendError(
-            "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and this "
-            f"GPU has {torch.cuda.get_device_capability()}. Set moe.experts=grouped_mm"
+            "moe.experts=triton is written for compute capabilities 9 and 10, Hopper and datacenter Blackwell, and "
+            f"this GPU has {torch.cuda.get_device_capability()}. Set moe.experts=grouped_mm"
         )
 
 
