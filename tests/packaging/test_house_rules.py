@@ -34,7 +34,7 @@ LAYERS = (
     ),
     ("automoe.model",),
     ("automoe.moe",),
-    ("automoe.kernels", "automoe.quantize", "automoe.parallel.collectives"),
+    ("automoe.kernels", "automoe.quantize"),
     ("automoe.cost",),
     ("automoe.config", "automoe.errors", "automoe.shipped", "automoe.trace", "automoe.counter_random"),
 )
