@@ -22,7 +22,7 @@ from automoe.model.decoder import Decoder
 from automoe.model.mlp import MLP
 from automoe.moe.layer import MoE
 from automoe.moe.recompute import RecomputeContexts
-from automoe.parallel.discard_outputs import Region, Remade
+from automoe.parallel.discard_outputs import DiscardOutputs, DiscardScope
 
 
 class Recomputed:
@@ -76,22 +76,22 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
             if "shared_experts" in modules and block.mlp.shared_experts is not None:
                 _recompute_forward(block.mlp.shared_experts)
         if "layernorm" in modules:
-            _promise_norms(block)
+            _discard_norms(block)
         if "mla_up_proj" in modules:
-            block.attention.project_up = Remade(block.attention.project_up)
+            block.attention.project_up = DiscardOutputs(block.attention.project_up)
         if modules.intersection(DISCARDED_OUTPUTS):
-            block.forward = Region(block.forward)
+            block.forward = DiscardScope(block.forward)
 
 
-def _promise_norms(block: nn.Module) -> None:
+def _discard_norms(block: nn.Module) -> None:
     for norm in (block.input_layernorm, block.post_attention_layernorm):
-        norm.forward = Remade(norm.forward)
+        norm.forward = DiscardOutputs(norm.forward)
     for module in block.modules():
         # What projections keep under tp is gathered: made again, it need not be kept either.
         sequence = getattr(module, "sequence", None)
         if sequence is not None and sequence.num_ranks > 1:
             module.sequence = copy(sequence)
-            module.sequence.all_gather = Remade(sequence.all_gather)
+            module.sequence.all_gather = DiscardOutputs(sequence.all_gather)
     _keep_on_one_stream(block)
 
 

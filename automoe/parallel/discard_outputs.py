@@ -1,9 +1,9 @@
-"""Outputs that are freed once they are read, and made again when their readers' backward passes ask for them.
+"""Output-discarding recompute: outputs are freed once they are read, and recomputed when a backward pass asks for them.
 
-What a reader would save of such an output is a promise: the function and its inputs, which somebody keeps
-anyway. The first backward formula that wants the output makes it again, once for all readers, and the last one
-frees it. Gradients take the path they always took: only values are made again, so they are equal to the bit,
-and the function should keep nothing but its inputs for its own backward pass.
+In place of such an output its readers save the function and its inputs, which are kept anyway. The first backward
+formula that needs the output recomputes it, once for all readers, and the last one frees it. Gradients take the path
+they always took. Only values are recomputed, so gradients are equal to the bit; the function should keep nothing but
+its inputs for its own backward pass.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Region:
-    """``fn`` as a region in which the outputs of ``Remade`` functions are promised; same arguments, same result."""
+class DiscardScope:
+    """``fn`` as a scope in which outputs of ``DiscardOutputs`` functions are discarded; same arguments, same result."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
@@ -31,8 +31,8 @@ class Region:
             return self.fn(*args)
 
 
-class Remade:
-    """``fn``, whose outputs are promised where it is called straight in a ``Region``.
+class DiscardOutputs:
+    """``fn``, whose outputs are discarded where it is called straight in a ``DiscardScope``.
 
     Args:
         fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares storage with
@@ -43,23 +43,23 @@ class Remade:
         self.fn = fn
 
     def __call__(self, *args: Any) -> Any:
-        made = self.fn(*args)
+        outputs = self.fn(*args)
         hooks = _CURRENT.get()
-        # A checkpointed part of the region keeps nothing, and has hooks of its own.
+        # A checkpointed part of the scope keeps nothing, and has hooks of its own.
         if torch.is_grad_enabled() and hooks is not None and _top_hooks() == hooks.pair:
-            hooks.promise(_Promise(self.fn, args), made)
-        return made
+            hooks.discard(_Recompute(self.fn, args), outputs)
+        return outputs
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saves promises of what has been promised, and the rest as it would have been saved without them."""
+    """Saves the way to recompute what is discarded, and the rest as it would have been saved without them."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
         self.pair = (self.pack_hook, self.unpack_hook)
         self.outer = _top_hooks()
         # By address of the storage, which no other can have while there is a weak reference to it.
-        self.promised: dict[int, tuple[StorageWeakRef, _Promise, int, torch.dtype]] = {}
+        self.discarded: dict[int, tuple[StorageWeakRef, _Recompute, int, torch.dtype]] = {}
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -68,17 +68,17 @@ class _Hooks(saved_tensors_hooks):
     def __exit__(self, *exc: object) -> None:
         _CURRENT.reset(self._token)
         super().__exit__(*exc)
-        self.promised.clear()  # saved tensors hold on to these hooks, and so would promises to each other
+        self.discarded.clear()  # saved tensors hold on to these hooks, and so would recomputes to each other
 
-    def promise(self, promise: _Promise, made: Any) -> None:
-        for i, tensor in enumerate(_tuple(made)):
+    def discard(self, recompute: _Recompute, outputs: Any) -> None:
+        for i, tensor in enumerate(_as_tuple(outputs)):
             storage = tensor.untyped_storage()
-            self.promised[storage._cdata] = (StorageWeakRef(storage), promise, i, tensor.dtype)
+            self.discarded[storage._cdata] = (StorageWeakRef(storage), recompute, i, tensor.dtype)
 
     def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        _, promise, i, dtype = self.promised.get(tensor.untyped_storage()._cdata, (None, None, 0, None))
-        if promise is not None and tensor.dtype == dtype:
-            return _Saved(promise, i, tensor)
+        _, recompute, i, dtype = self.discarded.get(tensor.untyped_storage()._cdata, (None, None, 0, None))
+        if recompute is not None and tensor.dtype == dtype:
+            return _SavedView(recompute, i, tensor)
         if self.outer is not None:
             pack, unpack = self.outer
             return partial(unpack, pack(tensor))
@@ -86,7 +86,7 @@ class _Hooks(saved_tensors_hooks):
         return lambda: kept
 
 
-_CURRENT: ContextVar[_Hooks | None] = ContextVar("promises", default=None)
+_CURRENT: ContextVar[_Hooks | None] = ContextVar("discard_outputs", default=None)
 
 
 def _top_hooks() -> tuple[Callable, Callable] | None:
@@ -97,56 +97,56 @@ def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
     return saved()
 
 
-def _tuple(made: Any) -> tuple[torch.Tensor, ...]:
-    return (made,) if isinstance(made, torch.Tensor) else made
+def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 
-class _Promise:
-    """The way to outputs of ``fn(*args)``, and while some of their readers still wait, the outputs."""
+class _Recompute:
+    """How to recompute the outputs of ``fn(*args)``, and while some of their readers still wait, the outputs."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
         self.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        # Saved as an operation saves its inputs, so that one which is promised itself is not kept either.
-        self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *(args[i] for i in self.tensors))
+        # Saved as an operation saves its inputs, so that one which is discarded itself is not kept either.
+        self.inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *(args[i] for i in self.tensors))
         self.readers = self.waiting = self.times = 0
-        self.made: tuple[torch.Tensor, ...] | None = None
+        self.recomputed: tuple[torch.Tensor, ...] | None = None
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        if self.made is None:
+        if self.recomputed is None:
             args = list(self.others)
             for i, tensor in zip(self.tensors, self.inputs.grad_fn.saved_tensors, strict=True):
                 args[i] = tensor
             with torch.no_grad():
-                self.made = _tuple(self.fn(*args))
+                self.recomputed = _as_tuple(self.fn(*args))
             self.waiting, self.times = self.readers, self.times + 1
-        return self.made
+        return self.recomputed
 
-    def was_read(self) -> None:
+    def count_read(self) -> None:
         self.waiting -= 1
         if self.waiting == 0:
-            self.made = None
+            self.recomputed = None
 
 
-class _Saved:
-    """What one reader has of a promised output: any view of its storage."""
+class _SavedView:
+    """What one reader saved of a discarded output: any view of its storage."""
 
-    def __init__(self, promise: _Promise, index: int, tensor: torch.Tensor) -> None:
-        self.promise, self.index = promise, index
+    def __init__(self, recompute: _Recompute, index: int, tensor: torch.Tensor) -> None:
+        self.recompute, self.index = recompute, index
         self.layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.times_read = 0
-        promise.readers += 1
+        recompute.readers += 1
 
     def __call__(self) -> torch.Tensor:
-        made = self.promise.outputs()[self.index]
-        if self.times_read != self.promise.times:  # a graph that is kept may be walked again
-            self.times_read = self.promise.times
-            self.promise.was_read()
-        return made.as_strided(*self.layout)
+        output = self.recompute.outputs()[self.index]
+        if self.times_read != self.recompute.times:  # a graph that is kept may be walked again
+            self.times_read = self.recompute.times
+            self.recompute.count_read()
+        return output.as_strided(*self.layout)
 
 
-class _Inputs(torch.autograd.Function):
+class _SaveInputs(torch.autograd.Function):
     """Nothing, from tensors that it saves."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from automoe.config.schema import (
 from automoe.data.loader import StepBatch
 from automoe.moe.recompute import RecomputeContexts, is_recomputing
 from automoe.moe.tokens import IGNORE
-from automoe.parallel.discard_outputs import _Promise
+from automoe.parallel.discard_outputs import _Recompute
 from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 3, 8, 16, 48
@@ -136,15 +136,15 @@ def routed_otherwise():
 
 
 def made_otherwise_again():
-    """Promised outputs that come out a little larger the second time."""
-    original = _Promise.outputs
+    """Discarded outputs that are a little larger when they are recomputed."""
+    original = _Recompute.outputs
 
     def outputs(self):
-        made_before = self.made is not None
+        made_before = self.recomputed is not None
         made = original(self)
         return made if made_before else tuple(tensor.mul_(1 + 1e-6) for tensor in made)
 
-    return patch.object(_Promise, "outputs", outputs)
+    return patch.object(_Recompute, "outputs", outputs)
 
 
 def results_shared_by_all_micro_batches():

@@ -267,7 +267,7 @@ def test_a_small_model_learns_as_it_does_without(
         ("tensorwise", TP_ETP, "full"),
         ("tensorwise", TP_ETP, ["core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj"]),
     ],
-    ids=["full", "promised", "full tp2 etp2", "parts tp2 etp2"],
+    ids=["full", "discarded", "full tp2 etp2", "parts tp2 etp2"],
 )
 def test_recomputed_layers_quantize_as_they_did(
     ranks: RankPool, mode: str, mesh: dict[str, int], names: str | list[str]

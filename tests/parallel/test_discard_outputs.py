@@ -1,4 +1,4 @@
-"""Outputs made again for those who read them: equal to the bit, made once, freed in between."""
+"""Outputs discarded and recomputed for their readers: equal to the bit, recomputed once, freed in between."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from automoe.parallel.discard_outputs import Region, Remade
+from automoe.parallel.discard_outputs import DiscardOutputs, DiscardScope
 
 WIDTH = 8
 
 
 class Layer:
-    """x -> a (promised) -> b and c (promised, made of a) -> their product with what else reads a."""
+    """x -> a (discarded) -> b and c (discarded, computed from a) -> their product with what else reads a."""
 
-    def __init__(self, remade: bool) -> None:
+    def __init__(self, discards: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         self.weights = [torch.randn(WIDTH, WIDTH, generator=generator).requires_grad_() for _ in range(4)]
         self.first_calls = self.second_calls = 0
         self.storages: list[StorageWeakRef] = []
-        wrap: Callable = Remade if remade else lambda fn: fn
+        wrap: Callable = DiscardOutputs if discards else lambda fn: fn
         self.first, self.second = wrap(self._first), wrap(self._second)
-        self.run = Region(self._run) if remade else self._run
+        self.run = DiscardScope(self._run) if discards else self._run
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
         self.first_calls += 1
@@ -69,14 +69,14 @@ def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def test_gradients_are_equal_to_the_bit_and_each_output_is_made_once_more(x: torch.Tensor) -> None:
-    layer = Layer(remade=True)
-    assert_equal(layer.gradients(x), Layer(remade=False).gradients(x))
+    layer = Layer(discards=True)
+    assert_equal(layer.gradients(x), Layer(discards=False).gradients(x))
     assert (layer.first_calls, layer.second_calls) == (2, 2)
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_outputs_are_freed_after_the_forward_pass_and_after_the_backward_pass(x: torch.Tensor) -> None:
-    kept, layer = Layer(remade=False), Layer(remade=True)
+    kept, layer = Layer(discards=False), Layer(discards=True)
     losses = [each.run(x).sum() for each in (kept, layer)]
     assert not all(storage.expired() for storage in kept.storages)
     assert len(layer.storages) == 3 and all(storage.expired() for storage in layer.storages)
@@ -93,13 +93,13 @@ def test_outputs_are_freed_after_the_forward_pass_and_after_the_backward_pass(x:
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_a_graph_without_a_backward_pass_is_freed(x: torch.Tensor) -> None:
     own = x * 2
-    of_input, loss = StorageWeakRef(own.untyped_storage()), Layer(remade=True).run(own).sum()
+    of_input, loss = StorageWeakRef(own.untyped_storage()), Layer(discards=True).run(own).sum()
     del own, loss
     assert of_input.expired()
 
 
 def test_a_graph_that_is_kept_may_be_walked_again_and_in_part(x: torch.Tensor) -> None:
-    kept, layer = Layer(remade=False), Layer(remade=True)
+    kept, layer = Layer(discards=False), Layer(discards=True)
     results = []
     for each in (kept, layer):
         loss = each.run(x).square().sum()
@@ -110,7 +110,7 @@ def test_a_graph_that_is_kept_may_be_walked_again_and_in_part(x: torch.Tensor) -
 
 
 def test_two_calls_in_flight_do_not_mix(x: torch.Tensor) -> None:
-    layer, kept = Layer(remade=True), Layer(remade=False)
+    layer, kept = Layer(discards=True), Layer(discards=False)
     losses = [layer.run(scale * x).sum() for scale in (1, 3)]
     for scale, loss in reversed(list(zip((1, 3), losses, strict=True))):
         assert_equal(
@@ -127,10 +127,10 @@ def test_hooks_around_a_region_get_all_that_is_kept(x: torch.Tensor) -> None:
         packed.append(tensor.detach())
         return len(packed) - 1
 
-    layer = Layer(remade=True)
+    layer = Layer(discards=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: packed[i].clone()):
         got = layer.gradients(x)
-    assert_equal(got, Layer(remade=False).gradients(x))
+    assert_equal(got, Layer(discards=False).gradients(x))
     storages = {tensor.untyped_storage()._cdata for tensor in packed}
     assert x.untyped_storage()._cdata in storages
     assert all(weight.untyped_storage()._cdata in storages for weight in layer.weights[:3])
@@ -147,19 +147,19 @@ def test_checkpoints_and_regions_nest(x: torch.Tensor, inside: bool) -> None:
         out = checkpoint(layer.run, x, use_reentrant=False)
         return list(torch.autograd.grad(out.square().sum(), (x, *layer.weights[:3])))
 
-    assert_equal(gradients(Layer(remade=True)), gradients(Layer(remade=False)))
+    assert_equal(gradients(Layer(discards=True)), gradients(Layer(discards=False)))
 
 
-def test_a_compiled_reader_keeps_a_promise_too(x: torch.Tensor) -> None:
+def test_a_compiled_reader_discards_too(x: torch.Tensor) -> None:
     results, storages = [], []
-    for remade in (False, True):
-        layer = Layer(remade)
+    for discards in (False, True):
+        layer = Layer(discards)
         first, reader = layer.first, torch.compile(lambda a: (a.sin() * a).sum(-1), backend="aot_eager")
 
         def run(x: torch.Tensor, first=first, reader=reader) -> torch.Tensor:
             return reader(first(x))
 
-        out = Region(run)(x) if remade else run(x)
+        out = DiscardScope(run)(x) if discards else run(x)
         storages.append(layer.storages[0].expired())
         results.append(list(torch.autograd.grad(out.sum(), (x, layer.weights[0]))))
     assert_equal(*results)
@@ -167,8 +167,8 @@ def test_a_compiled_reader_keeps_a_promise_too(x: torch.Tensor) -> None:
 
 
 def test_without_gradients_nothing_is_kept_or_made_again(x: torch.Tensor) -> None:
-    layer = Layer(remade=True)
+    layer = Layer(discards=True)
     with torch.no_grad():
         out = layer.run(x)
-    assert torch.equal(out, Layer(remade=False).run(x)) and not out.requires_grad
+    assert torch.equal(out, Layer(discards=False).run(x)) and not out.requires_grad
     assert (layer.first_calls, layer.second_calls) == (1, 1)
