@@ -1,6 +1,7 @@
 """Attention: grouped-query (arXiv 2305.13245) and multi-head latent (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Shapes: B rows, S positions of this rank, R positions of the whole row, H hidden, N heads, D head dim.
+Letters: B rows, S positions of this rank's queries, R positions of its keys (the whole row), s positions of this rank
+between two blocks (sequence parallelism); H hidden, N query heads, G key and value heads, D head dim, L latent.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from automoe.config.schema import ModelConfig, window_of
+from automoe.local_shard import local_shard
 from automoe.model.attention_kernels import prepare_cuda
-from automoe.model.linear import Linear, local_part
+from automoe.model.linear import Linear
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import SINGLE_RANK, Communicator, first_of_rank
@@ -23,7 +25,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class AttentionContext:
-    """What all layers of one forward share: rotation angles, masks, how K and V are exchanged and used."""
+    """What all layers of one forward share: rotation angles, masks, how keys and values are gathered and used."""
 
     def __init__(self, config: ModelConfig, tokens: Tokens, runtime: Runtime, dtype: torch.dtype) -> None:
         attention = config.attention
@@ -40,20 +42,20 @@ class AttentionContext:
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
 
-    def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        return self.rope.rotate(x, self.cos, self.sin, self.interleaved, start)
+    def rotate(self, x_BSND: torch.Tensor, start: int = 0) -> torch.Tensor:
+        return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q_BSND: torch.Tensor,
+        k_BRGD: torch.Tensor,
+        v_BRGD: torch.Tensor,
         scale: float,
         window: int = 0,
-        sinks: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert window in (0, self.window)
-        return self._attend(q, k, v, self.window_mask if window else self.mask, scale, sinks)
+        return self._attend(q_BSND, k_BRGD, v_BRGD, self.window_mask if window else self.mask, scale, sinks_N)
 
 
 def attention_mask(
@@ -65,28 +67,28 @@ def attention_mask(
     with document ids get a mask whatever the ids are: compiled code is made for one case.
     """
     whole = keys.num_ranks == 1
-    doc_ids = tokens.doc_ids
-    if doc_ids is not None and doc_ids.device.type == "cpu" and whole and not always:
+    docs_BS = tokens.doc_ids
+    if docs_BS is not None and docs_BS.device.type == "cpu" and whole and not always:
         # One document a row is the common case and lets SDPA take its causal kernel. Only asked on
         # the CPU: on a GPU the answer would cost a host sync. With a context axis this rank sees a
         # part of the row only.
-        doc_ids = None if bool((doc_ids == doc_ids[:, :1]).all()) else doc_ids
-    if doc_ids is None and whole and not window:
+        docs_BS = None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
+    if docs_BS is None and whole and not window:
         return None
-    key_index = keys.all_gather(tokens.index)
-    allowed = key_index[:, None, :] <= tokens.index[:, :, None]
+    key_index_BR = keys.all_gather(tokens.index)
+    mask_BSR = key_index_BR[:, None, :] <= tokens.index[:, :, None]
     if window:
-        allowed = allowed & (key_index[:, None, :] > tokens.index[:, :, None] - window)
-    if doc_ids is not None:
-        allowed = allowed & (keys.all_gather(doc_ids)[:, None, :] == doc_ids[:, :, None])
-    return allowed[:, None]
+        mask_BSR = mask_BSR & (key_index_BR[:, None, :] > tokens.index[:, :, None] - window)
+    if docs_BS is not None:
+        mask_BSR = mask_BSR & (keys.all_gather(docs_BS)[:, None, :] == docs_BS[:, :, None])
+    return mask_BSR[:, None]
 
 
 class GroupedQueryAttention(nn.Module):
     """num_heads query heads share num_kv_heads key and value heads.
 
-    Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer), attention sinks (GPT-OSS, arXiv
-    2508.10925, section 2.3).
+    Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer), attention sinks
+    (GPT-OSS, arXiv 2508.10925, section 2.3).
     """
 
     def __init__(self, config: ModelConfig, layer: int, runtime: Runtime) -> None:
@@ -115,21 +117,20 @@ class GroupedQueryAttention(nn.Module):
         start = first_of_rank(self.sequence, num_heads) * self.head_dim
         return slice(start, start + self.head_dim)
 
-    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]."""
-        x = self.sequence.all_gather(x)
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, gate = self.q_proj(x), None
+    def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """[B, s, H] -> [B, s, H]."""
+        x_BSH = self.sequence.all_gather(x_BsH)
+        heads = (*x_BSH.shape[:2], -1, self.head_dim)
+        q_BSND, gate = self.q_proj(x_BSH), None
         if self.output_gate:
-            q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        q = context.rotate(self.q_norm(q.reshape(heads)))
-        k = context.rotate(self.k_norm(self.k_proj(x).view(heads)))
-        v = self.v_proj(x).view(heads)
-        k, v = context.keys.all_gather(k), context.keys.all_gather(v)
-        sinks = None if self.sinks is None else local_part(self.sinks)
-        out = self.attend(context, q, k, v, self.scale, self.window, sinks)
-        out = out if gate is None else out * gate.sigmoid()
-        return self.o_proj.reduce_scatter(out.flatten(2), self.sequence)
+            q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        q_BSND = context.rotate(self.q_norm(q_BSND.reshape(heads)))
+        k_BRGD = context.keys.all_gather(context.rotate(self.k_norm(self.k_proj(x_BSH).view(heads))))
+        v_BRGD = context.keys.all_gather(self.v_proj(x_BSH).view(heads))
+        sinks_N = None if self.sinks is None else local_shard(self.sinks)
+        out_BSND = self.attend(context, q_BSND, k_BRGD, v_BRGD, self.scale, self.window, sinks_N)
+        out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
+        return self.o_proj.reduce_scatter(out_BSND.flatten(2), self.sequence)
 
 
 class LatentAttention(nn.Module):
@@ -156,38 +157,39 @@ class LatentAttention(nn.Module):
         self.attend = AttentionContext.attend
         self.scale = softmax_scale(config.rope, qk_dim)
 
-    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]."""
-        # Between blocks a rank of the tp axis holds a part of the tokens. Latents are made of that part
-        # and gathered, being narrower than x; the projections up from them are cut by heads.
-        query = x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
-        query = self.sequence.all_gather(query)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        latent = self.sequence.all_gather(self.kv_a_layernorm(latent))
-        k_rope = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
+    def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """[B, s, H] -> [B, s, H]."""
+        # Latents are made of this rank's s positions and gathered, being narrower than x. The projections up from
+        # them are sharded by heads.
+        query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))
+        query_BSL = self.sequence.all_gather(query)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        latent_BRL = self.sequence.all_gather(self.kv_a_layernorm(latent))
+        k_rope_BRD = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
         if context.keys.num_ranks > 1:
             # What other ranks need of this row is the latent, not the K and V it expands to: 576 numbers
             # a token in DeepSeek-V3 instead of 40,960.
-            gathered = context.keys.all_gather(torch.cat((latent, k_rope), dim=-1))
-            latent, k_rope = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        q, k, v = self.project_up(query, latent, k_rope, context)
-        return self.sequence.reduce_scatter(self.o_proj(self.attend(context, q, k, v, self.scale).flatten(2)))
+            gathered = context.keys.all_gather(torch.cat((latent_BRL, k_rope_BRD), dim=-1))
+            latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
+        out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale)
+        return self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
 
     def project_up(
-        self, query: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, context: AttentionContext
+        self, query_BSL: torch.Tensor, latent_BRL: torch.Tensor, k_rope_BRD: torch.Tensor, context: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of this rank's heads.
 
         Args:
-            query: [B, S, L], the latent of queries, or [B, S, H] where they have none.
-            latent: [B, R, kv_lora_rank].
-            k_rope: [B, R, rope_dim], rotated.
+            query_BSL: the latent of queries, or the hidden states where they have none.
+            latent_BRL: the latent of keys and values.
+            k_rope_BRD: the dims of keys that turn with the position, rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
-        q = q_proj(query).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
-        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        k, v = context.rope.join_keys(kv, k_rope, self.nope_dim)
-        return context.rotate(q, self.nope_dim), k, v
+        q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_BRND, v_BRND = context.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
+        return context.rotate(q_BSND, self.nope_dim), k_BRND, v_BRND
 
 
 def build_attention(config: ModelConfig, layer: int, runtime: Runtime) -> nn.Module:

@@ -1,5 +1,6 @@
-"""Softmax attention by torch's kernels. Which of them computes, ``kernels.attention``, is said here and not left to torch.
+"""Softmax attention by torch's kernels. ``kernels.attention`` says which of them computes; it is not left to torch.
 
+Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim (Dv of values).
 What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
 
     cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads
@@ -23,8 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automoe.errors import BackendError
 
-# q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv], mask [B, 1, S, R] or None (causal), scale,
-# sinks [N] or None -> [B, S, N, Dv]
+# q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, sinks_N or None -> [B, S, N, Dv]
 AttentionFn = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], torch.Tensor
 ]
@@ -66,8 +66,8 @@ def check_cudnn() -> None:
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
     if version is None or version < _MIN_CUDNN:
         raise BackendError(
-            f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong where the length of a row is not a "
-            f"multiple of 128; {_MIN_CUDNN} or later is not. Set kernels.attention=sdpa"
+            f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong where the length of a row is not "
+            f"a multiple of 128; {_MIN_CUDNN} or later is not. Set kernels.attention=sdpa"
         )
 
 
@@ -100,45 +100,57 @@ def only_kernels(kernel: str, device_type: str, query_dim: int, value_dim: int) 
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q_BSND: torch.Tensor,
+    k_BRGD: torch.Tensor,
+    v_BRGD: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    sinks: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None = None,
     kernel: str = "sdpa",
 ) -> torch.Tensor:
-    """Softmax attention. q [B, S, N, D], k [B, R, G, D], v [B, R, G, Dv] with G dividing N -> [B, S, N, Dv].
+    """Softmax attention, G dividing N; values may have another width than queries and keys.
 
-    ``sinks`` [N] are scores of one more key a head, which every query sees and which has no value.
-    ``kernel`` is that of ``kernels.attention``.
+    Args:
+        mask: [B, 1, S, R] True where a query may look; None: plain causality.
+        sinks_N: scores of one more key a head, which every query sees and which has no value.
+        kernel: that of ``kernels.attention``.
+
+    Returns:
+        [B, S, N, width of values].
     """
-    if sinks is not None:
-        out = attend(*_with_sink_key(q, k, v, mask, scale, sinks), scale, None, kernel)
-        return out[:, out.shape[1] - q.shape[1] :, :, : v.shape[-1]]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    value_dim, device = v.shape[-1], q.device.type
-    if value_dim < q.shape[-1] and (kernel == "flash" or (kernel == "sdpa" and device == "cpu")):
+    if sinks_N is not None:
+        out = attend(*_with_sink_key(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N), scale, None, kernel)
+        return out[:, out.shape[1] - q_BSND.shape[1] :, :, : v_BRGD.shape[-1]]
+    q_BNSD, k_BGRD, v_BGRD = q_BSND.transpose(1, 2), k_BRGD.transpose(1, 2), v_BRGD.transpose(1, 2)
+    value_dim, device, num_heads = v_BGRD.shape[-1], q_BNSD.device.type, q_BNSD.shape[1]
+    if value_dim < q_BNSD.shape[-1] and (kernel == "flash" or (kernel == "sdpa" and device == "cpu")):
         # Flash wants equal head dims; on the CPU zero columns cost less than the unfused path.
-        v = F.pad(v, (0, q.shape[-1] - value_dim))
-    if k.shape[1] != q.shape[1] and device == "cuda" and kernel == "sdpa":
-        if mask is not None or q.dtype not in HALF:
+        v_BGRD = F.pad(v_BGRD, (0, q_BNSD.shape[-1] - value_dim))
+    if k_BGRD.shape[1] != num_heads and device == "cuda" and kernel == "sdpa":
+        if mask is not None or q_BNSD.dtype not in HALF:
             # The efficient kernel may be the only fused one left, and takes no grouped heads.
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    with only_kernels(kernel, device, q.shape[-1], v.shape[-1]):
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+            repeats = num_heads // k_BGRD.shape[1]
+            k_BGRD, v_BGRD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGRD, v_BGRD))
+    with only_kernels(kernel, device, q_BNSD.shape[-1], v_BGRD.shape[-1]):
+        out_BNSD = F.scaled_dot_product_attention(
+            q_BNSD,
+            k_BGRD,
+            v_BGRD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=k_BGRD.shape[1] != num_heads,
         )
-    return out[..., :value_dim].transpose(1, 2)
+    return out_BNSD[..., :value_dim].transpose(1, 2)
 
 
 def _with_sink_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q_BSND: torch.Tensor,
+    k_BRGD: torch.Tensor,
+    v_BRGD: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    sinks: torch.Tensor,
+    sinks_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Arguments of an attention without sinks that computes one with them, so that fused kernels serve both.
 
@@ -146,15 +158,16 @@ def _with_sink_key(
     sink, and is one in that key and zero in the others. Without a mask a query of zeros goes in front as
     well: the others then see the new key and what they saw before by causality alone.
     """
-    extra = 8 - q.shape[-1] % 8  # at least one dim, and as many as fused kernels want
-    column = F.pad((sinks.to(q.dtype) / scale).unsqueeze(1), (0, extra - 1))
-    q = torch.cat((q, column.expand(*q.shape[:3], extra)), dim=-1)
-    dim = k.shape[-1]
-    k, v = F.pad(k, (0, extra, 0, 0, 1, 0)), F.pad(v, (0, q.shape[-1] - v.shape[-1], 0, 0, 1, 0))
-    k[:, 0, :, dim] = 1
+    dim = k_BRGD.shape[-1]
+    extra = 8 - dim % 8  # at least one dim, and as many as fused kernels want
+    column_ND = F.pad((sinks_N.to(q_BSND.dtype) / scale).unsqueeze(1), (0, extra - 1))
+    q_BSND = torch.cat((q_BSND, column_ND.expand(*q_BSND.shape[:3], extra)), dim=-1)
+    k_BRGD = F.pad(k_BRGD, (0, extra, 0, 0, 1, 0))
+    v_BRGD = F.pad(v_BRGD, (0, q_BSND.shape[-1] - v_BRGD.shape[-1], 0, 0, 1, 0))
+    k_BRGD[:, 0, :, dim] = 1
     if mask is None:
-        return F.pad(q, (0, 0, 0, 0, 1, 0)), k, v, None
-    return q, k, v, F.pad(mask, (1, 0), value=True)
+        return F.pad(q_BSND, (0, 0, 0, 0, 1, 0)), k_BRGD, v_BRGD, None
+    return q_BSND, k_BRGD, v_BRGD, F.pad(mask, (1, 0), value=True)
 
 
 def attention_fn(kernel: str) -> AttentionFn:

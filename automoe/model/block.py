@@ -1,4 +1,7 @@
-"""One decoder layer: attention and feed-forward, each behind a norm, each added to the residual."""
+"""One decoder layer: attention and feed-forward, each behind a norm, each added to the residual.
+
+Letters: B rows, s positions of this rank between two blocks (S under tp over its ranks), H hidden.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,12 @@ class Block(nn.Module):
         """What mixes positions, by whichever name it has."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, x: torch.Tensor, context: AttentionContext, tokens: Tokens) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]; ``tokens`` are those of x, ``context`` belongs to the whole attention."""
-        x, h = self.mix(x, context)
-        return x + (self.mlp(h, tokens) if isinstance(self.mlp, MoE) else self.mlp(h))
+    def forward(self, x_BsH: torch.Tensor, context: AttentionContext, tokens: Tokens) -> torch.Tensor:
+        """[B, s, H] -> [B, s, H]; ``tokens`` are those of x, ``context`` belongs to all positions."""
+        x_BsH, h_BsH = self.mix(x_BsH, context)
+        return x_BsH + (self.mlp(h_BsH, tokens) if isinstance(self.mlp, MoE) else self.mlp(h_BsH))
 
-    def mix(self, x: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, S, H] -> x with attention's output added, and its norm, which the feed-forward takes."""
-        x = x + self.attention(self.input_layernorm(x), context)
-        return x, self.post_attention_layernorm(x)
+    def mix(self, x_BsH: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """x with attention's output added, and its norm, which the feed-forward takes."""
+        x_BsH = x_BsH + self.attention(self.input_layernorm(x_BsH), context)
+        return x_BsH, self.post_attention_layernorm(x_BsH)

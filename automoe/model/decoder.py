@@ -1,4 +1,7 @@
-"""The decoder that every family is a declaration of, whole or as one pipeline stage."""
+"""The decoder that every family is a declaration of, whole or as one pipeline stage.
+
+Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, V vocabulary, K top-k.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import torch
 from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
+from automoe.local_shard import local_shard
 from automoe.model.attention import AttentionContext
 from automoe.model.block import Block
-from automoe.model.linear import Embedding, Linear, local_part
+from automoe.model.linear import Embedding, Linear
 from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
@@ -77,53 +81,45 @@ class Decoder(nn.Module):
         """Run this part.
 
         Args:
-            x: [B, S] int64 tokens where this part embeds, else [B, S, H] from the part before.
-            positions: [B, S] index within the document; default: the index within the row.
-            index: [B, S] index within the row; default: 0 ... S-1.
-            doc_ids: [B, S] document within the row, -1 for padding; default: one document.
+            x: [B, S] int64 tokens where this part embeds, else [B, s, H] from the part before.
             labels: [B, S] next tokens, ``IGNORE`` where none is trained.
             token_counts: of the global batch, which the losses are divided by. Default: this micro-batch's own.
-            forced_ids: [B, S, moe layers, 2, K] routing to repeat.
-            row_ids: [B, S] number of the row in the training stream; default: the index within x.
-            not_padding: [B, S] bool; default: where doc_ids are not -1.
+            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults: positions are the
+                index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a row is one document.
 
         Returns:
-            [B, S, H] hidden states from a part that does not predict; [B, S, V] logits without
+            [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
             labels; with labels, [1] this micro-batch's share of the mean cross-entropy in nats.
         """
         if index is None:
             index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        positions = index if positions is None else positions
-        if token_counts is None:
-            token_counts = self._own_counts(index, doc_ids, labels)
         if row_ids is None:
             row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
-        tokens = Tokens(positions, index, doc_ids, token_counts.non_padding, forced_ids, row_ids, not_padding)
+        counts = token_counts or self._own_counts(index, doc_ids, labels)
+        positions = index if positions is None else positions
+        tokens = Tokens(positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding)
         sequence = self.runtime.comms.sequence
         if self.embeds:
             assert self.embed_tokens is not None
             x = sequence.reduce_scatter(self.embed_tokens(x))
         context = AttentionContext(self.config, tokens, self.runtime, x.dtype)
-        own_tokens = tokens.local_shard(sequence)
+        local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
-            x = block(x, context, own_tokens)
-        if not self.predicts:
-            return x
+            x = block(x, context, local_tokens)
+        return self._predict(x, labels, counts) if self.predicts else x
+
+    def _predict(self, x_BsH: torch.Tensor, labels_BS: torch.Tensor | None, counts: TokenCounts) -> torch.Tensor:
+        """Logits, or with labels the loss, of hidden states from the last layer."""
         assert self.norm is not None
-        x = sequence.all_gather(self.norm(x))
-        if labels is None:
-            return nn.functional.linear(x, local_part(self.head_weight))
-        loss = cross_entropy_sum(
-            x.flatten(0, 1),
-            local_part(self.head_weight),
-            labels.flatten(),
-            self.first_id,
-            sequence,
-            self.chunk_loss,
-        )
+        sequence, weight_VH = self.runtime.comms.sequence, local_shard(self.head_weight)
+        x_BSH = sequence.all_gather(self.norm(x_BsH))
+        if labels_BS is None:
+            return nn.functional.linear(x_BSH, weight_VH)
+        x_TH, labels_T = x_BSH.flatten(0, 1), labels_BS.flatten()
+        loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.chunk_loss)
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
-        return torch.stack([loss / token_counts.trained.clamp_min(1)])
+        return torch.stack([loss / counts.trained.clamp_min(1)])
 
     @property
     def head_weight(self) -> torch.Tensor:

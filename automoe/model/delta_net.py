@@ -5,8 +5,8 @@ says of the token's key towards the token's value, by a share beta:
 
     S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = S^T q
 
-Shapes: B rows, S positions, G key heads (queries too) of width Dk, N value heads of width Dv, r = N / G value
-heads a key head, C positions of a chunk.
+Letters: B rows, S positions, H hidden, G key heads (queries too) of width K, N value heads of width V, r = N / G value
+heads a key head, C positions of a chunk, M chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from automoe.config.schema import ModelConfig
+from automoe.local_shard import local_shard
 from automoe.model.attention import AttentionContext
-from automoe.model.linear import Linear, local_part
+from automoe.model.linear import Linear
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
 
@@ -26,11 +27,11 @@ UNIT_EPS = 1e-6  # under the root of a squared length
 
 
 def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
+    q_BSGK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    v_BSNV: torch.Tensor,
+    log_decay_BSN: torch.Tensor,
+    beta_BSN: torch.Tensor,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """The recurrence above, from a state of zeros, a chunk of positions at a time.
@@ -41,48 +42,49 @@ def gated_delta_rule(
 
         (I + strictly lower of [beta_i exp(c_i - c_j) k_i.k_j]) U = beta (V - exp(c) K S)
 
-    Queries and keys are brought to length one first, and queries divided by sqrt(Dk).
-
-    Args:
-        q, k: [B, S, G, Dk].
-        v: [B, S, N, Dv].
-        log_decay: [B, S, N], g of the formula, none positive.
-        beta: [B, S, N], between 0 and 1.
+    Queries and keys are brought to length one first, and queries divided by sqrt(K).
+    ``log_decay_BSN`` is g of the formula, none positive; ``beta_BSN`` is between 0 and 1.
 
     Returns:
-        [B, S, N, Dv] in the dtype of v; computed in at least float32.
+        [B, S, N, V] in the dtype of v; computed in at least float32.
     """
-    dtype, size, repeats = v.dtype, v.shape[1], v.shape[2] // k.shape[2]
+    dtype, size, repeats = v_BSNV.dtype, v_BSNV.shape[1], v_BSNV.shape[2] // k_BSGK.shape[2]
     wide = torch.promote_types(dtype, torch.float32)
-    q, k = _unit(q.to(wide)) * q.shape[-1] ** -0.5, _unit(k.to(wide))
-    q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
     # Positions behind the row change no state, with a beta of zero, and are cut off at the end.
-    q, k, v, log_decay, beta = (
-        _chunked(x.to(wide), chunk) for x in (q, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
+    q_BNMCK, k_BNMCK, v_BNMCV, log_decay_BNMC1, beta_BNMC1 = (
+        _chunked(x.to(wide), chunk)
+        for x in (
+            (_unit(q_BSGK.to(wide)) * q_BSGK.shape[-1] ** -0.5).repeat_interleave(repeats, dim=2),
+            _unit(k_BSGK.to(wide)).repeat_interleave(repeats, dim=2),
+            v_BSNV,
+            log_decay_BSN.unsqueeze(-1),
+            beta_BSN.unsqueeze(-1),
+        )
     )
-    to_here = log_decay.cumsum(3).exp()  # [B, N, M, C, 1]
+    to_here_BNMC1 = log_decay_BNMC1.cumsum(3).exp()
     # [..., i, j]: from after j to i. Sums of their own, since differences of long sums would lose the short ones.
-    square = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device)
-    steps = log_decay.expand(*log_decay.shape[:4], chunk).masked_fill(square.triu(), 0)
-    between = steps.cumsum(3).masked_fill(square.triu(1), float("-inf")).exp()
-    k_to_here = k * to_here
+    square_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSNV.device)
+    steps_BNMCC = log_decay_BNMC1.expand(*log_decay_BNMC1.shape[:4], chunk).masked_fill(square_CC.triu(), 0)
+    between_BNMCC = steps_BNMCC.cumsum(3).masked_fill(square_CC.triu(1), float("-inf")).exp()
+    k_to_here_BNMCK = k_BNMCK * to_here_BNMC1
     solved = torch.linalg.solve_triangular(
-        beta * between * (k @ k.transpose(3, 4)),
-        beta * torch.cat((v, k_to_here), dim=-1),
+        beta_BNMC1 * between_BNMCC * (k_BNMCK @ k_BNMCK.transpose(3, 4)),
+        beta_BNMC1 * torch.cat((v_BNMCV, k_to_here_BNMCK), dim=-1),
         upper=False,
         unitriangular=True,
     )
-    added, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    seen = between * (q @ k.transpose(3, 4))
-    q_to_here, k_to_end = q * to_here, k * between[:, :, :, -1:].transpose(3, 4)
-    kept = to_here[:, :, :, -1:]
+    added_BNMCV, of_state_BNMCK = solved.split((v_BNMCV.shape[-1], k_BNMCK.shape[-1]), dim=-1)
+    seen_BNMCC = between_BNMCC * (q_BNMCK @ k_BNMCK.transpose(3, 4))
+    q_to_here_BNMCK = q_BNMCK * to_here_BNMC1
+    k_to_end_BNMCK = k_BNMCK * between_BNMCC[:, :, :, -1:].transpose(3, 4)
+    kept_BNM11 = to_here_BNMC1[:, :, :, -1:]
 
-    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    state_BNKV = v_BNMCV.new_zeros(*v_BNMCV.shape[:2], k_BNMCK.shape[-1], v_BNMCV.shape[-1])
     outputs = []
-    for m in range(v.shape[2]):
-        values = added[:, :, m] - of_state[:, :, m] @ state
-        outputs.append(q_to_here[:, :, m] @ state + seen[:, :, m] @ values)
-        state = state * kept[:, :, m] + k_to_end[:, :, m].transpose(2, 3) @ values
+    for m in range(v_BNMCV.shape[2]):
+        values_BNCV = added_BNMCV[:, :, m] - of_state_BNMCK[:, :, m] @ state_BNKV
+        outputs.append(q_to_here_BNMCK[:, :, m] @ state_BNKV + seen_BNMCC[:, :, m] @ values_BNCV)
+        state_BNKV = state_BNKV * kept_BNM11[:, :, m] + k_to_end_BNMCK[:, :, m].transpose(2, 3) @ values_BNCV
     return torch.cat(outputs, dim=2)[:, :, :size].transpose(1, 2).to(dtype)
 
 
@@ -90,17 +92,17 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def _chunked(x: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[B, S, N, D] -> [B, N, M, C, D], zeros behind the row."""
-    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
-    return x.unflatten(2, (-1, chunk))
+def _chunked(x_BSND: torch.Tensor, chunk: int) -> torch.Tensor:
+    """[B, S, N, D] of any width D -> [B, N, M, C, D], zeros behind the row."""
+    x_BNSD = F.pad(x_BSND.transpose(1, 2), (0, 0, 0, -x_BSND.shape[1] % chunk))
+    return x_BNSD.unflatten(2, (-1, chunk))
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Each channel over its own past. x [B, S, D], weight [D, 1, W], the last one for the position itself."""
-    width, size = weight.shape[-1], x.shape[1]
-    padded = F.pad(x, (0, 0, width - 1, 0))
-    return sum(padded[:, i : i + size] * weight[:, 0, i] for i in range(width))  # type: ignore[return-value]
+def causal_conv(x_BSD: torch.Tensor, weight_D1W: torch.Tensor) -> torch.Tensor:
+    """Each of D channels over its own past of W positions, the last one the position itself."""
+    width, size = weight_D1W.shape[-1], x_BSD.shape[1]
+    padded_BSD = F.pad(x_BSD, (0, 0, width - 1, 0))
+    return sum(padded_BSD[:, i : i + size] * weight_D1W[:, 0, i] for i in range(width))  # type: ignore[return-value]
 
 
 class ShortConv(nn.Module):
@@ -114,7 +116,7 @@ class ShortConv(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Projections, a short convolution over queries, keys and values, the delta rule, a gated norm.
 
-    in_proj_qkvz has, a key head after the other, Dk rows of queries, Dk of keys, r Dv of values and r Dv of
+    in_proj_qkvz has, a key head after the other, K rows of queries, K of keys, r V of values and r V of
     output gates; in_proj_ba r of betas and r of decays. The convolution's channels are all queries, all keys,
     all values.
     """
@@ -139,34 +141,34 @@ class GatedDeltaNet(nn.Module):
         self.first_key_head = first_of_rank(self.sequence, self.key_heads)
         self.attend = gated_delta_rule
 
-    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """x [B, S, H] -> [B, S, H]; a state runs through the row, whatever documents are in it."""
+    def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """[B, S, H] -> [B, S, H]; a state runs through the row, whatever documents are in it."""
         assert context.keys.num_ranks == 1 and context.mask is None, "a recurrent layer sees one whole document a row"
-        x = self.sequence.all_gather(x)
+        x_BSH = self.sequence.all_gather(x_BSH)
         width = self.repeats * self.value_dim
-        by_head = self.in_proj_qkvz(x).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))
-        q, k, v, z = by_head.split((self.key_dim, self.key_dim, width, width), dim=-1)
-        b, a = self.in_proj_ba(x).unflatten(-1, (-1, 2 * self.repeats)).chunk(2, dim=-1)
+        qkvz_BSGD = self.in_proj_qkvz(x_BSH).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))
+        q, k, v, z = qkvz_BSGD.split((self.key_dim, self.key_dim, width, width), dim=-1)
+        b, a = self.in_proj_ba(x_BSH).unflatten(-1, (-1, 2 * self.repeats)).chunk(2, dim=-1)
         heads = q.shape[2]
-        mixed = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
-        mixed = F.silu(causal_conv(mixed, self._conv_weight(heads)))
-        q, k, v = mixed.split((heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        step = F.softplus(a.flatten(2).to(wide) + local_part(self.dt_bias).to(wide))
-        out = self.attend(
+        mixed_BSD = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
+        mixed_BSD = F.silu(causal_conv(mixed_BSD, self._conv_weight(heads)))
+        q, k, v = mixed_BSD.split((heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1)
+        wide = torch.promote_types(x_BSH.dtype, torch.float32)
+        step_BSN = F.softplus(a.flatten(2).to(wide) + local_shard(self.dt_bias).to(wide))
+        out_BSNV = self.attend(
             q.unflatten(-1, (heads, -1)),
             k.unflatten(-1, (heads, -1)),
             v.unflatten(-1, (heads * self.repeats, -1)),
-            -local_part(self.A_log).to(wide).exp() * step,
+            -local_shard(self.A_log).to(wide).exp() * step_BSN,
             b.flatten(2).sigmoid(),
         )
-        gate = z.reshape(out.shape).to(wide)
-        out = (self.norm(out).to(wide) * F.silu(gate)).to(x.dtype)
-        return self.out_proj.reduce_scatter(out.flatten(2), self.sequence)
+        gate_BSNV = z.reshape(out_BSNV.shape).to(wide)
+        out_BSNV = (self.norm(out_BSNV).to(wide) * F.silu(gate_BSNV)).to(x_BSH.dtype)
+        return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
 
     def _conv_weight(self, heads: int) -> torch.Tensor:
         """[channels of ``heads`` key heads, 1, W]: all of it, or where tp cuts heads, this rank's three pieces."""
-        weight = local_part(self.conv1d.weight)
+        weight = local_shard(self.conv1d.weight)
         if heads == self.key_heads:
             return weight
         keys, width = self.key_heads * self.key_dim, self.repeats * self.value_dim

@@ -10,26 +10,17 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from automoe.counter_random import bits_at, normal_at, stream_key, uniform_from
+from automoe.local_shard import global_offset, local_shard
 
 _CHUNK = 1 << 22  # elements filled at once, which bounds the scratch memory
-
-
-def _local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's storage and the global index of its first element on each dim."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(offset)
 
 
 @torch.no_grad()
 def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> None:
     """Fill this rank's part of ``parameter`` (a tensor or a DTensor) with normal(0, std)."""
-    local, _ = _local_part(parameter)
+    local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
         local[block] = (normal_at(index, name, seed) * std).to(local.dtype)
 
@@ -40,7 +31,7 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
     Yields:
         The rows, and the index in the whole parameter, laid out row by row, of each of their elements (int64).
     """
-    local, offset = _local_part(parameter)
+    local, offset = local_shard(parameter), global_offset(parameter)
     if local.numel() == 0:
         return
     assert local.is_contiguous()
@@ -66,7 +57,7 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
         The index of the part's first element, and (size, stride in the whole) of its dims. Dims that follow each
         other there without a gap are one; the last has stride one.
     """
-    local, offset = _local_part(parameter)
+    local, offset = local_shard(parameter), global_offset(parameter)
     assert local.is_contiguous()
     first, stride = 0, 1
     runs = [(1, 1)]
@@ -97,12 +88,12 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
             elif kind == "log_uniform":
                 _fill_log_uniform_(parameter, name, seed)
             else:
-                _local_part(parameter)[0].fill_(float(kind == "ones"))
+                local_shard(parameter).fill_(float(kind == "ones"))
 
 
 def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
     """The logarithm of numbers uniform between 0 and 16 (decay rates of a delta net); one dim."""
-    local, (start,) = _local_part(parameter)
+    local, (start,) = local_shard(parameter), global_offset(parameter)
     index = torch.arange(start, start + local.shape[0], device=local.device)
     local.copy_((16 * uniform_from(bits_at(index, stream_key(name, seed)))).log())
 

@@ -1,7 +1,8 @@
-"""Matrix products and lookups that work on whatever part of the weight this rank holds.
+"""Matrix products and lookups that work on whatever shard of the weight this rank holds.
 
-Under tensor parallelism a weight is a DTensor, and what a rank multiplies by is its own slice; who gathers
-the tokens before and adds up the results after is the ``Communicator`` that a module is given.
+Under tensor parallelism a weight is a DTensor, and a rank multiplies by its own shard. The ``Communicator`` that a
+module is given gathers the tokens before and sums the results after.
+Letters: B rows, S positions, H hidden, V vocabulary, I input and O output features.
 """
 
 from __future__ import annotations
@@ -12,22 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
+from automoe.local_shard import local_shard
 from automoe.moe.communicators import Communicator
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a DTensor, differentiable; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Linear(nn.Module):
-    """``x @ weight.T + bias``, weight [out, in], bias [out] or none.
+    """``x @ weight.T + bias``, weight [O, I], bias [O] or none.
 
-    ``rows`` restricts the product to some output rows: where key/value heads are fewer than the ranks
-    that share them, each rank keeps the whole weight and uses one head of it. ``product`` computes it: of x,
-    weight and bias or None.
+    Args:
+        rows: only these output features, of a weight that the rank keeps whole.
+
+    ``product`` computes it: of x, weight and bias or None.
     """
 
     product: Callable[..., torch.Tensor]
@@ -39,16 +36,16 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.product = F.linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = local_part(self.weight), None if self.bias is None else local_part(self.bias)
+    def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
+        weight_OI, bias_O = local_shard(self.weight), None if self.bias is None else local_shard(self.bias)
         if self.rows is not None:
-            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
-        return self.product(x, weight, bias)
+            weight_OI, bias_O = weight_OI[self.rows], None if bias_O is None else bias_O[self.rows]
+        return self.product(x_BSI, weight_OI, bias_O)
 
-    def reduce_scatter(self, x: torch.Tensor, sequence: Communicator) -> torch.Tensor:
+    def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
         """The product of ranks that each have some input features: their terms summed, then the bias, once."""
-        out = sequence.reduce_scatter(self.product(x, local_part(self.weight)))
-        return out if self.bias is None else out + local_part(self.bias)
+        out_BSO = sequence.reduce_scatter(self.product(x_BSI, local_shard(self.weight)))
+        return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
 
 class _Lookup(torch.autograd.Function):
@@ -58,24 +55,25 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.shape = weight.shape
-        return F.embedding(ids, weight)
+    def forward(ctx, ids_BS: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids_BS)
+        ctx.shape = weight_VH.shape
+        return F.embedding(ids_BS, weight_VH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        (ids,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        rows = grad.new_zeros(ctx.shape, dtype=wide)
-        rows.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(wide))
-        return None, rows.to(grad.dtype)
+    def backward(ctx, grad_BSH: torch.Tensor):
+        (ids_BS,) = ctx.saved_tensors
+        wide = torch.promote_types(grad_BSH.dtype, torch.float32)
+        grad_VH = grad_BSH.new_zeros(ctx.shape, dtype=wide)
+        grad_VH.index_add_(0, ids_BS.flatten(), grad_BSH.flatten(0, -2).to(wide))
+        return None, grad_VH.to(grad_BSH.dtype)
 
 
-def _lookup(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    narrow = weight.dtype in (torch.bfloat16, torch.float16)
-    return _Lookup.apply(ids, weight) if narrow and weight.device.type == "cpu" else F.embedding(ids, weight)
+def _lookup(ids_BS: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    narrow = weight_VH.dtype in (torch.bfloat16, torch.float16)
+    lookup = _Lookup.apply if narrow and weight_VH.device.type == "cpu" else F.embedding
+    return lookup(ids_BS, weight_VH)
 
 
 class Embedding(nn.Module):
@@ -89,11 +87,12 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocab_size, self.first_id = vocab_size, first_id
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [B, S] int64 -> [B, S, H]: this rank's share of the sum over ranks."""
-        weight = local_part(self.weight)
-        if weight.shape[0] == self.vocab_size:
-            return _lookup(ids, weight)
-        ids = ids - self.first_id
-        elsewhere = (ids < 0) | (ids >= weight.shape[0])
-        return _lookup(ids.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Token ids (int64) -> [B, S, H], this rank's term of the sum over ranks."""
+        weight_VH = local_shard(self.weight)
+        if weight_VH.shape[0] == self.vocab_size:
+            return _lookup(ids_BS, weight_VH)
+        ids_BS = ids_BS - self.first_id
+        elsewhere_BS = (ids_BS < 0) | (ids_BS >= weight_VH.shape[0])
+        out_BSH = _lookup(ids_BS.masked_fill(elsewhere_BS, 0), weight_VH)
+        return out_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0)

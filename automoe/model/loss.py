@@ -1,6 +1,6 @@
 """Cross-entropy of the vocabulary head without ever holding all logits.
 
-Shapes: T tokens, H hidden, V vocabulary.
+Letters: T tokens, H hidden, V vocabulary (this rank's part of it).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from automoe.config.schema import chunk_tokens
 from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE
 
-# x [t, H] of one chunk, weight, labels [t], first_id and vocab of ``cross_entropy_sum``, whether a gradient is
-# wanted -> the sum of the chunk's losses, and its gradient by the logits [t, V] in the dtype of x
+# x_TH of one chunk, weight_VH, labels_T, first_id and vocab of ``cross_entropy_sum``, whether a gradient is wanted
+# -> the sum of the chunk's losses, and its gradient by the logits_TV in the dtype of x
 ChunkLoss = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, int, Communicator, bool],
     tuple[torch.Tensor, torch.Tensor | None],
@@ -22,76 +22,76 @@ ChunkLoss = Callable[
 
 
 def chunk_loss(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_T: torch.Tensor,
     first_id: int,
     vocab: Communicator,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A ``ChunkLoss``, operation by operation."""
-    trained = (labels != IGNORE).unsqueeze(1)
+    trained_T1 = (labels_T != IGNORE).unsqueeze(1)
     # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
-    target = (labels - first_id).unsqueeze(1)
-    here = trained & (target >= 0) & (target < weight.shape[0])
-    target = target.clamp(0, weight.shape[0] - 1)
-    logits = x @ weight.T
-    wide = torch.promote_types(x.dtype, torch.float32)
-    largest = vocab.all_reduce_max(logits.amax(-1, keepdim=True).to(wide))
-    of_target = vocab.all_reduce(logits.gather(1, target).to(wide) * here)
-    # Softmax but for its divisor. Passes over memory are what counts: widened by the subtraction, narrowed by the product.
-    grad = (logits.sub_(largest) if logits.dtype == wide else logits - largest).exp_()
-    divisor = vocab.all_reduce(grad.sum(-1, keepdim=True))
-    loss = ((divisor.log() + largest - of_target) * trained).sum()
+    target_T1 = (labels_T - first_id).unsqueeze(1)
+    here_T1 = trained_T1 & (target_T1 >= 0) & (target_T1 < weight_VH.shape[0])
+    target_T1 = target_T1.clamp(0, weight_VH.shape[0] - 1)
+    logits_TV = x_TH @ weight_VH.T
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
+    target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
+    # Softmax but for its divisor. Passes over memory are what counts: the subtraction widens, the product narrows.
+    grad_TV = (logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1).exp_()
+    divisor_T1 = vocab.all_reduce(grad_TV.sum(-1, keepdim=True))
+    loss = ((divisor_T1.log() + largest_T1 - target_logit_T1) * trained_T1).sum()
     if not wanted:
         return loss, None
-    factor = trained / divisor
-    of_target = grad.gather(1, target) * factor - here.to(wide)
-    grad = torch.mul(grad, factor, out=logits)
-    return loss, grad.scatter_(1, target, of_target.to(grad.dtype))
+    factor_T1 = trained_T1 / divisor_T1
+    target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
+    grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
+    return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Both gradients are computed beside the loss, a chunk of logits at a time, and scaled in backward."""
+    """Both gradients are computed with the loss, a chunk of logits at a time, and scaled in backward."""
 
     @staticmethod
     def forward(
         ctx,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
+        x_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        labels_T: torch.Tensor,
         first_id: int,
         vocab: Communicator,
-        of_chunk: ChunkLoss,
+        chunk_fn: ChunkLoss,
     ) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        total = torch.zeros((), dtype=wide, device=x.device)
-        grad_x = torch.empty_like(x) if needs_x else None
+        total = torch.zeros((), dtype=wide, device=x_TH.device)
+        grad_x_TH = torch.empty_like(x_TH) if needs_x else None
         # Many chunks are added up, so the sum is kept wide whatever the weight's dtype.
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        step = chunk_tokens(*x.shape)
-        for start in range(0, x.shape[0], step):
-            chunk, chunk_labels = x[start : start + step], labels[start : start + step]
-            loss, grad = of_chunk(chunk, weight, chunk_labels, first_id, vocab, needs_x or needs_weight)
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+        step = chunk_tokens(*x_TH.shape)
+        for start in range(0, x_TH.shape[0], step):
+            chunk, chunk_labels = x_TH[start : start + step], labels_T[start : start + step]
+            loss, grad_TV = chunk_fn(chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight)
             total += loss
-            if grad is None:
+            if grad_TV is None:
                 continue
-            if grad_x is not None:
-                torch.mm(grad, weight, out=grad_x[start : start + step])
-            if grad_weight is not None and grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.T, chunk)
-            elif grad_weight is not None:
-                grad_weight += grad.T @ chunk
-        ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype) if grad_weight is not None else None)
+            if grad_x_TH is not None:
+                torch.mm(grad_TV, weight_VH, out=grad_x_TH[start : start + step])
+            if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
+                grad_weight_VH.addmm_(grad_TV.T, chunk)
+            elif grad_weight_VH is not None:
+                grad_weight_VH += grad_TV.T @ chunk
+        ctx.save_for_backward(grad_x_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None)
         return total
 
     @staticmethod
     def backward(ctx, grad_total: torch.Tensor):
-        grad_x, grad_weight = ctx.saved_tensors
+        grad_x_TH, grad_weight_VH = ctx.saved_tensors
         return (
-            None if grad_x is None else grad_x * grad_total.to(grad_x.dtype),
-            None if grad_weight is None else grad_weight * grad_total.to(grad_weight.dtype),
+            None if grad_x_TH is None else grad_x_TH * grad_total.to(grad_x_TH.dtype),
+            None if grad_weight_VH is None else grad_weight_VH * grad_total.to(grad_weight_VH.dtype),
             None,
             None,
             None,
@@ -100,24 +100,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_T: torch.Tensor,
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
-    of_chunk: ChunkLoss = chunk_loss,
+    chunk_fn: ChunkLoss = chunk_loss,
 ) -> torch.Tensor:
     """Sum over trained tokens of -log softmax(x @ weight.T)[label].
 
     Args:
-        x: [T, H] final hidden states.
-        weight: [V, H] vocabulary head, or this rank's rows of it.
-        labels: [T] int64; ``IGNORE`` marks positions that are not trained.
+        x_TH: final hidden states.
+        weight_VH: vocabulary head, or this rank's rows of it.
+        labels_T: int64; ``IGNORE`` marks positions that are not trained.
         first_id: token id of the weight's first row.
-        vocab: the ranks that hold the other rows, all with the same x and labels. Every one of them returns the whole loss; their gradients of x are terms of a sum.
-        of_chunk: what computes a chunk, compiled perhaps.
+        vocab: the ranks that hold the other rows, all with the same x and labels. Every one of them returns the
+            whole loss; their gradients of x are terms of a sum.
+        chunk_fn: computes a chunk, compiled perhaps.
 
     Returns:
         Scalar in at least float32, in nats; not divided by any count.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, first_id, vocab, of_chunk)
+    return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn)

@@ -1,4 +1,7 @@
-"""RMSNorm (arXiv 1910.07467), computed in at least float32."""
+"""RMSNorm (arXiv 1910.07467), computed in at least float32.
+
+Letters: T rows (tokens, or tokens times heads), D width.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,36 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
-        scales = weight.new_empty(x.shape[0], 1)
-        for block in row_blocks(*x.shape, x.device):
-            rows, into = x[block].to(weight.dtype), out[block]
+    def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        out_TD = torch.empty_like(x_TD)
+        scales_T1 = weight_D.new_empty(x_TD.shape[0], 1)
+        for block in row_blocks(*x_TD.shape, x_TD.device):
+            rows, into = x_TD[block].to(weight_D.dtype), out_TD[block]
             result = into if into.dtype == rows.dtype else torch.empty_like(rows)
             mean_square = torch.mul(rows, rows, out=result).mean(-1, keepdim=True)
-            torch.rsqrt(mean_square.add_(eps), out=scales[block])
-            torch.mul(rows, scales[block], out=result).mul_(weight)
+            torch.rsqrt(mean_square.add_(eps), out=scales_T1[block])
+            torch.mul(rows, scales_T1[block], out=result).mul_(weight_D)
             if result is not into:
                 into.copy_(result)
-        ctx.save_for_backward(x, weight, scales)
-        return out
+        ctx.save_for_backward(x_TD, weight_D, scales_T1)
+        return out_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out: torch.Tensor):
-        x, weight, scales = ctx.saved_tensors
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-        for block in row_blocks(*x.shape, x.device):
-            rows, grad, scale = x[block].to(weight.dtype), grad_out[block].to(weight.dtype), scales[block]
-            into = grad_x[block]
+    def backward(ctx, grad_TD: torch.Tensor):
+        x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(weight_D)
+        for block in row_blocks(*x_TD.shape, x_TD.device):
+            rows, grad, scale = x_TD[block].to(weight_D.dtype), grad_TD[block].to(weight_D.dtype), scales_T1[block]
+            into = grad_x_TD[block]
             result = into if into.dtype == rows.dtype else torch.empty_like(rows)
             products = torch.mul(grad, rows, out=result)  # scratch until dx is due
-            grad_weight.addmv_(products.T, scale.squeeze(1))
-            shrink = (products @ weight).unsqueeze(1) * scale.pow(3) / x.shape[1]
-            torch.mul(grad, weight, out=result).mul_(scale).addcmul_(rows, shrink, value=-1)
+            grad_weight_D.addmv_(products.T, scale.squeeze(1))
+            shrink = (products @ weight_D).unsqueeze(1) * scale.pow(3) / x_TD.shape[1]
+            torch.mul(grad, weight_D, out=result).mul_(scale).addcmul_(rows, shrink, value=-1)
             if result is not into:
                 into.copy_(result)
-        return grad_x, grad_weight, None
+        return grad_x_TD, grad_weight_D, None
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -57,20 +60,20 @@ class _FusedRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out, scales = torch.ops.aten._fused_rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
-        ctx.save_for_backward(x, weight, scales)
-        return out.to(x.dtype)
+    def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        out_TD, scales_T1 = torch.ops.aten._fused_rms_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, eps)
+        ctx.save_for_backward(x_TD, weight_D, scales_T1)
+        return out_TD.to(x_TD.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out: torch.Tensor):
-        x, weight, scales = ctx.saved_tensors
-        grad = grad_out.to(weight.dtype).contiguous()
-        grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
-            grad, x.to(weight.dtype), weight.shape, scales, weight, [True, True]
+    def backward(ctx, grad_TD: torch.Tensor):
+        x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        grad = grad_TD.to(weight_D.dtype).contiguous()
+        grad_x_TD, grad_weight_D = torch.ops.aten._fused_rms_norm_backward(
+            grad, x_TD.to(weight_D.dtype), weight_D.shape, scales_T1, weight_D, [True, True]
         )
-        return grad_x.to(x.dtype), grad_weight, None
+        return grad_x_TD.to(x_TD.dtype), grad_weight_D, None
 
 
 class RMSNorm(nn.Module):

@@ -1,7 +1,7 @@
 """Rotary position embeddings (arXiv 2104.09864), scaled as in YaRN (arXiv 2309.00071, section 3) or Llama 3.1.
 
-D is the width of a head, R the rotated width, its first dims. Angles are computed in float32, as published
-checkpoints were trained.
+Letters: B rows, S positions, N heads, D width of a head, R rotated width, its first dims, P = R / 2
+pairs. Angles are computed in float32, as published checkpoints were trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """[R/2] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
+    """[P] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
     if config.scaling == "none":
@@ -73,12 +73,12 @@ def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
 
 
 def rotary_cos_sin(
-    config: RopeConfig, dim: int, positions: torch.Tensor, dtype: torch.dtype
+    config: RopeConfig, dim: int, positions_BS: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, [B, S, 1, R/2] each, of positions [B, S]; ``dim`` is R."""
-    inverse, scale = inverse_frequencies(config, dim, positions.device)
-    angles = positions[..., None].to(torch.float32) * inverse
-    return (angles.cos() * scale).to(dtype)[:, :, None], (angles.sin() * scale).to(dtype)[:, :, None]
+    """cos and sin, [B, S, 1, P] each; ``dim`` is R."""
+    inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
+    angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
+    return (angles_BSP.cos() * scale).to(dtype)[:, :, None], (angles_BSP.sin() * scale).to(dtype)[:, :, None]
 
 
 class _Rotation(torch.autograd.Function):
@@ -127,31 +127,34 @@ def _rotate_pairs(
     torch.mul(x[1], cos, out=out[1]).addcmul_(x[0], sin)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int = 0) -> torch.Tensor:
-    """Rotate R dims of x [B, S, N, D], from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + R/2).
+def rotate(
+    x_BSND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int = 0
+) -> torch.Tensor:
+    """Rotate R dims of x, from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + P).
 
     The result is always laid out in halves: queries and keys are permuted alike, so their products
     do not change, and one layout is enough for the rest of the attention.
     """
     if torch.compiler.is_compiling():  # which wants plain operations, and needs no hand-written backward
-        before, turned, behind = _thirds(x, start, cos)
+        before, turned, behind = _thirds(x_BSND, start, cos)
         first, second = _pairs(turned, interleaved)
         return torch.cat((before, first * cos - second * sin, second * cos + first * sin, behind), dim=-1)
-    return _Rotation.apply(x, cos, sin, interleaved, start)
+    return _Rotation.apply(x_BSND, cos, sin, interleaved, start)
 
 
-def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def join_keys(kv_BSND: torch.Tensor, k_rope_BSR: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """MLA's keys: of each head its own dims, then those that turn and that all heads share.
 
     Args:
-        kv: [B, S, N, ``nope_dim`` + V], dims of keys that do not turn, and values.
-        k_rope: [B, S, R], rotated.
+        kv_BSND: ``nope_dim`` dims of keys that do not turn, then values.
+        k_rope_BSR: rotated.
 
     Returns:
-        k [B, S, N, ``nope_dim`` + R] and v [B, S, N, V].
+        k [B, S, N, ``nope_dim`` + R] and v [B, S, N, D - ``nope_dim``].
     """
-    k_nope, v = kv.split((nope_dim, kv.shape[-1] - nope_dim), dim=-1)
-    return torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, kv.shape[2], -1)), dim=-1), v
+    k_nope_BSND, v_BSND = kv_BSND.split((nope_dim, kv_BSND.shape[-1] - nope_dim), dim=-1)
+    k_rope_BSNR = k_rope_BSR.unsqueeze(2).expand(-1, -1, kv_BSND.shape[2], -1)
+    return torch.cat((k_nope_BSND, k_rope_BSNR), dim=-1), v_BSND
 
 
 @dataclass(frozen=True)

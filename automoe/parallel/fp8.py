@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
@@ -39,7 +37,7 @@ _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
-    """Give the products that this file's docstring names their scales. After the axes that cut weights.
+    """Give the products that this file's docstring names their scales. After the axes that shard weights.
 
     Raises:
         BackendError: a GPU that has no 8-bit products of this kind.
@@ -49,13 +47,12 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
         return
     if meshes.default.device_type == "cuda":
         _check_gpu(torch.cuda.get_device_capability())
-    tp, etp, stage = meshes.group("tp"), meshes.group("etp"), None
-    if mode != "blockwise":
-        stage = _stage_group(meshes)
+    tp, etp = meshes.group("tp"), meshes.group("etp")
+    stage = None if mode == "blockwise" else meshes.stage_group()
     for linear in list(_linears(model)):
-        # Cut by tp, or whole and used in part.
-        cut = isinstance(linear.weight, DTensor) or linear.rows is not None
-        linear.product = QuantizedProduct(_scaling(mode, E5M2, stage, tp if cut else None))
+        # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole one.
+        differs = isinstance(linear.weight, DTensor) or linear.rows is not None
+        linear.product = QuantizedProduct(_scaling(mode, E5M2, stage, tp if differs else None))
         if linear.rows is not None:
             assert tp is not None
             linear.product.result = _summing_gradients(linear.rows, linear.weight.shape[0], tp)
@@ -95,17 +92,6 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         return ctx.change(grad), None
-
-
-def _stage_group(meshes: Meshes) -> dist.ProcessGroup | None:
-    """All ranks with the layers of this one, which hold the rows of a micro-batch; None if it is alone."""
-    axes = [axis for axis in DEFAULT_AXES if axis != "pp" and meshes.group(axis) is not None]
-    if len(axes) < 2:
-        return meshes.group(axes[0]) if axes else None
-    group = meshes.default[tuple(axes)]._flatten("stage").get_group()  # one for all parts of this rank
-    if meshes.timeout is not None:
-        _set_pg_timeout(meshes.timeout, group)
-    return group
 
 
 def _linears(model: Decoder) -> Iterator[Linear]:
@@ -158,7 +144,7 @@ def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> fl
         return 0.0
     seen = torch.stack([scaling.seen for scaling in delayed])
     if stepped:  # every rank of a stage has the same modules in the same order
-        seen = _max_over(_stage_group(meshes))(seen)
+        seen = _max_over(meshes.stage_group())(seen)
     clipped = clipped_share(torch.stack([scaling.history for scaling in delayed]), seen)
     for scaling, largest in zip(delayed, seen, strict=True):
         scaling.seen.copy_(largest)

@@ -52,6 +52,16 @@ class Meshes:
         view = "default" if axis in DEFAULT_AXES else "moe"
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """All ranks with the layers of this one, which hold the rows of a micro-batch; None if it is alone."""
+        axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
+        if len(axes) < 2:
+            return self.group(axes[0]) if axes else None
+        group = self.default[tuple(axes)]._flatten("stage").get_group()  # torch makes it once
+        if self.timeout is not None:
+            _set_pg_timeout(self.timeout, group)
+        return group
+
     @property
     def dp_rank(self) -> int:
         """Which slice of the global batch's rows this rank reads, 0 ... dp - 1."""

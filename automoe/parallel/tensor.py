@@ -1,10 +1,9 @@
-"""Tensor parallelism with sequence parallelism: weights cut over the tp axis, tokens cut between blocks.
+"""Tensor parallelism with sequence parallelism: weights sharded over the tp axis, positions sharded between blocks.
 
-Each product of a block is cut by columns first and by rows last (Megatron-LM, arXiv 1909.08053, with the
-norms' tokens cut as in arXiv 2205.05198): tokens are gathered before, sums reduced and cut after. MLA
-gathers its latents, which are narrower than the hidden state. The router therefore sees distinct tokens
-on every tp rank, and experts folded over tp need no communication of their own for it.
-Shapes: B rows, S positions that enter attention together, s = S / tp.
+The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053), with the norms' positions
+sharded as in arXiv 2205.05198: tokens are gathered before, sums reduce-scattered after. MLA gathers its latents, which
+are narrower than the hidden state. The router therefore sees other tokens on every tp rank, and experts folded over tp
+need no communication of their own for it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class ShardWeight(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if self.dim < parameter.dim():
-                _cut(module, name, device_mesh, self.dim)
+                _shard(module, name, device_mesh, self.dim)
         return module
 
 
-def _cut(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Make parameter ``name`` of ``module`` a DTensor, cut on ``dim``."""
-    cut = distribute_tensor(getattr(module, name).data, mesh, [Shard(dim)], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(cut))
+def _shard(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Make parameter ``name`` of ``module`` a DTensor, sharded on ``dim``."""
+    sharded = distribute_tensor(getattr(module, name).data, mesh, [Shard(dim)], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(sharded))
 
 
 COLWISE, ROWWISE = ShardWeight(0), ShardWeight(1)
@@ -62,7 +61,7 @@ _PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
 
 
 def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
-    """Cut attention, dense and shared FFNs, embedding and head over tp."""
+    """Shard attention, dense and shared FFNs, embedding and head over tp."""
     mesh = meshes.axis("tp")
     if mesh is None:
         return
@@ -76,8 +75,8 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
             if module.k_proj.rows is not None:  # fewer heads than ranks: each keeps them all and uses one
                 plan = {name: style for name, style in plan.items() if name not in ("k_proj", "v_proj")}
             if module.sinks is not None:  # one a query head
-                _cut(module, "sinks", mesh, 0)
+                _shard(module, "sinks", mesh, 0)
         if isinstance(module, GatedDeltaNet):
-            _cut(module, "A_log", mesh, 0)
-            _cut(module, "dt_bias", mesh, 0)
+            _shard(module, "A_log", mesh, 0)
+            _shard(module, "dt_bias", mesh, 0)
         parallelize_module(module, mesh, plan)

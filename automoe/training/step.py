@@ -25,8 +25,7 @@ from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.pipeline import Inputs, StepRunner
-from automoe.parallel.shared_gradients import counted_parameters
+from automoe.parallel.pipeline import Inputs, StepRunner, counted_parameters
 from automoe.trace import phase
 from automoe.training.routing import record_routing
 from automoe.training.state import TrainState

@@ -26,9 +26,10 @@ import automoe.parallel.parallelize
 import automoe.parallel.pipeline
 import automoe.verify.trajectory
 from automoe.config.schema import Config
+from automoe.local_shard import local_shard
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.delta_net import GatedDeltaNet
-from automoe.model.linear import Linear, local_part
+from automoe.model.linear import Linear
 from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.communicators import Communicators
@@ -37,7 +38,7 @@ from automoe.moe.experts import GroupedExperts
 from automoe.moe.tokens import IGNORE, TokenCounts
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
-from automoe.parallel.shared_gradients import SharedGradients
+from automoe.parallel.pipeline import SharedGradients
 from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
 
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -391,8 +392,8 @@ def columns_of_the_first_etp_rank_believed_everywhere():
 
 def output_bias_added_by_every_tp_rank():
     def reduce_scatter(self, x, sequence):
-        out = F.linear(x, local_part(self.weight))
-        return sequence.reduce_scatter(out if self.bias is None else out + local_part(self.bias))
+        out = F.linear(x, local_shard(self.weight))
+        return sequence.reduce_scatter(out if self.bias is None else out + local_shard(self.bias))
 
     return patch.object(Linear, "reduce_scatter", reduce_scatter)
 

@@ -36,7 +36,14 @@ LAYERS = (
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
     ("automoe.cost",),
-    ("automoe.config", "automoe.errors", "automoe.shipped", "automoe.trace", "automoe.counter_random"),
+    (
+        "automoe.config",
+        "automoe.errors",
+        "automoe.shipped",
+        "automoe.trace",
+        "automoe.counter_random",
+        "automoe.local_shard",
+    ),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))

@@ -1,0 +1,20 @@
+"""This rank's shard of a tensor, whether torch distributes it (a DTensor) or not."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, differentiable; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def global_offset(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Index in the whole tensor of the first element of ``local_shard(tensor)``."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
