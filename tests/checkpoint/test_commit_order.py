@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from checkpoint_runs import build_state, config
+from checkpoint_runs import build_state, config, open_store
 
-from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.manifest import damage
 from automoe.config.schema import Config
 from automoe.verify.pool import RankPool
 
@@ -72,7 +72,7 @@ def recorded(log: Path) -> Iterator[None]:
 def save_twice(settings: Config, run_dir: Path, log: Path) -> None:
     """Steps 1 and 2, of which one is kept."""
     state, _, _ = build_state(settings, run_dir)
-    store = CheckpointStore(settings, run_dir)
+    store = open_store(settings, run_dir)
     with recorded(log):
         for step in (1, 2):
             state.step = step
@@ -158,3 +158,31 @@ def test_the_manifest_lists_every_file_with_its_size_and_hash(events: tuple[Path
     for path in files:
         raw = path.read_bytes()
         assert listed[path.name] == {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def test_every_change_of_a_file_is_damage_and_of_its_size_even_unread(
+    events: tuple[Path, list[Event]], tmp_path: Path
+) -> None:
+    changes = {
+        "shorter": lambda raw: raw[:-1],
+        "longer": lambda raw: raw + b"\0",
+        "empty": lambda raw: b"",
+        "other": lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
+        "edited": lambda raw: raw.replace(b'"seed": 0', b'"seed": 1'),  # the manifest, which stays readable
+    }
+    step = shutil.copytree(events[0] / "step-2", tmp_path / "step-2")
+    assert damage(step) is None and damage(step, content=False) is None
+    for path in sorted(step.iterdir()):
+        raw = path.read_bytes()
+        for kind, change in changes.items():
+            if change(raw) == raw:
+                assert kind == "edited" and path.name != "manifest.json"
+                continue
+            path.write_bytes(change(raw))
+            assert damage(step) is not None, (path.name, kind)
+            listed = path.name != "manifest.json"
+            assert not listed or (damage(step, content=False) is None) == (kind == "other"), (path.name, kind)
+        path.unlink()
+        assert damage(step) is not None and damage(step, content=False) is not None
+        path.write_bytes(raw)
+    assert damage(step) is None

@@ -103,6 +103,27 @@ def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, su
     assert (rounded - summed["embed_tokens.weight"]).norm() > 1e-4 * rounded.norm(), "sums in bfloat16 would be seen"
 
 
+BIASED = dict(biased_experts=True, expert_activation="clamped_swiglu", swiglu_limit=0.5, zero_centered_norms=True)
+
+
+@pytest.mark.parametrize("model", [{}, BIASED], ids=["plain", "biased"])
+def test_gradients_in_bfloat16_are_those_in_float64(ranks: RankPool, model: dict) -> None:
+    """Up to rounding, from the same routing: what has a backward pass of its own for narrow numbers has this one too."""
+    narrow = config()
+    attention = replace(narrow.model.attention, qkv_bias=bool(model), o_bias=bool(model), sinks=bool(model))
+    router = replace(narrow.model.router, logit_bias=bool(model))
+    narrow = replace(narrow, model=replace(narrow.model, attention=attention, router=router, **model))
+    wide = replace(narrow, train=replace(narrow.train, dtype="float64"), moe=replace(narrow.moe, experts="loop"))
+    rows = partial(rows_of, chosen=tuple(range(ROWS)))
+    [expected] = ranks.run(run_trajectory, 1, wide, rows, 1, record=True)
+    [seen] = ranks.run(run_trajectory, 1, narrow, rows, 1, forced=expected.choices)
+    assert seen.losses[0] == pytest.approx(expected.losses[0], rel=1e-2)
+    assert seen.sequence_balance[0] == pytest.approx(expected.sequence_balance[0], rel=1e-2)
+    for name, gradient in expected.gradients[0].items():
+        difference = (seen.gradients[0][name].double() - gradient).norm()
+        assert difference <= 0.2 * gradient.norm(), (name, float(difference / gradient.norm()))
+
+
 def test_what_is_computed_in_which_dtype() -> None:
     """Matrices multiply in bfloat16; routers, routing weights, losses and all that is kept are float32."""
     settings, seen = config(), {}

@@ -40,7 +40,8 @@ def test_the_streak_goes_on_where_the_run_was_stopped(tmp_path: Path) -> None:
     settings.train.spike_factor, settings.train.spike_window = 50.0, 3
     settings.optim.schedule, settings.optim.warmup_steps, settings.optim.lr = "constant", 0, 1e30
     settings.checkpoint.every, settings.checkpoint.keep = 4, 9
-    assert [record["skipped"] for record in run(settings)] == [0, 1, 2, 3]
+    first = run(settings)
+    assert [record["skipped"] for record in first] == [0, 1, 2, 3]
     counters = read_manifest(tmp_path / "run" / "checkpoints" / "step-4")[0]["counters"]
     assert counters["skipped"] == 3 and len(counters["recent_losses"]) == 1
 
@@ -48,5 +49,6 @@ def test_the_streak_goes_on_where_the_run_was_stopped(tmp_path: Path) -> None:
     with pytest.raises(AutomoeError, match=r"6 steps in a row were skipped \(train.max_skipped\), the last step 7"):
         run(longer)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[:4] == first, "clocks and all: these steps were not run again"
     assert [record["skipped"] for record in records] == [0, 1, 2, 3, 4, 5, 6]
     assert [record["tokens"] for record in records] == [128 * step for step in range(1, 8)]
