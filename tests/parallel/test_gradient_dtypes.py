@@ -103,7 +103,7 @@ def test_gradients_are_added_up_in_float32(ranks: RankPool, settings: Config, su
     assert (rounded - summed["embed_tokens.weight"]).norm() > 1e-4 * rounded.norm(), "sums in bfloat16 would be seen"
 
 
-BIASED = dict(biased_experts=True, expert_activation="clamped_swiglu", swiglu_limit=0.5, zero_centered_norms=True)
+BIASED = dict(biased_experts=True, expert_activation="clamped_swiglu", swiglu_limit=4.0, zero_centered_norms=True)
 
 
 @pytest.mark.parametrize("model", [{}, BIASED], ids=["plain", "biased"])
