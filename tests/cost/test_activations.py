@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import automoe.model.decoder
 import automoe.parallel.activation_checkpoint
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
@@ -26,9 +25,10 @@ from automoe.cost.activations import (
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
-from automoe.model.attention_kernels import attend
+from automoe.model.attention_kernels import AttentionFn, attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
+from automoe.model.runtime import Runtime
 from automoe.moe.recompute import RecomputeContexts
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fp8 import apply_fp8
@@ -39,9 +39,17 @@ NUM_ROWS, SEQ_LEN = 2, 256
 TOKENS = NUM_ROWS * SEQ_LEN
 
 
-def saved_bytes(config: Config, layers: range, dtype: torch.dtype, documents: bool, recompute: list[str]) -> int:
+def saved_bytes(
+    config: Config,
+    layers: range,
+    dtype: torch.dtype,
+    documents: bool,
+    recompute: list[str],
+    attention: AttentionFn = attend,
+) -> int:
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
-    part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False).to(dtype)
+    runtime = Runtime(attend=attention)
+    part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False, runtime=runtime).to(dtype)
     if config.train.fp8 != "off":
         apply_fp8(part, meshes_of_one_rank(), config)
     for _, layer in part.moe_layers():  # which FSDP never narrows
@@ -98,12 +106,19 @@ def bytes_kept(overrides: tuple[str, ...], layer: int, dtype: torch.dtype, names
     return layer_bytes(composed(*overrides), layer, dtype, True, list(names))
 
 
-def layer_bytes(config: Config, layer: int, dtype: torch.dtype, documents: bool, recompute: list[str]) -> int:
+def layer_bytes(
+    config: Config,
+    layer: int,
+    dtype: torch.dtype,
+    documents: bool,
+    recompute: list[str],
+    attention: AttentionFn = attend,
+) -> int:
     """Bytes that one layer keeps: two layers less one of them, so what all share (angles, input) cancels."""
     start = min(layer, config.model.num_layers - 2)
     other = start + 1 if layer == start else start
-    both = saved_bytes(config, range(start, start + 2), dtype, documents, recompute)
-    return both - saved_bytes(config, range(other, other + 1), dtype, documents, recompute)
+    both = saved_bytes(config, range(start, start + 2), dtype, documents, recompute, attention)
+    return both - saved_bytes(config, range(other, other + 1), dtype, documents, recompute, attention)
 
 
 def token_load(config: Config, documents: bool) -> TokenLoad:
@@ -145,8 +160,7 @@ def test_grouped_heads_that_cuda_copies_under_a_mask_are_kept_as_planned(model: 
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         return attend(q, k, v, *rest)
 
-    with patch.object(automoe.model.decoder, "attend", copied):
-        measured = layer_bytes(config, layer, torch.bfloat16, True, [])
+    measured = layer_bytes(config, layer, torch.bfloat16, True, [], copied)
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
     plain = layer_activation_bytes(config.model, layer, token_load(config, True), 2, CPU)
     assert sum(planned.values()) > 1.02 * sum(plain.values())
