@@ -91,11 +91,7 @@ def check_memory(result: dict[str, Any]) -> None:
     """The promises: one tensor above the state for a save, one copy of it for one in the background."""
     largest, copy = result["largest_tensor_bytes"], max(result["state_bytes_a_rank"])
     memory = result["memory_above_state_bytes"]
-    for name, allowed in (
-        ("save", largest),
-        ("async_begin_first", copy),
-        ("async_rest", largest),
-    ):
+    for name, allowed in (("save", largest), ("async_begin_first", copy), ("async_rest", largest)):
         if memory[name] > allowed + SLACK_BYTES:
             raise SystemExit(
                 f"{name} took {memory[name] / 1e6:.0f} MB above the state, and {(allowed + SLACK_BYTES) / 1e6:.0f} are "

@@ -182,18 +182,12 @@ class Bench:
     def steps_beside(self, background: dist.ProcessGroup) -> None:
         """Matrix products for as long as a save takes, alone and beside saves in the background."""
         self.seconds.setdefault("product_alone", []).append(products(seconds=2.0)[0])
-        for name, kind in (
-            ("thread", AsyncCheckpointerType.THREAD),
-            ("process", AsyncCheckpointerType.PROCESS),
-        ):
+        for name, kind in (("thread", AsyncCheckpointerType.THREAD), ("process", AsyncCheckpointerType.PROCESS)):
             target = self.fresh(f"plain_{name}")
             dist.barrier()
             wall, cpu = time.perf_counter(), cpu_seconds()
             future: Any = dcp.async_save(
-                self.state.tensors(),
-                checkpoint_id=target,
-                async_checkpointer_type=kind,
-                process_group=background,
+                self.state.tensors(), checkpoint_id=target, async_checkpointer_type=kind, process_group=background
             )
             self.seconds.setdefault(f"plain_{name}_begin", []).append(time.perf_counter() - wall)
             beside, work = products(until=future.done)

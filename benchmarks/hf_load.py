@@ -200,12 +200,7 @@ def torch_reader(path: Path, mesh: str) -> dict[str, Any]:
             if tuple(view.shape) != piece.shape:
                 rows = shard.tensor.device_mesh["ep_shard"]
                 view = DTensor.from_local(
-                    view,
-                    rows,
-                    [Shard(0)],
-                    run_check=False,
-                    shape=torch.Size(piece.shape),
-                    stride=view.stride(),
+                    view, rows, [Shard(0)], run_check=False, shape=torch.Size(piece.shape), stride=view.stride()
                 )
             tensors[piece.key] = view
     if path.name == "fp8":

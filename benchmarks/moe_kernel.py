@@ -79,11 +79,7 @@ def choices(routing: str, shape: Shape, device: torch.device) -> torch.Tensor:
 def differences(inputs: Inputs, ids: torch.Tensor, out: torch.Tensor) -> dict[str, float]:
     """Relative error of ``out`` and of the leaves' gradients against float32, an expert at a time."""
     x, grad = inputs.x.float(), inputs.grad.float()
-    expected = {
-        "out": torch.zeros_like(x),
-        "x": torch.zeros_like(x),
-        "weights": torch.zeros_like(inputs.weights),
-    }
+    expected = {"out": torch.zeros_like(x), "x": torch.zeros_like(x), "weights": torch.zeros_like(inputs.weights)}
     errors = {"w_gate_up": [0.0, 0.0], "w_down": [0.0, 0.0]}
 
     def note(name: str, expert: int, value: torch.Tensor) -> None:

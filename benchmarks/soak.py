@@ -171,12 +171,7 @@ class TrainingWatch:
 
 
 def run_until_done(
-    run_dir: Path,
-    mesh: str,
-    straight: Straight,
-    draw: random.Random,
-    kills: list[Kill],
-    let_alone: Callable[[], bool],
+    run_dir: Path, mesh: str, straight: Straight, draw: random.Random, kills: list[Kill], let_alone: Callable[[], bool]
 ) -> None:
     """Start, kill and start again, until a start comes to its end; from ``let_alone`` on nothing is killed."""
     command, expected = job(run_dir, mesh), straight.record
@@ -213,10 +208,7 @@ def run_until_done(
         steps = [name for name in command.checkpoints() if name.startswith("step-")]
         newest = max(steps, key=lambda name: int(name.removeprefix("step-")), default=None)
         kills.append(Kill(mesh, async_save, victim, round(seconds, 2), training, len(record), newest))
-        print(
-            f"soak: kill {len(kills)}: {victim} after {seconds:.1f} s, {len(record)} steps, {newest}",
-            flush=True,
-        )
+        print(f"soak: kill {len(kills)}: {victim} after {seconds:.1f} s, {len(record)} steps, {newest}", flush=True)
 
 
 def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, pick: float) -> str:

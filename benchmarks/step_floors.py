@@ -85,12 +85,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _compiled_chunk(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    _labels: torch.Tensor,
-    _first_id: int,
-    _vocab: Communicator,
-    _wanted: bool,
+    x: torch.Tensor, weight: torch.Tensor, _labels: torch.Tensor, _first_id: int, _vocab: Communicator, _wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The passes over the logits of a chunk of the loss that ``train.compile`` leaves: maximum, sum, gradient."""
     logits = x @ weight.T

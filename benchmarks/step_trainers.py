@@ -171,10 +171,7 @@ def automoe(experts: str) -> Callable[[Config, Meshes, torch.device], Built]:
         materialize(parts, config, device)
         part = parts[0]
         with torch.no_grad():
-            for (
-                _,
-                layer,
-            ) in part.moe_layers():  # its router is float32, and starts where theirs in bfloat16 do
+            for _, layer in part.moe_layers():  # its router is float32, and starts where theirs in bfloat16 do
                 for parameter in layer.router.parameters():
                     parameter.copy_(parameter.to(parameter_dtype(config)))
 

@@ -66,11 +66,7 @@ def measure_torchtitan_experts(config: ModelConfig, num_tokens: int, rounds: int
             x.grad = w_gate_up.grad = w_down.grad = None
             theirs.zero_grad(set_to_none=True)
     return {
-        name: {
-            "seconds": median(seconds[name]),
-            "seconds_rounds": seconds[name],
-            "difference": difference[name],
-        }
+        name: {"seconds": median(seconds[name]), "seconds_rounds": seconds[name], "difference": difference[name]}
         for name in contenders
     }
 

@@ -142,10 +142,7 @@ def test_a_config_that_says_something_else_is_found(
 
 @pytest.mark.parametrize("options", [[], ["--layout", "fused"], ["--fp8"]])
 def test_a_number_that_the_disk_changed_is_found(
-    options: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     real = api.write_settings

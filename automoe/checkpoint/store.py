@@ -41,13 +41,7 @@ from automoe.checkpoint.folder import (
     promised_step,
     retain,
 )
-from automoe.checkpoint.manifest import (
-    changed_settings,
-    check_model,
-    file_damage,
-    read_manifest,
-    write_manifest,
-)
+from automoe.checkpoint.manifest import changed_settings, check_model, file_damage, read_manifest, write_manifest
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config

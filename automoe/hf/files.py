@@ -241,11 +241,7 @@ def header_bytes(items: list[Item]) -> bytes:
     for entry in (entry for item in items for entry in item):
         begin, end = end, end + entry.num_bytes
         offsets = [begin, end]
-        entries[entry.key] = {
-            "dtype": _DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": offsets,
-        }
+        entries[entry.key] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # readers want the data aligned
     return len(text).to_bytes(8, "little") + text

@@ -113,11 +113,7 @@ def _sync(path: Path) -> None:
 
 
 def write_settings(
-    folder: Path,
-    config: ModelConfig,
-    dtype: str,
-    tokenizer: str | None,
-    quantization: dict[str, Any] | None = None,
+    folder: Path, config: ModelConfig, dtype: str, tokenizer: str | None, quantization: dict[str, Any] | None = None
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files.
 

@@ -17,10 +17,7 @@ MXFP4_BLOCK = 32  # numbers under one scale, 16 bytes
 
 
 def dequantize_fp8(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    start: tuple[int, int] = (0, 0),
-    block: tuple[int, int] = FP8_BLOCK,
+    codes: torch.Tensor, scales: torch.Tensor, start: tuple[int, int] = (0, 0), block: tuple[int, int] = FP8_BLOCK
 ) -> torch.Tensor:
     """A rectangle of a block-FP8 matrix in float32.
 

@@ -20,11 +20,7 @@ Parts = dict[int, Decoder]
 Value = TypeVar("Value")
 
 # What parameters may become in an export; None keeps each one's own dtype.
-EXPORT_DTYPES: dict[str, torch.dtype | None] = {
-    "keep": None,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
+EXPORT_DTYPES: dict[str, torch.dtype | None] = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def export_dtype(name: str) -> torch.dtype | None:

@@ -27,15 +27,7 @@ from automoe.hf.folder import write_settings
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Range, Reader, load_hf
 from automoe.hf.rewrite import Target, rewrite_tensors
-from automoe.hf.shards import (
-    EXPORT_DTYPES,
-    Parts,
-    as_parts,
-    config_of,
-    local_shards,
-    on_every_rank,
-    on_first_rank,
-)
+from automoe.hf.shards import EXPORT_DTYPES, Parts, as_parts, config_of, local_shards, on_every_rank, on_first_rank
 from automoe.model.decoder import Decoder
 from automoe.moe.router import RoutingRecorder
 from automoe.parallel.parallelize import build_decoder

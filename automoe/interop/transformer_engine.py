@@ -115,12 +115,7 @@ class _Norm(RMSNorm):
     """x [..., D] -> [..., D] in the dtype of x."""
 
     def __init__(
-        self,
-        te: Any,
-        wait: Callable[[torch.Tensor], torch.Tensor],
-        dim: int,
-        eps: float,
-        zero_centered: bool = False,
+        self, te: Any, wait: Callable[[torch.Tensor], torch.Tensor], dim: int, eps: float, zero_centered: bool = False
     ) -> None:
         super().__init__(dim, eps, zero_centered)
         module = te.RMSNorm(dim, eps=eps, zero_centered_gamma=zero_centered, device="meta", dtype=self.weight.dtype)

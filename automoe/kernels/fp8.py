@@ -225,9 +225,7 @@ def weights_by_lines(
     acc = tl.zeros((_SIDE, _COLUMNS), tl.float32)
     for line in range(first, end):
         product = _scaled_dot(
-            tl.load(a, mask=(m < M)[:, None], other=0.0),
-            tl.load(b, mask=(n < N)[None, :], other=0.0),
-            PRECISION,
+            tl.load(a, mask=(m < M)[:, None], other=0.0), tl.load(b, mask=(n < N)[None, :], other=0.0), PRECISION
         )
         by_row = tl.load(a_scales + line, mask=m < M, other=0.0)
         by_col = tl.load(b_scales + line, mask=n < N, other=0.0)

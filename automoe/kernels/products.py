@@ -149,7 +149,7 @@ def gather_up_activate(
 def _store_activation(
     gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Writes gate, up and probs * activation of a block; ``probs``, ``pre`` and ``act`` start at the tile's first row."""
+    """Writes gate, up and probs * activation of a block; ``probs``, ``pre``, ``act`` start at the tile's first row."""
     mask = real[:, None] & (cols < width)[None, :]
     to = pre + row[:, None] * (2 * width) + cols[None, :]
     # Rounded first: the backward activates what is stored here.
@@ -244,7 +244,7 @@ def _described_product(
 ):  # fmt: skip
     """``_product`` with blocks copied by the tensor memory accelerator: one instruction each, without addresses.
 
-    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to its rows if GATHERED.
+    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to rows if GATHERED.
     Rows read past the last real one are other rows or zeros, and do not change the real ones.
     """
     k = tl.arange(0, BLOCK_K)
@@ -345,9 +345,7 @@ def _grad_activation(
     share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
     weight = tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        act + row[:, None] * width + cols[None, :],
-        _narrow(value * weight, act.dtype.element_ty, PRECISION),
-        mask=mask,
+        act + row[:, None] * width + cols[None, :], _narrow(value * weight, act.dtype.element_ty, PRECISION), mask=mask
     )
     grad *= weight
     tl.store(grad_pre + width + at, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)

@@ -208,13 +208,7 @@ class _RotateHeads(torch.autograd.Function):
 
 
 def _turn(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: int,
-    from_pairs: bool,
-    to_pairs: bool,
-    back: bool,
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
 ) -> torch.Tensor:
     x = _dense(x)
     batch, seq_len, num_heads, dim = x.shape

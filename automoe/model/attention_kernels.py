@@ -30,11 +30,7 @@ AttentionFn = Callable[
 ]
 
 HALF = (torch.bfloat16, torch.float16)
-FORCED = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+FORCED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Older ones are wrong where the length of a row is not a multiple of 128.
 _MIN_CUDNN = 91501

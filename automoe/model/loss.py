@@ -16,8 +16,7 @@ from automoe.moe.tokens import IGNORE
 # x_TH of one chunk, weight_VH, labels_T, first_id and vocab of ``cross_entropy_sum``, whether a gradient is wanted
 # -> the sum of the chunk's losses, and its gradient by the logits_TV in the dtype of x
 ChunkLoss = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int, Communicator, bool],
-    tuple[torch.Tensor, torch.Tensor | None],
+    [torch.Tensor, torch.Tensor, torch.Tensor, int, Communicator, bool], tuple[torch.Tensor, torch.Tensor | None]
 ]
 
 

@@ -21,11 +21,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        gated_output: bool = False,
-        sequence: Communicator = SINGLE_RANK,
+        self, hidden_size: int, intermediate_size: int, gated_output: bool = False, sequence: Communicator = SINGLE_RANK
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size)

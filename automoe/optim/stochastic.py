@@ -72,12 +72,7 @@ class StochasticAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        seed: int,
+        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, seed: int
     ) -> None:
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.seed = seed

@@ -48,12 +48,7 @@ COLWISE, ROWWISE = ShardWeight(0), ShardWeight(1)
 
 _PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
     MLP: {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE},
-    GroupedQueryAttention: {
-        "q_proj": COLWISE,
-        "k_proj": COLWISE,
-        "v_proj": COLWISE,
-        "o_proj": ROWWISE,
-    },
+    GroupedQueryAttention: {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE},
     LatentAttention: {"q_proj": COLWISE, "q_b_proj": COLWISE, "kv_b_proj": COLWISE, "o_proj": ROWWISE},
     GatedDeltaNet: {"in_proj_qkvz": COLWISE, "in_proj_ba": COLWISE, "out_proj": ROWWISE},
     Decoder: {"embed_tokens": COLWISE, "lm_head": COLWISE},

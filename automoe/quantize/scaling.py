@@ -31,7 +31,7 @@ X, W, GRAD = range(3)
 
 
 AmaxReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Maximum over the ranks that hold parts of a tensor, of each part's largest numbers; it may write into its argument."""
+"""Maximum over the ranks that hold parts of a tensor, of each part's largest numbers; may write into its argument."""
 
 
 def _one_rank(amax: torch.Tensor) -> torch.Tensor:

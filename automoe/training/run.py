@@ -184,11 +184,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        config: Config,
-        note: Callable[[str], object],
-        warn: Callable[[str], object],
+        self, store: CheckpointStore, config: Config, note: Callable[[str], object], warn: Callable[[str], object]
     ) -> None:
         self.store, self.config, self.note, self.warn = store, config, note, warn
         self.failures = 0  # saves that could not be written, since this process began

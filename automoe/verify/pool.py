@@ -24,12 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from typing import Any
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-]
+_PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -145,9 +140,7 @@ class RankPool:
             if not ready:
                 ranks = list(busy.values())
                 raise RankError(
-                    ranks[0],
-                    "timeout",
-                    f"ranks {ranks} of {len(workers)} did not finish in {self.timeout_s} s",
+                    ranks[0], "timeout", f"ranks {ranks} of {len(workers)} did not finish in {self.timeout_s} s"
                 )
             for rank in [rank for pipe, rank in busy.items() if pipe in ready]:
                 try:

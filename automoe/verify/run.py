@@ -262,10 +262,7 @@ def verify_pass(
     # One micro-batch of all rows, or, where a scale is that of a micro-batch, the mesh's, with the same rows in each.
     together = train.global_batch_size if train.fp8 == "off" else shape.dp * train.micro_batch_size
     one_rank = replace(
-        config,
-        mesh=MeshConfig(dp_shard=1),
-        parallel=ParallelConfig(),
-        train=replace(train, micro_batch_size=together),
+        config, mesh=MeshConfig(dp_shard=1), parallel=ParallelConfig(), train=replace(train, micro_batch_size=together)
     )
     order = micro_batch_order(train.global_batch_size, shape.dp, together // shape.dp)
     [expected] = pool.run(run_trajectory, 1, one_rank, loader_rows, 1, record=forced, order=order)

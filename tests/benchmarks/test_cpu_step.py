@@ -19,12 +19,7 @@ def run_script(*arguments: str, cwd: Path = ROOT, code: str | None = None) -> su
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *start, *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, *start, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
@@ -48,11 +43,7 @@ def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> No
             assert result["step_seconds"] > 0 and result["ours_over_this"] > 0
         assert model["best_other"].startswith("transformers")
         assert model["ours_over_best_other"] == model["results"][model["best_other"]]["ours_over_this"]
-        assert set(model["torchtitan_experts"]) == {
-            "automoe float32",
-            "automoe bfloat16",
-            "torchtitan bfloat16",
-        }
+        assert set(model["torchtitan_experts"]) == {"automoe float32", "automoe bfloat16", "torchtitan bfloat16"}
         assert model["floors"]["gemm_flops"] > 0 and model["floors"]["seconds"] > 0
         shares = [row["share"] for row in model["breakdown"]["automoe"]]
         assert sum(shares) == pytest.approx(1.0)

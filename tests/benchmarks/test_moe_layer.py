@@ -39,10 +39,7 @@ def test_quick_run_passes_the_gates_and_writes_every_number(tmp_path: Path) -> N
     folds = [r["mesh"] for r in report["results"].values()]
     for wanted in ({"ep": 8}, {"tp": 4, "ep": 8}, {"ep": 4, "etp": 2}, {"dp_shard": 8, "ep": 2}):
         assert any(wanted.items() <= mesh.items() for mesh in folds)
-    exchange = {
-        "alltoall": {"a2a_dispatch", "a2a_combine"},
-        "allgather": {"all_gather", "reduce_scatter"},
-    }
+    exchange = {"alltoall": {"a2a_dispatch", "a2a_combine"}, "allgather": {"all_gather", "reduce_scatter"}}
     for result in report["results"].values():
         assert result["difference"] <= report["gate_tolerance"]
         etp = result["mesh"].get("etp", 1) > 1

@@ -31,10 +31,7 @@ def run_script(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "title",
-    ["small DeepSeek-V3", "small Qwen3-MoE"],
-)
+@pytest.mark.parametrize("title", ["small DeepSeek-V3", "small Qwen3-MoE"])
 @pytest.mark.exhaustive
 def test_quick_run_compares_every_contender_and_says_where_its_time_goes(tmp_path: Path, title: str) -> None:
     out = tmp_path / "result.json"
@@ -92,10 +89,7 @@ def test_out_of_memory_fails_ours_alone_for_the_plan_said_that_they_fit(train_st
         for name in import_module("step_trainers").CONTENDERS
     }
     assert contenders["automoe triton"] == {"absent": "OutOfMemoryError: of GPU memory", "failed": True}
-    assert {name for name, facts in contenders.items() if facts["failed"]} == {
-        "automoe triton",
-        "automoe grouped_mm",
-    }
+    assert {name for name, facts in contenders.items() if facts["failed"]} == {"automoe triton", "automoe grouped_mm"}
     timed = {"transformers grouped_mm": {"loss_difference": 0.0}}
     ours = train_step.failures({"models": {"a": {"contenders": contenders | timed}}})
     assert len(ours) == 2 and "a: automoe grouped_mm: OutOfMemoryError: of GPU memory" in ours
@@ -176,12 +170,7 @@ def test_an_h200_holds_one_dense_and_three_moe_layers_of_deepseek_v3(train_step:
     """With 64 experts; weights, gradients and moments in 8 bytes a parameter, without FSDP's copies."""
     config, planned = train_step.cases()["DeepSeek-V3 slice"].slice_for(139.8 * 2**30)
     model = config.model
-    assert (model.num_layers, model.first_k_dense, model.num_experts, config.train.seq_len) == (
-        4,
-        1,
-        64,
-        4096,
-    )
+    assert (model.num_layers, model.first_k_dense, model.num_experts, config.train.seq_len) == (4, 1, 64, 4096)
     assert stays_unsharded(config, resolve_mesh(config.mesh, 1))
     assert 8 * count_params(model).total < planned
 

@@ -34,10 +34,7 @@ tune_kernels.main()
 def test_every_candidate_that_is_right_is_timed_and_no_other(tmp_path: Path) -> None:
     out = tmp_path / "tune.json"
     ended = subprocess.run(
-        [sys.executable, "-c", WITH_A_FAULT, "--quick", "--out", out],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", WITH_A_FAULT, "--quick", "--out", out], capture_output=True, text=True, check=True
     )
     found = json.loads(out.read_text())["cases"]["small"]
     assert set(found) == set(HOPPER)

@@ -52,13 +52,7 @@ MODEL = ModelConfig(
     num_shared_experts=1,
     initializer_range=0.2,
     attention=AttentionConfig(
-        kind="mla",
-        num_heads=2,
-        num_kv_heads=2,
-        kv_lora_rank=8,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
+        kind="mla", num_heads=2, num_kv_heads=2, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6
     ),
     router=RouterConfig(score="sigmoid", num_groups=2, expert_bias=True),
 )
@@ -185,11 +179,7 @@ def build_state(config: Config, run_dir: Path) -> tuple[TrainState, Any, Any]:
     materialize(parts, config, torch.device("cpu"))
     optimizer = build_optimizer(list(parts.values()), config.optim)
     loader = Loader(config, meshes.dp_rank, meshes.shape.dp, cache_dir=run_dir.parent / "cache")
-    return (
-        TrainState(parts, optimizer, loader),
-        meshes,
-        build_runner(parts, meshes, config, torch.device("cpu")),
-    )
+    return (TrainState(parts, optimizer, loader), meshes, build_runner(parts, meshes, config, torch.device("cpu")))
 
 
 def open_store(config: Config, run_dir: Path) -> CheckpointStore:

@@ -49,8 +49,7 @@ def goes_on(ranks: RankPool, text: Path, run_dir: Path, after: int, straight: Ru
 
 
 @pytest.mark.parametrize(
-    ("rank", "point"),
-    QUICK + [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in QUICK],
+    ("rank", "point"), QUICK + [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in QUICK]
 )
 def test_killed_in_a_save(ranks: RankPool, text: Path, tmp_path: Path, straight: Run, rank: str, point: str) -> None:
     killed(ranks, text, tmp_path / "run", f"kill:rank={rank}:at={point}:step=2")

@@ -46,8 +46,7 @@ def assert_everything_moved(before: Run, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["float32", "bfloat16, stochastic, bfloat16", pytest.param("bfloat16", marks=pytest.mark.exhaustive)],
+    "dtype", ["float32", "bfloat16, stochastic, bfloat16", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
 )
 def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype: str) -> None:
     dtype, *kept = dtype.split(", ")

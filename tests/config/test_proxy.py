@@ -42,11 +42,7 @@ def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> Non
     for of in (full, small):
         assert (of.router.topk_groups < of.router.num_groups) == (full.router.topk_groups < full.router.num_groups)
     assert small.rope == full.rope and small.router.score == full.router.score
-    assert (proxy.moe, proxy.train.dtype, proxy.train.seed) == (
-        config.moe,
-        config.train.dtype,
-        config.train.seed,
-    )
+    assert (proxy.moe, proxy.train.dtype, proxy.train.seed) == (config.moe, config.train.dtype, config.train.seed)
 
 
 def test_every_axis_is_cut_to_two_and_none_is_lost() -> None:

@@ -24,13 +24,7 @@ def check(num_ranks: int, *overrides: str, device: str | None = None) -> None:
 BAD = [
     # ranks, overrides, key, the rule with its numbers, the remedy
     (4, ["mesh.dp_shard=0"], "mesh.dp_shard", "at least 1 rank", "mesh.dp_shard=1"),
-    (
-        6,
-        ["mesh.pp=4"],
-        "mesh.dp_shard",
-        "6 ranks do not divide by pp*dp_replicate*cp*tp = 4*1*1*1 = 4",
-        "4 or 8",
-    ),
+    (6, ["mesh.pp=4"], "mesh.dp_shard", "6 ranks do not divide by pp*dp_replicate*cp*tp = 4*1*1*1 = 4", "4 or 8"),
     (4, ["mesh.ep=3"], "mesh.ep", "1*4*1*1 = 4 must equal", "mesh.ep=2 mesh.ep_shard=2"),
     (4, ["mesh.ep=2", "mesh.ep_shard=4"], "mesh.ep", "1*4*2*1", "mesh.ep_shard=2"),
     (
@@ -79,27 +73,9 @@ BAD = [
     ),
     (4, ["model.moe_intermediate_size=98"], "model.moe_intermediate_size", "98 % 4 = 2", "=96 or 100"),
     (4, ["kernels.attention=cudnn"], "kernels.attention", "cuDNN needs CUDA", "kernels.attention=sdpa"),
-    (
-        8,
-        ["model.hidden_size=196"],
-        "model.hidden_size",
-        "196 % 8 = 4",
-        "=192 or 200, or a mesh.ep that is 2 times",
-    ),
-    (
-        4,
-        ["train.global_batch_size=10"],
-        "train.global_batch_size",
-        "1*4*2 = 8 divides it: 10 % 8 = 2",
-        "=8 or 16",
-    ),
-    (
-        2,
-        ["mesh.cp=2", "train.seq_len=250"],
-        "train.seq_len",
-        "2*cp = 4 equal pieces: 250 % 4 = 2",
-        "=248 or 252",
-    ),
+    (8, ["model.hidden_size=196"], "model.hidden_size", "196 % 8 = 4", "=192 or 200, or a mesh.ep that is 2 times"),
+    (4, ["train.global_batch_size=10"], "train.global_batch_size", "1*4*2 = 8 divides it: 10 % 8 = 2", "=8 or 16"),
+    (2, ["mesh.cp=2", "train.seq_len=250"], "train.seq_len", "2*cp = 4 equal pieces: 250 % 4 = 2", "=248 or 252"),
     (
         2,
         ["mesh.pp=2", "train.global_batch_size=2"],
@@ -122,13 +98,7 @@ BAD = [
         "1F1B runs exactly 1 stage",
         "Interleaved1F1B",
     ),
-    (
-        2,
-        ["mesh.pp=2", "parallel.schedule=Interleaved1F1B"],
-        "parallel.stages_per_rank",
-        "at least 2 stages",
-        "=2",
-    ),
+    (2, ["mesh.pp=2", "parallel.schedule=Interleaved1F1B"], "parallel.stages_per_rank", "at least 2 stages", "=2"),
     (
         1,
         ["parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"],
@@ -167,13 +137,7 @@ BAD = [
         "1 groups of 4 experts hold 4, fewer than model.num_experts_per_token=6",
         "model.router.topk_groups=2",
     ),
-    (
-        1,
-        ["model.router.group_score_topk=5"],
-        "model.router.group_score_topk",
-        "a group has 4 experts",
-        "=4 or less",
-    ),
+    (1, ["model.router.group_score_topk=5"], "model.router.group_score_topk", "a group has 4 experts", "=4 or less"),
     (
         1,
         ["model.num_experts_per_token=17"],
@@ -182,20 +146,8 @@ BAD = [
         "model.num_experts_per_token=16",
     ),
     (1, ["model.first_k_dense=5"], "model.first_k_dense", "there are 4 layers", "=4 or less"),
-    (
-        1,
-        ["model.attention.kv_lora_rank=0"],
-        "model.attention.kv_lora_rank",
-        "attention kind mla needs",
-        "gqa",
-    ),
-    (
-        1,
-        ["model.attention.qk_rope_head_dim=15"],
-        "model.attention.qk_rope_head_dim",
-        "pairs of dimensions",
-        "=14 or",
-    ),
+    (1, ["model.attention.kv_lora_rank=0"], "model.attention.kv_lora_rank", "attention kind mla needs", "gqa"),
+    (1, ["model.attention.qk_rope_head_dim=15"], "model.attention.qk_rope_head_dim", "pairs of dimensions", "=14 or"),
     (
         1,
         ["model=small_mixtral", "model.attention.num_kv_heads=4"],
@@ -241,13 +193,7 @@ BAD = [
         "100 * 2 bytes = 200",
         "=96 or 104, or moe.experts=loop",
     ),
-    (
-        1,
-        ["model.vocab_size=200"],
-        "model.vocab_size",
-        "the tokenizer byte makes ids up to 257",
-        "model.vocab_size=264",
-    ),
+    (1, ["model.vocab_size=200"], "model.vocab_size", "the tokenizer byte makes ids up to 257", "model.vocab_size=264"),
     (1, ["data=text"], "data.path", "data.kind=text reads files", "data.path=FILE"),
     (1, ["data=jsonl", "data.path=/nowhere/*.jsonl"], "data.path", "nothing there", "exists"),
     (1, ["data.tokenizer=gpt2"], "data.tokenizer", "does not exist", "data.tokenizer=byte"),
@@ -393,8 +339,5 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_a_read_only_run_directory() -> None:
     # /proc refuses new directories to every user, root included, as a read-only disk does.
-    with (
-        pytest.raises(ConfigError, match=r"run_dir=/proc/automoe: cannot be written"),
-        locked(Path("/proc/automoe")),
-    ):
+    with pytest.raises(ConfigError, match=r"run_dir=/proc/automoe: cannot be written"), locked(Path("/proc/automoe")):
         pass

@@ -16,13 +16,7 @@ from automoe.observe.plan_view import print_plan
 from automoe.verify.run import passes
 
 MLA = AttentionConfig(
-    kind="mla",
-    num_heads=8,
-    num_kv_heads=8,
-    kv_lora_rank=64,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
+    kind="mla", num_heads=8, num_kv_heads=8, kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=128)
 MODEL = ModelConfig(
@@ -128,20 +122,14 @@ def test_these_products_are_not_compiled(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_verify_proves_the_mesh_without_8_bits_then_the_codes_and_then_runs_what_is_configured(
-    mode: str,
-) -> None:
+def test_verify_proves_the_mesh_without_8_bits_then_the_codes_and_then_runs_what_is_configured(mode: str) -> None:
     config = Config(
         mesh=MeshConfig(dp_shard=1),
         moe=MoEConfig(experts="grouped_mm"),
         train=TrainConfig(fp8=mode, dtype="bfloat16"),  # type: ignore[arg-type]
     )
     said = [(each.train.dtype, each.train.fp8, each.moe.experts) for each in passes(config)]
-    assert said == [
-        ("float64", "off", "loop"),
-        ("float64", mode, "grouped_mm"),
-        ("bfloat16", mode, "grouped_mm"),
-    ]
+    assert said == [("float64", "off", "loop"), ("float64", mode, "grouped_mm"), ("bfloat16", mode, "grouped_mm")]
 
 
 @pytest.mark.parametrize("mode", ["off", *MODES])

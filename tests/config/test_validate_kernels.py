@@ -49,21 +49,13 @@ def gqa(dim: int, **changes: object) -> AttentionConfig:
     [
         (config("cudnn"), "cpu", "cuDNN needs CUDA, and this run is on cpu"),
         (config("cudnn", dtype="float32"), "cuda", "half precision alone, and train.dtype=float32"),
-        (
-            config("cudnn", gqa(256)),
-            "cuda",
-            "up to 128 dims, and 192 with values of 128; this model's have 256",
-        ),
+        (config("cudnn", gqa(256)), "cuda", "up to 128 dims, and 192 with values of 128; this model's have 256"),
         (config("cudnn", gqa(12)), "cuda", r"multiples of 8 dims: 12 % 8 = 4"),
         (config("cudnn", gqa(128, sinks=True)), "cuda", "this model's have 136, its values 136"),
         (config("flash", dtype="float64"), "cuda", "half precision alone, and train.dtype=float64"),
         (config("flash", document_mask=True), "cuda", "data.document_mask=true masks documents"),
         (config("flash", cp=2), "cuda", "with mesh.cp=2 keys are masked by their position"),
-        (
-            config("flash", gqa(64, sliding_window=128)),
-            "cuda",
-            "sliding_window=128 masks what is further back",
-        ),
+        (config("flash", gqa(64, sliding_window=128)), "cuda", "sliding_window=128 masks what is further back"),
         (config("flash", gqa(256, sinks=True)), "cuda", "up to 256 dims, and this model's have 264"),
         (config("te"), "cpu", "transformer-engine needs CUDA, and this run is on cpu"),
         (config("te", dtype="float32"), "cuda", "half precision alone, and train.dtype=float32"),
@@ -136,10 +128,7 @@ def test_what_experts_of_a_foreign_framework_cannot_serve(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"needs CUDA, and this run is on cpu.*{nearest}"):
         check(foreign, "cpu")
     if backend == "quack":
-        for section, key, wrong in (
-            ("train", "dtype", "float32"),
-            ("model", "expert_activation", "clamped_swiglu"),
-        ):
+        for section, key, wrong in (("train", "dtype", "float32"), ("model", "expert_activation", "clamped_swiglu")):
             limited = copy.deepcopy(foreign)
             setattr(getattr(limited, section), key, wrong)
             with pytest.raises(ConfigError, match=f"{section}.{key}={wrong}.*{nearest}"):

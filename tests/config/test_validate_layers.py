@@ -60,11 +60,7 @@ def next_config(**options: Any) -> Config:
             "mesh.cp",
             ["linear_num_key_heads=4", "cp ranks hold parts of it"],
         ),
-        (
-            partial(next_config, mesh=dict(tp=3), data__document_mask=False),
-            "mesh.tp",
-            ["4 % 3 = 1", "mesh.tp=1"],
-        ),
+        (partial(next_config, mesh=dict(tp=3), data__document_mask=False), "mesh.tp", ["4 % 3 = 1", "mesh.tp=1"]),
         (
             partial(next_config, model__attention__linear_num_value_heads=6),
             "model.attention.linear_num_value_heads",

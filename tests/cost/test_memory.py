@@ -123,8 +123,7 @@ def one_rank_bytes(dtype: str, **parallel: str) -> tuple[int, RankMemory]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weight", "gathered", "gradient"),
-    [("float64", 8, 8, 8), ("float32", 4, 4, 4), ("bfloat16", 4, 2, 4)],
+    ("dtype", "weight", "gathered", "gradient"), [("float64", 8, 8, 8), ("float32", 4, 4, 4), ("bfloat16", 4, 2, 4)]
 )
 def test_bytes_of_each_dtype(dtype: str, weight: int, gathered: int, gradient: int) -> None:
     total, rank = one_rank_bytes(dtype)
@@ -217,8 +216,7 @@ def test_gathered_context_keeps_whole_rows_of_keys_and_values() -> None:
 
 def test_recompute_trades_activations_for_one_workspace() -> None:
     config = Config(
-        mesh=MeshConfig(pp=2, dp_shard=2, ep=2),
-        train=TrainConfig(global_batch_size=16, micro_batch_size=2),
+        mesh=MeshConfig(pp=2, dp_shard=2, ep=2), train=TrainConfig(global_batch_size=16, micro_batch_size=2)
     )
 
     def first_rank(**parallel: object) -> RankMemory:

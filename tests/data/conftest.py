@@ -57,8 +57,6 @@ def byte_fallback_dir(tmp_path_factory, library_texts) -> Path:
     for byte in range(256):
         vocab.setdefault(f"<0x{byte:02X}>", len(vocab))
     directory = save(
-        Tokenizer.from_str(json.dumps(content)),
-        tmp_path_factory.mktemp("tokenizers") / "byte_fallback",
-        "</s>",
+        Tokenizer.from_str(json.dumps(content)), tmp_path_factory.mktemp("tokenizers") / "byte_fallback", "</s>"
     )
     return directory

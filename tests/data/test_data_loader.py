@@ -156,10 +156,7 @@ def test_other_settings_are_refused_by_name(config, byte_level_dir):
         (("train", "seq_len", 128), r"train\.seq_len was 256, is 128\. Restore"),
         (("data", "document_mask", False), r"data\.document_mask was True, is False\. Restore"),
         (("data", "val_fraction", 0.1), r"data\.val_fraction was 0\.2, is 0\.1\. Restore"),
-        (
-            ("data", "tokenizer", str(byte_level_dir)),
-            r"content was .*tokenizer was byte, is \w+-eos0\. Restore",
-        ),
+        (("data", "tokenizer", str(byte_level_dir)), r"content was .*tokenizer was byte, is \w+-eos0\. Restore"),
     ]:
         group, key, value = change
         other = copy.deepcopy(config)

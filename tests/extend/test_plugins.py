@@ -99,10 +99,7 @@ def test_a_family_from_outside_is_read_and_equals_transformers(tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("key", "name", "rule"),
-    [
-        ("moe.experts", "loop", "taken by automoe itself"),
-        ("optim.lr", "mine", "nothing can be registered"),
-    ],
+    [("moe.experts", "loop", "taken by automoe itself"), ("optim.lr", "mine", "nothing can be registered")],
 )
 def test_names_that_cannot_be_registered(key: str, name: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):

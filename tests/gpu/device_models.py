@@ -23,9 +23,7 @@ def small(family: str, dtype: str) -> Config:
         mesh=MeshConfig(dp_shard=1),
         model=model,
         moe=MoEConfig(
-            experts="loop" if dtype == "float64" else "grouped_mm",
-            seq_balance_coef=0.01,
-            global_balance_coef=0.01,
+            experts="loop" if dtype == "float64" else "grouped_mm", seq_balance_coef=0.01, global_balance_coef=0.01
         ),
         train=TrainConfig(seq_len=32, global_batch_size=4, micro_batch_size=2, dtype=dtype),  # type: ignore[arg-type]
         optim=OptimConfig(lr=1e-3),

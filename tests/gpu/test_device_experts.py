@@ -60,10 +60,7 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
         upstream = random(num_rows, hidden)
 
         results = []
-        for backend, to in (
-            (expert_backend(name), dict(device=device)),
-            (loop_experts, dict(dtype=torch.float64)),
-        ):
+        for backend, to in ((expert_backend(name), dict(device=device)), (loop_experts, dict(dtype=torch.float64))):
             leaves = [
                 tensor.detach().to(**to, copy=True).requires_grad_() for tensor in (x, probs, w_gate_up, w_down, *extra)
             ]

@@ -19,10 +19,7 @@ def test_shared_experts_on_their_own_stream(device: torch.device, recompute: lis
     plain = replace(plain, parallel=replace(plain.parallel, recompute=recompute))
     beside, inline = (
         run_trajectory(
-            replace(plain, moe=replace(plain.moe, overlap_shared_experts=overlap)),
-            rows,
-            1,
-            device=str(device),
+            replace(plain, moe=replace(plain.moe, overlap_shared_experts=overlap)), rows, 1, device=str(device)
         )
         for overlap in (True, False)
     )

@@ -18,11 +18,7 @@ ROOT = HERE.parents[1]
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     """pytest in a process of its own, without the packages of ``ABSENT``."""
     # No plugins but ours: Hydra brings one, and the process would have Hydra before it could be hidden.
-    env = os.environ | {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": str(HERE),
-        "OMP_NUM_THREADS": "1",
-    }
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "absent_packages", "-p", "no:cacheprovider"]
     return subprocess.run([*command, *arguments], cwd=ROOT, env=env, text=True, capture_output=True, timeout=600)
 

@@ -262,12 +262,7 @@ LLAMA32_1B = LLAMA31_8B | {
     "rope_scaling": LLAMA31_8B["rope_scaling"] | {"factor": 32.0},
     "tie_word_embeddings": True,
 }
-_70B = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
+_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
 QWEN3_8B = {
     "model_type": "qwen3",
     "attention_bias": False,

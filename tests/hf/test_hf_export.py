@@ -310,10 +310,7 @@ def _small_config(family: str, mesh: MeshConfig) -> Config:
 OTHERS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "llama", "qwen3", "gpt_oss", "qwen3_next")
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["dsv3"] + [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS],
-)
+@pytest.mark.parametrize("family", ["dsv3"] + [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS])
 def test_export_from_a_mesh(family: str, tmp_path: Path, ranks: RankPool) -> None:
     mesh = MeshConfig(pp=2, dp_shard=2, ep=2)
     results = ranks.run(export_fresh, 4, tmp_path / "out", mesh, family)

@@ -90,8 +90,7 @@ def test_rotated_share_in_both_spellings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"],
+    "family", ["dsv3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"]
 )
 def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) -> None:
     config = preset(f"small_{family}")
@@ -105,10 +104,7 @@ def test_presets_without_a_source_are_exportable(family: str, tmp_path: Path) ->
     ("hf", "needles"),
     [
         ({"model_type": "gemma3"}, ["model_type=gemma3", "kimi_k2", *FAMILIES]),
-        (
-            {k: v for k, v in MIXTRAL_8X22B.items() if k != "num_local_experts"},
-            ["has no num_local_experts", "mixtral"],
-        ),
+        ({k: v for k, v in MIXTRAL_8X22B.items() if k != "num_local_experts"}, ["has no num_local_experts", "mixtral"]),
         (MIXTRAL_8X22B | {"sliding_window": 4096}, ["sliding_window=4096", "sliding_window=None"]),
         (QWEN3_30B | {"decoder_sparse_step": 2}, ["decoder_sparse_step=2"]),
         (QWEN3_30B | {"mlp_only_layers": [3]}, ["mlp_only_layers=[3]"]),

@@ -16,15 +16,7 @@ from automoe.errors import LaunchError
 from automoe.launch.external import check_agent, detect_external, first_host, left_over, without_rendezvous
 from automoe.launch.run_dir import read_status
 
-TORCHRUN = (
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--local-addr",
-    "127.0.0.1",
-    "--nproc-per-node",
-    "2",
-)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 AGENT = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -171,13 +163,7 @@ def test_ranks_inherit_no_other_launch() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [
-        ("n1", "n1"),
-        ("gpu[03-07,12],cpu1", "gpu03"),
-        ("a,b", "a"),
-        ("rack[1-2]-ib", "rack1-ib"),
-        ("x-y[9]", "x-y9"),
-    ],
+    [("n1", "n1"), ("gpu[03-07,12],cpu1", "gpu03"), ("a,b", "a"), ("rack[1-2]-ib", "rack1-ib"), ("x-y[9]", "x-y9")],
 )
 def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host

@@ -16,9 +16,7 @@ from automoe.launch.run_dir import locked, read_status, start_run
 STALE = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": "3"}
 
 
-def test_a_run_that_ends_well_leaves_status_config_and_logs_even_under_stale_variables(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_ends_well_leaves_status_config_and_logs_even_under_stale_variables(tmp_path: Path) -> None:
     command = Command(tmp_path / "run", env=STALE)
     code, out, err = command.run("recipe_answers", "train.steps=5", *TWO_RANKS)
     assert code == 0, err

@@ -12,13 +12,7 @@ from launch_command import TWO_RANKS, Command
 from automoe.launch.local import Restarts, last_step
 from automoe.launch.run_dir import read_status
 
-KILLED = {
-    "rank": 1,
-    "type": "LaunchError",
-    "message": "killed by SIGKILL",
-    "for_user": True,
-    "traceback": [],
-}
+KILLED = {"rank": 1, "type": "LaunchError", "message": "killed by SIGKILL", "for_user": True, "traceback": []}
 BUG = KILLED | {"type": "ValueError", "for_user": False}
 
 

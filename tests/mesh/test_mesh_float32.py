@@ -18,14 +18,7 @@ from tests.support.sampling import one_in
 TOLERANCE = 1e-5
 # Parameters are left out: Adam divides by the gradient's own size, so its first step turns the rounding
 # of a gradient that is almost zero into a whole learning rate.
-COMPARED = (
-    "loss",
-    "sequence balance loss",
-    "lagged balance loss",
-    "expert counts",
-    "gradient",
-    "gradient norm",
-)
+COMPARED = ("loss", "sequence balance loss", "lagged balance loss", "expert counts", "gradient", "gradient norm")
 
 CASES = [
     Case("deepseek", rows=2),
@@ -79,11 +72,7 @@ def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(ranks: Ran
 
     def one_layer(case: Case, experts: str) -> Config:
         config = float32(case)
-        return replace(
-            config,
-            model=replace(config.model, num_layers=1),
-            moe=replace(config.moe, experts=experts),
-        )
+        return replace(config, model=replace(config.model, num_layers=1), moe=replace(config.moe, experts=experts))
 
     [expected] = ranks.run(run_trajectory, 1, one_layer(case.reference, "grouped_mm"), batches, 1, record=True)
     check_first_step(ranks, case, one_layer(case, "triton"), expected)

@@ -61,9 +61,7 @@ def test_attention_is_the_softmax_over_what_is_seen(
     upstream = torch.linspace(-1, 1, got.numel(), dtype=torch.float64).view(got.shape)
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
     pairs = zip(
-        torch.autograd.grad(got, trained, upstream),
-        torch.autograd.grad(wanted, trained, upstream),
-        strict=True,
+        torch.autograd.grad(got, trained, upstream), torch.autograd.grad(wanted, trained, upstream), strict=True
     )
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

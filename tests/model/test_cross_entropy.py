@@ -33,9 +33,7 @@ def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: 
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
     scale = 0.37  # what reaches the loss from above is not one
     for mine, theirs in zip(
-        torch.autograd.grad(got * scale, (x, weight)),
-        torch.autograd.grad(expected * scale, (x, weight)),
-        strict=True,
+        torch.autograd.grad(got * scale, (x, weight)), torch.autograd.grad(expected * scale, (x, weight)), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 

@@ -61,11 +61,7 @@ def test_the_path_over_fused_kernels_is_the_same_function(monkeypatch: pytest.Mo
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: s.append(t) or t, lambda t: t):
             out = norm.apply(x, weight, 1e-5)
-        assert {(t.shape, t.dtype) for t in saved} == {
-            ((6, 8), dtype),
-            ((8,), torch.float32),
-            ((6, 1), torch.float32),
-        }
+        assert {(t.shape, t.dtype) for t in saved} == {((6, 8), dtype), ((8,), torch.float32), ((6, 1), torch.float32)}
         results.append((out, *torch.autograd.grad(out, (x, weight), grad)))
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype

@@ -41,16 +41,7 @@ POINTERS = {
 FLOAT32 = {name: "*fp32" for name, kind in POINTERS.items() if kind == "*bf16"}
 # Of kernels with 8-bit operands, where a name means another type.
 SCALED = dict.fromkeys("a w b".split(), "*fp8e4nv") | dict.fromkeys("a_scales w_scales b_scales".split(), "*fp32")
-SIZES = {
-    "hidden",
-    "width",
-    "K",
-    "M",
-    "N",
-    "R",
-    "num_cols",
-    "stride_row",
-}  # multiples of 16 in every model
+SIZES = {"hidden", "width", "K", "M", "N", "R", "num_cols", "stride_row"}  # multiples of 16 in every model
 SIZES |= {prefix + "stride_" + axis for prefix in ("", "rope_", "k_", "v_") for axis in "bsn"}
 
 
@@ -107,12 +98,7 @@ def kernels(everything: bool):
     yield "sum", products.sum_rows_of_token, constants, Blocks(0, num_warps=4, num_stages=1)
     for kind, block, height in (("lines", False, fp8._HEIGHT), ("blocks", True, 128)):
         constants = dict(FIND=True, BLOCK=block, HEIGHT=height) | fp8.FORMATS[torch.float8_e4m3fn]
-        yield (
-            f"quantize {kind}",
-            fp8.encode_tiles,
-            constants,
-            Blocks(0, num_warps=fp8.WARPS, num_stages=1),
-        )
+        yield (f"quantize {kind}", fp8.encode_tiles, constants, Blocks(0, num_warps=fp8.WARPS, num_stages=1))
     blocks = Blocks(128, num_warps=fp8.WARPS, num_stages=fp8.STAGES)
     yield "8 bits, rows", fp8.rows_by_blocks, dict(PRECISION="tf32", BLOCK_M=HEIGHT), blocks
     yield "8 bits, weights", fp8.weights_by_lines, dict(PRECISION="tf32"), blocks

@@ -52,12 +52,7 @@ def measured_step(config: Config) -> tuple[int, dict[str, Any]]:
     ("mesh", "moe", "syncs", "stages"),
     [
         ({"dp_shard": 2}, {}, 0, {"permute", "experts", "unpermute"}),
-        (
-            {"dp_shard": 2},
-            {"capacity_factor": 1.0, "pad_to_capacity": True},
-            0,
-            {"permute", "experts", "unpermute"},
-        ),
+        ({"dp_shard": 2}, {"capacity_factor": 1.0, "pad_to_capacity": True}, 0, {"permute", "experts", "unpermute"}),
         ({"dp_shard": 2}, {"capacity_factor": 1.0}, 1, {"permute", "experts", "unpermute"}),
         ({"dp_shard": 2, "ep": 2}, {}, 1, EXCHANGE),
         ({"dp_shard": 1, "tp": 2, "ep": 2}, {}, 1, EXCHANGE),
@@ -67,12 +62,7 @@ def measured_step(config: Config) -> tuple[int, dict[str, Any]]:
             1,
             {"all_gather", "permute", "experts", "unpermute", "reduce_scatter"},
         ),
-        (
-            {"dp_shard": 2, "etp": 2},
-            {},
-            1,
-            {"permute", "all_gather", "experts", "reduce_scatter", "unpermute"},
-        ),
+        ({"dp_shard": 2, "etp": 2}, {}, 1, {"permute", "all_gather", "experts", "reduce_scatter", "unpermute"}),
         ({"dp_shard": 4, "ep": 2, "etp": 2}, {}, 2, set(STAGES)),
         ({"dp_shard": 2, "ep": 2}, {"capacity_factor": 1.0, "pad_to_capacity": True}, 0, EXCHANGE),
         (
@@ -81,12 +71,7 @@ def measured_step(config: Config) -> tuple[int, dict[str, Any]]:
             0,
             {"all_gather", "permute", "experts", "unpermute", "reduce_scatter"},
         ),
-        (
-            {"dp_shard": 4, "ep": 2, "etp": 2},
-            {"capacity_factor": 1.0, "pad_to_capacity": True},
-            0,
-            set(STAGES),
-        ),
+        ({"dp_shard": 4, "ep": 2, "etp": 2}, {"capacity_factor": 1.0, "pad_to_capacity": True}, 0, set(STAGES)),
     ],
     ids=[
         "one rank's experts",

@@ -43,11 +43,7 @@ def test_jitter_is_uniform_around_one() -> None:
 def test_jitter_is_another_one_for_every_token_row_dimension_layer_and_seed() -> None:
     factors = jitter(make_rows())
     assert len(factors.unique()) > 0.999 * factors.numel()
-    for other in (
-        jitter(make_rows(first_row=B)),
-        jitter(make_rows(), moe_index=1),
-        jitter(make_rows(), seed=1),
-    ):
+    for other in (jitter(make_rows(first_row=B)), jitter(make_rows(), moe_index=1), jitter(make_rows(), seed=1)):
         assert (other == factors).double().mean() < 1e-3
 
 

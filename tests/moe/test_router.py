@@ -61,11 +61,7 @@ def route_one(x: list[float], router: Router) -> tuple[list[int], list[float], l
     weights = [scores[e] for e in chosen]
     if config.norm_topk_prob:
         weights = [w / sum(weights) for w in weights]
-    return (
-        chosen,
-        [w * config.routed_scaling_factor for w in weights],
-        sorted(range(E), key=lambda e: -scores[e])[:k],
-    )
+    return (chosen, [w * config.routed_scaling_factor for w in weights], sorted(range(E), key=lambda e: -scores[e])[:k])
 
 
 CONFIGS = {

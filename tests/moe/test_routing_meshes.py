@@ -153,8 +153,7 @@ def test_recorded_routing_is_repeated_on_other_meshes(ranks: RankPool, tmp_path:
     # Other weights would choose otherwise.
     for mesh in (dict(dp_shard=2, ep=2), dict(cp=2)):
         replayed = run_routing(
-            ranks,
-            routing_config(mesh=mesh, seed=1, router=dict(expert_bias=True), replay_routing=directory),
+            ranks, routing_config(mesh=mesh, seed=1, router=dict(expert_bias=True), replay_routing=directory)
         )
         assert replayed.losses[0] != recorded.losses[0]
         for step in range(STEPS):

@@ -43,11 +43,7 @@ def model_configs(draw: st.DrawFn, num_experts: tuple[int, ...] = (1, 2, 4, 6, 8
         exact_ties=draw(st.booleans()),
     )
     return ModelConfig(
-        hidden_size=experts,
-        num_experts=experts,
-        num_experts_per_token=top_k,
-        moe_intermediate_size=3,
-        router=router,
+        hidden_size=experts, num_experts=experts, num_experts_per_token=top_k, moe_intermediate_size=3, router=router
     )
 
 
@@ -216,10 +212,7 @@ def test_what_is_dropped_adds_nothing_and_the_rest_is_not_renormalised(
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    ids=st.lists(st.integers(0, 5), min_size=1, max_size=40),
-    priorities=st.one_of(st.none(), st.integers(0, 1000)),
-)
+@given(ids=st.lists(st.integers(0, 5), min_size=1, max_size=40), priorities=st.one_of(st.none(), st.integers(0, 1000)))
 def test_the_place_in_the_queue_of_an_expert(ids: list[int], priorities: int | None) -> None:
     values = torch.randint(0, 4, (len(ids),), generator=torch.Generator().manual_seed(priorities or 0))
     priority = None if priorities is None else values.view(1, -1)

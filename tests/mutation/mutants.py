@@ -264,7 +264,7 @@ _MOE += [
         "comm.rank * total // comm.num_ranks",
         "(comm.num_ranks - 1 - comm.rank) * total // comm.num_ranks",
         [f"{MESH}[llama-tp2-mb4-alltoall]"],
-    ),
+    )
 ]
 _MODEL = [
     (

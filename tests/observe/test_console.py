@@ -26,12 +26,7 @@ def run_steps(console: Console, config, steps: int, **changes) -> None:
 def test_every_cell_ends_under_its_heading(tmp_path):
     config = small_config(tmp_path, steps=120)
     console, out = console_of(config)
-    extremes = {
-        "tokens_per_second": 1.234e9,
-        "mfu": 0.9999,
-        "peak_memory_bytes": 191 * 2**30,
-        "step_seconds": 7200.0,
-    }
+    extremes = {"tokens_per_second": 1.234e9, "mfu": 0.9999, "peak_memory_bytes": 191 * 2**30, "step_seconds": 7200.0}
     run_steps(console, config, 120, step60={"loss": 12345.6789, "grad_norm": 9.87e12, "lr": 1e-12, **extremes})
     lines = out.getvalue().splitlines()
     header = lines[0]
@@ -130,10 +125,4 @@ def test_units_read_well_at_their_borders():
         "671B",
     ]
     assert [bytes_text(n) for n in (2**20 - 1, 1.5 * 2**30, 2**40)] == ["1.00 MiB", "1.50 GiB", "1.00 TiB"]
-    assert [duration(s) for s in (0.4, 59.6, 3661, 180_000, math.nan)] == [
-        "0:00",
-        "1:00",
-        "1:01:01",
-        "2d 02h",
-        "-",
-    ]
+    assert [duration(s) for s in (0.4, 59.6, 3661, 180_000, math.nan)] == ["0:00", "1:00", "1:01:01", "2d 02h", "-"]

@@ -30,8 +30,7 @@ def test_one_line_a_step_is_on_disk_before_the_next_step(tmp_path):
     rng = np.random.default_rng(0)
     for step in (1, 2, 3):
         log.write(
-            record_of(step, small_config(tmp_path), rng) | {"expert_max_load": 1.5},
-            counts_of(step, 2, 4, 100, rng),
+            record_of(step, small_config(tmp_path), rng) | {"expert_max_load": 1.5}, counts_of(step, 2, 4, 100, rng)
         )
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # the writer is still open
         assert len(lines) == step
@@ -53,12 +52,7 @@ def test_non_finite_numbers_are_valid_json_and_come_back(tmp_path):
         raise AssertionError(f"{constant} is not JSON")
 
     record = json.loads(line, parse_constant=refuse)
-    assert (record["loss"], record["grad_norm"], record["lr"], record["mfu"]) == (
-        "NaN",
-        "Infinity",
-        "-Infinity",
-        None,
-    )
+    assert (record["loss"], record["grad_norm"], record["lr"], record["mfu"]) == ("NaN", "Infinity", "-Infinity", None)
     records = read_metrics(tmp_path)
     assert math.isnan(series(records, "loss")[1][0])
     assert series(records, "grad_norm")[1][0] == math.inf

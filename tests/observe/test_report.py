@@ -67,10 +67,7 @@ def assert_a_picture(
 ) -> None:
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("L"))
-        assert width[0] <= image.width <= width[1] and height[0] <= image.height <= height[1], (
-            path.name,
-            image.size,
-        )
+        assert width[0] <= image.width <= width[1] and height[0] <= image.height <= height[1], (path.name, image.size)
     assert (pixels < 128).mean() > 0.0005, f"{path.name} shows nothing"
     border = np.concatenate([pixels[:3].ravel(), pixels[-3:].ravel(), pixels[:, :3].ravel(), pixels[:, -3:].ravel()])
     assert border.min() > 250, f"{path.name}: something is cut off at the edge"
@@ -95,14 +92,7 @@ def test_a_finished_run(tmp_path):
     assert len(page.images) == len(names)
     assert all(source.startswith("data:image/png;base64,") for source in page.images)
     assert not page.links  # nothing outside the file
-    for words in (
-        "done",
-        "step 200 of 200",
-        "validation bits per byte",
-        "torch",
-        "pp2 x dp_shard2 = 4 ranks",
-        "819k",
-    ):
+    for words in ("done", "step 200 of 200", "validation bits per byte", "torch", "pp2 x dp_shard2 = 4 ranks", "819k"):
         assert words in page.words
 
 
@@ -144,10 +134,7 @@ def test_a_run_that_died_early(tmp_path, steps):
 
 def test_a_run_that_diverged(tmp_path):
     write_run(
-        tmp_path,
-        steps=80,
-        nan_steps=tuple(range(61, 81)),
-        status={"state": "failed", "error": "loss is not finite"},
+        tmp_path, steps=80, nan_steps=tuple(range(61, 81)), status={"state": "failed", "error": "loss is not finite"}
     )
     page = page_of(tmp_path)
     assert "nan" in page.words and "loss is not finite" in page.words

@@ -21,14 +21,7 @@ E, H = 8, 12
 X = torch.linspace(-1, 1, 3 * H, dtype=torch.float64).view(3, H)
 
 # (pp, dp_replicate, dp_shard, ep_shard, ep)
-MESHES = [
-    (1, 1, 1, 1, 1),
-    (1, 1, 4, 2, 2),
-    (1, 2, 2, 1, 4),
-    (1, 1, 3, 3, 1),
-    (2, 1, 4, 2, 2),
-    (2, 2, 2, 1, 4),
-]
+MESHES = [(1, 1, 1, 1, 1), (1, 1, 4, 2, 2), (1, 2, 2, 1, 4), (1, 1, 3, 3, 1), (2, 1, 4, 2, 2), (2, 2, 2, 1, 4)]
 
 
 class Experts(nn.Module):

@@ -51,11 +51,7 @@ def test_every_step_has_a_rate_and_the_decay_never_climbs(
     schedule: str, warmup_steps: int, decay_steps: int, min_lr_ratio: float, total: int
 ) -> None:
     rates = curve(
-        total,
-        schedule=schedule,
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-        min_lr_ratio=min_lr_ratio,
+        total, schedule=schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, min_lr_ratio=min_lr_ratio
     )
     assert all(0 <= rate <= 1 for rate in rates)
     after = rates[warmup_steps:]

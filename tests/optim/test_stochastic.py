@@ -96,10 +96,7 @@ def test_without_rounding_it_is_adamw() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(6, 4), nn.Linear(6, 4)
     theirs.load_state_dict(ours.state_dict())
-    optimizers = [
-        build_optimizer([ours], OPTIM),
-        build_optimizer([theirs], replace(OPTIM, master_weights="float32")),
-    ]
+    optimizers = [build_optimizer([ours], OPTIM), build_optimizer([theirs], replace(OPTIM, master_weights="float32"))]
     assert isinstance(optimizers[0], StochasticAdamW) and isinstance(optimizers[1], torch.optim.AdamW)
     for step in range(5):
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):

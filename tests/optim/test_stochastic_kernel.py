@@ -70,9 +70,7 @@ def trained(model: nn.Module, grad_dtype: torch.dtype, moments: str = "float32",
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(
-    shape=st.sampled_from(SHAPES),
-    grad_dtype=st.sampled_from(DTYPES),
-    moments=st.sampled_from(["float32", "bfloat16"]),
+    shape=st.sampled_from(SHAPES), grad_dtype=st.sampled_from(DTYPES), moments=st.sampled_from(["float32", "bfloat16"])
 )
 @example(shape=(3, 700), grad_dtype=torch.float32, moments="float32")
 @example(shape=(3, 700), grad_dtype=torch.bfloat16, moments="bfloat16")

@@ -61,9 +61,7 @@ CASES = {
     "gpt_oss": step_of("small_gpt_oss", **TRITON),
     "qwen3_next": step_of("small_qwen3_next", layers=4, data={"document_mask": False}),
     "without_fsdp": step_of(
-        "small_dsv3",
-        optim={"master_weights": "stochastic", "moments": "bfloat16"},
-        train={"micro_batch_size": ROWS},
+        "small_dsv3", optim={"master_weights": "stochastic", "moments": "bfloat16"}, train={"micro_batch_size": ROWS}
     ),
     "flash": step_of("small_qwen3_moe", kernels={"attention": "flash"}, data={"document_mask": False}),
     "blockwise": step_of("small_dsv3", train={"fp8": "blockwise"}, model=WIDE),

@@ -53,9 +53,7 @@ EVERYTHING = ["core_attn", "mlp", "moe", "shared_experts"]
 ONE_LAYER = replace(DEEPSEEK, num_layers=1, first_k_dense=0)
 # The second layer alone sees whole rows.
 WINDOWS = replace(
-    QWEN3,
-    num_layers=2,
-    attention=replace(QWEN3.attention, sinks=True, full_attention_interval=2, sliding_window=5),
+    QWEN3, num_layers=2, attention=replace(QWEN3.attention, sinks=True, full_attention_interval=2, sliding_window=5)
 )
 DELTA_NET = replace(
     QWEN3,

@@ -21,12 +21,7 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.plan import build_heaviest, main
 
-SMALL = [
-    "model=small_dsv3",
-    "train.global_batch_size=32",
-    "train.micro_batch_size=1",
-    "data.document_mask=false",
-]
+SMALL = ["model=small_dsv3", "train.global_batch_size=32", "train.micro_batch_size=1", "data.document_mask=false"]
 
 
 def world(*overrides: str, name: str = "config"):

@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automoe.config.schema import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    MoEConfig,
-    TrainConfig,
-)
+from automoe.config.schema import AttentionConfig, Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
 from automoe.verify.pool import RankPool

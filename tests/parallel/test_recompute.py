@@ -115,9 +115,7 @@ def test_bfloat16_is_equal_to_the_bit(ranks: RankPool, recompute: list[str] | st
     """Rounding is the same the second time, and no top-k flips: the router's unit and its weight are wide."""
     config = make_config(DEEPSEEK, mesh, 2)
     config = replace(
-        config,
-        moe=replace(config.moe, experts="grouped_mm"),
-        train=replace(config.train, dtype="bfloat16"),
+        config, moe=replace(config.moe, experts="grouped_mm"), train=replace(config.train, dtype="bfloat16")
     )
     again = replace(config, parallel=replace(config.parallel, recompute=recompute))
     kept, recomputed = run(ranks, config), run(ranks, again)

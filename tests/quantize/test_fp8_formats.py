@@ -101,11 +101,7 @@ def test_out_of_range_is_the_largest_code_but_infinity_is_seen() -> None:
 @pytest.mark.parametrize("shape", [(0, 300), (300, 0), (0, 0), (3, 0, 128)])
 def test_nothing_is_quantized_to_nothing(tile: tuple[int, int], shape: tuple[int, ...]) -> None:
     q = quantize(torch.empty(shape), E4M3, tile)
-    assert dequantize(q).shape == shape and dequantize(transposed(q)).shape == (
-        *shape[:-2],
-        shape[-1],
-        shape[-2],
-    )
+    assert dequantize(q).shape == shape and dequantize(transposed(q)).shape == (*shape[:-2], shape[-1], shape[-2])
 
 
 @pytest.mark.parametrize("shape", [(70, 140), (2, 130, 8), (0, 128)])

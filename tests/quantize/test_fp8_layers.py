@@ -230,12 +230,7 @@ def experts_through(backend: Callable[..., torch.Tensor], args: list[torch.Tenso
     x, gather_idx, offsets, probs, up, down = args
     grad = random(len(gather_idx), HIDDEN, seed=2)
     return through(
-        lambda x, probs, up, down: backend(x, gather_idx, offsets, probs, up, down),
-        x,
-        probs,
-        up,
-        down,
-        grad=grad,
+        lambda x, probs, up, down: backend(x, gather_idx, offsets, probs, up, down), x, probs, up, down, grad=grad
     )
 
 
@@ -272,11 +267,7 @@ def test_an_expert_computes_the_same_beside_others(make: Callable[[], Scaling]) 
         ),
         x, probs[:200], up[:1], down[:1], grad=grad,
     )  # fmt: skip
-    for mine, theirs in (
-        (alone[0], together[0][:200]),
-        (alone[3], together[3][:1]),
-        (alone[4], together[4][:1]),
-    ):
+    for mine, theirs in ((alone[0], together[0][:200]), (alone[3], together[3][:1]), (alone[4], together[4][:1])):
         if make is Blockwise:
             assert torch.equal(mine, theirs)
         else:

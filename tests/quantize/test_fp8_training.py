@@ -235,10 +235,7 @@ def test_a_gpu_without_these_products_is_named() -> None:
 
 @pytest.mark.parametrize(
     "dtype, modes, steps",
-    [
-        ("float32", ("delayed", "blockwise"), 8),
-        pytest.param("bfloat16", MODES, 20, marks=pytest.mark.exhaustive),
-    ],
+    [("float32", ("delayed", "blockwise"), 8), pytest.param("bfloat16", MODES, 20, marks=pytest.mark.exhaustive)],
     ids=["float32", "bfloat16"],
 )
 def test_a_small_model_learns_as_it_does_without(

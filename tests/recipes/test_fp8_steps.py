@@ -80,9 +80,7 @@ def one_scale_too_small(settings: Config) -> int:
 def test_a_scale_that_is_too_small_is_in_the_record_whichever_stage_has_it(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, steps=2, pp=2)
     settings = replace(
-        settings,
-        model=replace(settings.model, moe_intermediate_size=16),
-        train=replace(settings.train, fp8="delayed"),
+        settings, model=replace(settings.model, moe_intermediate_size=16), train=replace(settings.train, fp8="delayed")
     )
     Path(settings.run_dir).mkdir()
     _, scales = ranks.run(one_scale_too_small, 2, settings)

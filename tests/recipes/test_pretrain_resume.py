@@ -33,10 +33,7 @@ def test_a_run_that_starts_from_another_has_a_record_of_its_own(ranks: RankPool,
     assert [line["step"] for line in record] == [3, 4]
     assert [line["loss"] for line in record] == [line["loss"] for line in straight[2:]]
     assert read_jsonl(tmp_path / "branch" / "metrics.1.jsonl") == [{"step": 1, "loss": 0.5}]
-    assert sorted(path.name for path in (tmp_path / "branch" / "checkpoints").iterdir()) == [
-        "LATEST",
-        "step-4",
-    ]
+    assert sorted(path.name for path in (tmp_path / "branch" / "checkpoints").iterdir()) == ["LATEST", "step-4"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_weights_are_read(ranks: RankPool, tmp_path: Path) -> None:

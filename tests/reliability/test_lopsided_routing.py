@@ -7,15 +7,7 @@ import math
 import pytest
 import torch
 
-from automoe.config.schema import (
-    AttentionConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
 from automoe.verify.compare import differences

@@ -132,10 +132,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, "norm_topk_prob": False},
     ),
     "qwen3_moe": ("qwen3_moe", _QWEN),
-    "qwen3_moe_tied": (
-        "qwen3_moe",
-        _QWEN | {"tie_word_embeddings": True, "norm_topk_prob": False, "vocab_size": 101},
-    ),
+    "qwen3_moe_tied": ("qwen3_moe", _QWEN | {"tie_word_embeddings": True, "norm_topk_prob": False, "vocab_size": 101}),
     "qwen3_moe_yarn": (
         "qwen3_moe",
         _QWEN
@@ -181,12 +178,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size": 37, "moe_intermediate_size": 20, "n_shared_experts": 2}
         # What keys share cancels in a softmax but for the rotation: slow or few dims would leave the gradient
         # of their bias to rounding.
-        | {
-            "first_k_dense_replace": 2,
-            "use_qk_norm": False,
-            "partial_rotary_factor": 0.3,
-            "rope_theta": 50.0,
-        },
+        | {"first_k_dense_replace": 2, "use_qk_norm": False, "partial_rotary_factor": 0.3, "rope_theta": 50.0},
     ),
     "glm4_moe_groups": (
         "glm4_moe",
@@ -199,13 +191,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_odd": (
         "gpt_oss",
         _GPT_OSS
-        | {
-            "vocab_size": 101,
-            "hidden_size": 40,
-            "head_dim": 10,
-            "num_key_value_heads": 1,
-            "sliding_window": 5,
-        }
+        | {"vocab_size": 101, "hidden_size": 40, "head_dim": 10, "num_key_value_heads": 1, "sliding_window": 5}
         | {"num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 0.8, "swiglu_alpha": 1.3}
         | {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
         | {"rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": True},

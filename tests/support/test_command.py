@@ -10,13 +10,7 @@ from pathlib import Path
 from tests.support.command import TrainCommand, kill
 
 RECORD = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-300, "tokens": 64, "skipped": 0}
-CLOCKS = {
-    "tokens_per_second": 5.0,
-    "step_seconds": 0.1,
-    "mfu": 0.5,
-    "peak_memory_bytes": 7,
-    "checkpoint_share": 0.1,
-}
+CLOCKS = {"tokens_per_second": 5.0, "step_seconds": 0.1, "mfu": 0.5, "peak_memory_bytes": 7, "checkpoint_share": 0.1}
 
 
 def test_a_record_is_its_numbers_to_the_bit_without_clocks(tmp_path: Path) -> None:

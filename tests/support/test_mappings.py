@@ -33,13 +33,7 @@ MODEL = ModelConfig(
     attention=AttentionConfig(kind="gqa", num_heads=8, num_kv_heads=2, head_dim=4),
 )
 MLA = AttentionConfig(
-    kind="mla",
-    num_heads=4,
-    num_kv_heads=4,
-    kv_lora_rank=4,
-    qk_nope_head_dim=4,
-    qk_rope_head_dim=4,
-    v_head_dim=4,
+    kind="mla", num_heads=4, num_kv_heads=4, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
 )
 INTERLEAVED = ParallelConfig(schedule="Interleaved1F1B", stages_per_rank=2)
 

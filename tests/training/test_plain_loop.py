@@ -150,12 +150,7 @@ def run_both(folder: Path, case: Case) -> Both:
         model=model,
         moe=MoEConfig(experts="loop" if train["dtype"] == "float64" else "grouped_mm", **case.moe),
         train=TrainConfig(
-            steps=len(case.rates),
-            seq_len=SEQ,
-            global_batch_size=ROWS,
-            val_every=VAL_EVERY,
-            val_batches=2,
-            **train,
+            steps=len(case.rates), seq_len=SEQ, global_batch_size=ROWS, val_every=VAL_EVERY, val_batches=2, **train
         ),
         optim=OptimConfig(lr=case.lr, betas=BETAS, eps=EPS, **case.optim),
         data=DataConfig(kind="jsonl", path=str(corpus), val_fraction=0.4, document_mask=case.document_mask),

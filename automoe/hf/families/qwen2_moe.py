@@ -27,12 +27,7 @@ FAMILY = Family(
         "attention.qkv_bias": Field("qkv_bias", True),
         "router.norm_topk_prob": Field("norm_topk_prob", False),
     },
-    fixed=GQA
-    | SOFTMAX_ROUTER
-    | {
-        "attention.qk_norm": False,
-        "shared_expert_gate": True,
-    },
+    fixed=GQA | SOFTMAX_ROUTER | {"attention.qk_norm": False, "shared_expert_gate": True},
     only={"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1},
     keys=KeyMap(shared_experts="mlp.shared_expert"),
 )

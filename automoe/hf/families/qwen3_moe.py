@@ -15,16 +15,6 @@ FAMILY = Family(
         "attention.head_dim": HEAD_DIM,
         "router.norm_topk_prob": Field("norm_topk_prob", False),
     },
-    fixed=GQA
-    | SOFTMAX_ROUTER
-    | {
-        "attention.qk_norm": True,
-        "num_shared_experts": 0,
-    },
-    only={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "decoder_sparse_step": 1,
-    },
+    fixed=GQA | SOFTMAX_ROUTER | {"attention.qk_norm": True, "num_shared_experts": 0},
+    only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
 )
