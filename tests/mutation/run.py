@@ -2,7 +2,7 @@
 
     python tests/mutation/run.py                     all mutants, one at a time
     python tests/mutation/run.py --jobs 4 moe/ optim/   those whose file's name has one of these in it, four at a time
-    python tests/mutation/run.py --write             keep the outcome in tests/mutation/results.json
+    python tests/mutation/run.py --write             keep the outcomes in tests/mutation/results.json
 
 Torch and the rest are imported once; each mutant is a fork of that process, in which nothing of automoe is imported yet.
 First the same tests run without a mutant: a test that is red anyway would kill everything.
@@ -198,10 +198,20 @@ def report(outcomes: list[Outcome], write: bool) -> int:
     for o in revived:
         print(f"  listed as a survivor, and killed by {o.by}: {o.file}: {o.old!r}")
     if write:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        facts = {"commit": commit, "mutants": len(outcomes), "killed": len(outcomes) - len(survivors)}
-        RESULTS.write_text(json.dumps(facts | {"outcomes": [asdict(o) for o in outcomes]}, indent=1) + "\n")
+        write_results(outcomes)
     return int(bool(unexpected or revived))
+
+
+def write_results(outcomes: list[Outcome]) -> None:
+    """Each mutant's newest outcome, with the commit that it is of; those of mutants no longer listed are dropped."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    known = json.loads(RESULTS.read_text())["outcomes"] if RESULTS.exists() else []
+    known += [{"commit": commit} | asdict(outcome) for outcome in outcomes]
+    newest = {(o["file"], o["old"], o["new"]): o for o in known}
+    kept = [newest[key] for m in MUTANTS if (key := (m.file, m.old, m.new)) in newest]
+    killed = sum(o["outcome"] != "survived" for o in kept)
+    facts = {"mutants": len(MUTANTS), "run": len(kept), "killed": killed}
+    RESULTS.write_text(json.dumps(facts | {"outcomes": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
