@@ -21,8 +21,8 @@ FAMILY = Family(
         "rope.interleaved": Field("rope_interleave", True),
         "router.norm_topk_prob": Field("norm_topk_prob", True),
         "router.routed_scaling_factor": Field("routed_scaling_factor"),
-        "router.num_groups": Field("n_group", 1),
-        "router.topk_groups": Field("topk_group", 1),
+        "router.num_groups": Field("n_group", 8),
+        "router.topk_groups": Field("topk_group", 4),
     },
     fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={
