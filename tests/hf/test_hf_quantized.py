@@ -368,3 +368,16 @@ def test_all_ranks_refuse_fp8_without_scales_alike(fp8_copy: Path, ranks: RankPo
     edit(fp8_copy, drop=SUFFIX)
     messages = ranks.run(fails_on, 2, fp8_copy)
     assert messages[0] == messages[1] and "scales are missing" in messages[0]
+
+
+def test_a_block_uses_the_whole_range_of_its_code() -> None:
+    """Its largest number is the largest code, so numbers 2**-14 times as large keep three bits, and it loses none."""
+    sizes = 2.0 ** torch.linspace(-14, 0, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+    blocks = torch.tensor([1e-5, 1.0, 3e4]).repeat_interleave(128).unsqueeze(1)
+    numbers = sizes.repeat(384, 1) * blocks
+    numbers[:, [0, 128]] = blocks
+    codes, scales = quantize_fp8(numbers)
+    tiles = codes.float().abs().view(3, 128, 2, 128)
+    assert torch.equal(tiles.amax((1, 3)), torch.full((3, 2), 448.0))
+    back = codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert ((back - numbers).abs() / numbers).max() <= 2**-4

@@ -54,6 +54,8 @@ INIT, NORMS, LOSS = (
     ["tests/model/test_rms_norm.py"],
     ["tests/model/test_cross_entropy.py"],
 )
+FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
+DEFAULTS = ["tests/hf/test_hf_defaults.py"]
 MASKS, ROPE, DELTA = (
     ["tests/model/test_attention_masks.py"],
     ["tests/model/test_rope.py"],
@@ -257,14 +259,12 @@ _MOE = [
         "(num_ranks, num_rows)).mean(0)",
         [f"{MESH}[mixtral-dp_shard2-etp2-mb2-alltoall]"],
     ),
-]
-_MOE += [
     (
         "communicators.py",
         "comm.rank * total // comm.num_ranks",
         "(comm.num_ranks - 1 - comm.rank) * total // comm.num_ranks",
         [f"{MESH}[llama-tp2-mb4-alltoall]"],
-    )
+    ),
 ]
 _MODEL = [
     (
@@ -330,7 +330,12 @@ _PARALLEL = [
         "(2 * cp - 2 - rank) * chunk",
         [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
     ),
-    ("tensor.py", '"o_proj": ROWWISE,\n', '"o_proj": COLWISE,\n', [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    (
+        "tensor.py",
+        '"v_proj": COLWISE, "o_proj": ROWWISE',
+        '"v_proj": COLWISE, "o_proj": COLWISE',
+        [f"{MESH}[llama-tp2-mb4-alltoall]"],
+    ),
     (
         "expert.py",
         "etp.get_local_rank() * module.hidden_size",
@@ -339,6 +344,15 @@ _PARALLEL = [
     ),
     ("pipeline.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
     ("pipeline.py", "scale_grads=False", "scale_grads=True", DTYPES),
+    ("fp8.py", "scaling.end_step(stepped)", "scaling.end_step(True)", FP8_SKIP),
+    (
+        "mesh.py",
+        'self.coordinate("dp_replicate") * self.shape.dp_shard',
+        'self.coordinate("dp_replicate")',
+        [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-alltoall]"],
+    ),
+    ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _CHECKPOINT = [
     ("files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
@@ -380,21 +394,28 @@ _HF = [
         "keys.py",
         "(0, i * width, 0), half) for i in (0, 1)",
         "(0, i * width, 0), half) for i in (1, 0)",
-        ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"],
+        FUSED,
+        "every piece says itself which half it is: their order says nothing",
     ),
+    ("keys.py", "(0, i * width, 0), half)", "(0, (1 - i) * width, 0), half)", FUSED),
     ("keys.py", "enumerate((keys.gate, keys.up))", "enumerate((keys.up, keys.gate))", QWEN),
     ("keys.py", "keys.gate, 0, 3, 2, 1, merged=True", "keys.gate, 0, 3, 1, 2, merged=True", GPT_OSS),
     ("keys.py", "keys.down, 0, 2, 1)", "keys.down, 0, 1, 2)", GPT_OSS),
-    ("families/gpt_oss.py", '"router.softmax_after_topk": True', '"router.softmax_after_topk": False', GPT_OSS),
-    ("families/gpt_oss.py", '"swiglu_limit", 7.0', '"swiglu_limit", 70.0', parity("gpt_oss_odd") + GPT_OSS),
-    ("families/qwen3_next.py", "partial_rotary=0.25", "partial_rotary=0.5", NEXT),
-    ("families/deepseek_v3.py", '"rope_interleave", True', '"rope_interleave", False', DSV3),
-    ("families/qwen2_moe.py", '"norm_topk_prob", False', '"norm_topk_prob", True', REGISTRY + parity("qwen2_moe")),
+    (
+        "families/gpt_oss.py",
+        '"router.softmax_after_topk": True',
+        '"router.softmax_after_topk": False',
+        GPT_OSS,
+        "a softmax over all, divided by the sum of those chosen, is the softmax over those chosen",
+    ),
+    ("families/gpt_oss.py", '"swiglu_alpha", 1.702', '"swiglu_alpha", 1.0', DEFAULTS),
+    ("families/gpt_oss.py", '"swiglu_limit", 7.0', '"swiglu_limit", 70.0', DEFAULTS),
+    ("families/qwen3_next.py", "partial_rotary=0.25", "partial_rotary=0.5", DEFAULTS),
+    ("families/deepseek_v3.py", '"rope_interleave", True', '"rope_interleave", False', DEFAULTS),
+    ("families/qwen2_moe.py", '"norm_topk_prob", False', '"norm_topk_prob", True', DEFAULTS),
     ("families/family.py", 'int(hf.get("max_position_embeddings", 4096))', "4096", REGISTRY),
     ("families/family.py", 'params.get("beta_fast") or 32', 'params.get("beta_slow") or 32', REGISTRY),
     ("families/family.py", "(layer + 1) % interval", "layer % interval", NEXT),
-]
-_HF += [
     ("quantized.py", "amax(dim=(1, 3)) / FP8_MAX", "amax(dim=(1, 3))", QUANTIZED),
     ("quantized.py", "start[0] // block[0]]", "start[0] % block[0]]", QUANTIZED),
     ("quantized.py", "(byte & 0x08) * 0x1000", "(byte & 0x08) * 0x800", QUANTIZED),
@@ -403,22 +424,9 @@ _HF += [
 _QUANTIZE = [
     ("formats.py", "E4M3: 448.0", "E4M3: 240.0", FORMATS),
     ("formats.py", "(mantissa == 0.5)", "(mantissa != 0.5)", FORMATS),
-]
-_QUANTIZE += [
     ("scaling.py", "self.history[:, :-1]", "self.history[:, 1:]", FP8),
     ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
     ("scaling.py", "self.gradients if operand == GRAD else E4M3", "E4M3", FP8),
-]
-_PARALLEL += [
-    ("fp8.py", "scaling.end_step(stepped)", "scaling.end_step(True)", FP8_SKIP),
-    (
-        "mesh.py",
-        'self.coordinate("dp_replicate") * self.shape.dp_shard',
-        'self.coordinate("dp_replicate")',
-        [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-alltoall]"],
-    ),
-    ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
-    ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _FOLDERS = {
     "automoe/optim": _OPTIM,

@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--skip-baseline", action="store_true", help="take it that the tests pass without a mutant")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.only or any(part in f"{m.file}: {m.old}" for part in options.only)]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         trees = [copy_tree(Path(scratch) / str(i)) for i in range(options.jobs)]
@@ -73,7 +74,9 @@ def main() -> int:
                 print(f"without a mutant, {by or tests} is red (pytest's status {status}): mend that first")
                 return 1
         outcomes = run_all(chosen, trees)
-    return report(outcomes, options.write)
+    if options.write:
+        write_results(outcomes, commit)
+    return report(outcomes)
 
 
 def preload() -> None:
@@ -188,7 +191,7 @@ def run_all(chosen: list[Mutant], trees: list[Path]) -> list[Outcome]:
     return [outcomes[number] for number in sorted(outcomes)]
 
 
-def report(outcomes: list[Outcome], write: bool) -> int:
+def report(outcomes: list[Outcome]) -> int:
     survivors = [o for o in outcomes if o.outcome == "survived"]
     unexpected = [o for o in survivors if not o.reason]
     revived = [o for o in outcomes if o.reason and o.outcome != "survived"]
@@ -197,14 +200,11 @@ def report(outcomes: list[Outcome], write: bool) -> int:
         print(f"  lives: {o.file}: {o.old!r} -> {o.new!r}  {o.reason or 'NOT LISTED AS A SURVIVOR'}")
     for o in revived:
         print(f"  listed as a survivor, and killed by {o.by}: {o.file}: {o.old!r}")
-    if write:
-        write_results(outcomes)
     return int(bool(unexpected or revived))
 
 
-def write_results(outcomes: list[Outcome]) -> None:
+def write_results(outcomes: list[Outcome], commit: str) -> None:
     """Each mutant's newest outcome, with the commit that it is of; those of mutants no longer listed are dropped."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     known = json.loads(RESULTS.read_text())["outcomes"] if RESULTS.exists() else []
     known += [{"commit": commit} | asdict(outcome) for outcome in outcomes]
     newest = {(o["file"], o["old"], o["new"]): o for o in known}
