@@ -134,7 +134,7 @@ _RUN = [
         "stats.py",
         "table[:, -1] / chosen.sum(1)",
         "table[:, -1] / chosen.sum()",
-        ["tests/recipes/test_pretrain_routing.py"],
+        ["tests/parallel/test_padding.py"],
     ),
     ("stats.py", "layer.router.load.totals.zero_()", "pass", QWEN),
 ]
