@@ -130,12 +130,7 @@ _RUN = [
     ("run.py", '"lr": update.lr', '"lr": config.optim.lr', QWEN),
     ("run.py", '"global_balance_loss": stats.lagged_balance', '"global_balance_loss": stats.sequence_balance', QWEN),
     ("run.py", "record_ends = resumed.step if resumed and resumed.own else None", "record_ends = None", STREAK),
-    (
-        "stats.py",
-        "table[:, -1] / chosen.sum(1)",
-        "table[:, -1] / chosen.sum()",
-        ["tests/parallel/test_padding.py"],
-    ),
+    ("stats.py", "table[:, -1] / chosen.sum(1)", "table[:, -1] / chosen.sum()", ["tests/parallel/test_padding.py"]),
     ("stats.py", "layer.router.load.totals.zero_()", "pass", QWEN),
 ]
 _RECIPES = [
@@ -185,6 +180,7 @@ _DATA = [
     ("corpora.py", "left -= len(raw)", "left -= len(text)", CORPORA),
 ]
 _MOE = [
+    ("tokens.py", "return self.doc_ids >= 0", "return self.doc_ids >= -1", ROUTER),
     ("balance.py", "torch.sign(counts_E.mean() - counts_E)", "torch.sign(counts_E - counts_E.mean())", DSV3),
     ("balance.py", "counts_E.mean() - counts_E", "counts_E.median() - counts_E", DSV3),
     ("balance.py", "return grad, torch.ones(", "return grad, torch.zeros(", QWEN),
@@ -267,6 +263,12 @@ _MOE = [
     ),
 ]
 _MODEL = [
+    ("attention.py", "out_BSND * gate.sigmoid()", "out_BSND * gate", NEXT),
+    ("attention_kernels.py", "k_BRGD[:, 0, :, dim] = 1", "k_BRGD[:, 0, :, dim] = 2", GPT_OSS),
+    ("attention_kernels.py", "F.pad(mask, (1, 0), value=True)", "F.pad(mask, (1, 0), value=False)", GPT_OSS),
+    ("attention.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-4", parity("dsv3_odd")),
+    ("attention.py", "self.window_mask if window else self.mask", "self.mask", GPT_OSS),
+    ("attention.py", "whole = keys.num_ranks == 1", "whole = True", [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"]),
     (
         "attention.py",
         "first_of_rank(self.sequence, num_heads) * self.head_dim",
