@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Convert the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
     args = _parser().parse_args(argv)
-    return report(lambda: _convert(args.source, args.out, layout=args.layout, **options_of(args)))
+    return report(lambda: _convert(args.source, args.out, layout=args.layout, **options_of(args)), args.plugins)
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.plugins import load_plugins
 from automoe.errors import AutomoeError, CheckpointError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
     args = _parser().parse_args(argv)
-    return report(lambda: export_run(args.run, args.out, **options_of(args)))
+    return report(lambda: export_run(args.run, args.out, **options_of(args)), args.plugins)
 
 
 def export_run(
@@ -132,6 +133,7 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     parser.add_argument("--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published")
     parser.add_argument("--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
+    parser.add_argument("--plugins", type=_names, default=[], metavar="A,B", help="modules that the model needs")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,15 +142,20 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": args.dtype, "fp8": args.fp8, "max_shard_bytes": max_shard_bytes, "overwrite": args.overwrite}
 
 
-def report(write: Callable[[], Written]) -> int:
-    """Write, and say what was saved or why not; returns the exit status (2: nothing was written)."""
+def report(write: Callable[[], Written], plugins: list[str]) -> int:
+    """Import ``plugins``, write, and say what was saved or why not; the exit status (2: nothing was written)."""
     try:
+        load_plugins(plugins)
         written = write()
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"saved {written}")
     return 0
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _positive(text: str) -> float:

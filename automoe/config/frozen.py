@@ -11,7 +11,7 @@ import yaml
 
 from automoe.config.convert import config_from_dict, config_to_dict
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.plugins import load_plugins
+from automoe.config.plugins import load_plugins, loaded_plugins
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 from automoe.shipped import own_recipe
@@ -52,10 +52,17 @@ def parse_config(text: str, plugins: bool = False) -> Config:
 
     Args:
         plugins: import those that it names. For what this run's own launcher wrote, never for a folder from elsewhere.
+
+    Raises:
+        ConfigError: it does not fit the schema, or names plugins that nobody here has asked for.
     """
     raw = yaml.safe_load(text)
+    named = raw.get("plugins", [])
     if plugins:
-        load_plugins(raw.get("plugins", []))
+        load_plugins(named)
+    elif missing := [name for name in named if name not in loaded_plugins()]:
+        rule = f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code"
+        raise ConfigError("plugins", missing, rule, f"If you trust them, add --plugins {','.join(missing)}")
     return config_from_dict(raw)
 
 

@@ -29,6 +29,7 @@ KINDS = {
     "data.kind": "automoe.data.corpora.Source",
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
+_loaded: set[str] = set()
 
 
 def register(key: str, name: str, value: Any) -> None:
@@ -88,3 +89,9 @@ def load_plugins(names: object) -> None:
         except ImportError as error:
             rule = f"cannot be imported: {error}"
             raise ConfigError("plugins", name, rule, "Install it, or start where it lies") from error
+        _loaded.add(name)
+
+
+def loaded_plugins() -> frozenset[str]:
+    """Every name that ``load_plugins`` has imported in this process."""
+    return frozenset(_loaded)

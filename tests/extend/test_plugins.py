@@ -15,6 +15,7 @@ import torch
 import automoe
 from automoe.config import plugins
 from automoe.config.compose import compose_config
+from automoe.config.frozen import load_config
 from automoe.config.plugins import register
 from automoe.errors import ConfigError
 
@@ -47,7 +48,7 @@ def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(tex
     (tmp_path / "lines.jsonl").write_text(
         "".join(json.dumps({"body": row["body"]}) + "\n" for row in csv.DictReader((texts / "lines.csv").open()))
     )
-    common = ["mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2", "data.text_key=body"]
+    common = ["train.steps=2", "mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2", "data.text_key=body"]
     own = run(tmp_path / "own", *common, "data.kind=jsonl", f"data.path={tmp_path}/lines.jsonl", "moe.experts=loop")
     theirs = run(
         tmp_path / "theirs",
@@ -61,6 +62,8 @@ def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(tex
     for mine, other in zip(own, theirs, strict=True):
         assert other["loss"] == pytest.approx(mine["loss"], rel=1e-6)
         assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+    with pytest.raises(ConfigError, match=r"no reason to import code.*--plugins house"):
+        load_config(tmp_path / "theirs")  # as `automoe export` does
 
 
 def test_a_recipe_from_outside_trains_as_the_shipped_one(texts: Path, tmp_path: Path) -> None:
