@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints-cpu.txt
 EXTRAS ?= dev
 ARGS ?=
-# Files of tests that run beside one another; `make test ARGS='-n0 --pdb'` runs all in one process.
+# Files of tests that run at the same time; `make test ARGS='-n0 --pdb'` runs all in one process.
 JOBS ?= 2
 # The part of test-meshes and test-faults that today runs; SAMPLE= runs all.
 SAMPLE ?= --sample
@@ -72,7 +72,7 @@ format: setup ## Format the sources in place
 types: setup ## Type-check the public surface
 	@$(PY) -m mypy
 
-bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, beside other trainers
+bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, compared with other trainers
 	@$(PY) benchmarks/cpu_step.py $(ARGS)
 
 bench-moe-layer: $(SETUP) ## Latency of a MoE layer by stage and mapping, 8 ranks
@@ -81,16 +81,16 @@ bench-moe-layer: $(SETUP) ## Latency of a MoE layer by stage and mapping, 8 rank
 bench-main-job: $(SETUP) ## Seconds to help, errors, plans, the first step and a trained default model
 	@$(PY) benchmarks/main_job.py $(ARGS)
 
-bench-gpu-layer: $(SETUP) ## TFLOPS of one MoE layer on one GPU, beside every other implementation, 9 minutes
+bench-gpu-layer: $(SETUP) ## TFLOPS of one MoE layer on one GPU, compared with every other implementation, 9 minutes
 	@$(PY) benchmarks/moe_kernel.py $(ARGS)
 
 bench-gpu-tune: $(SETUP) ## Which blocks are fastest for each product of the Triton experts, on one GPU
 	@$(PY) benchmarks/tune_kernels.py $(ARGS)
 
-bench-gpu-step: $(SETUP) ## Tokens/s, MFU and memory of whole steps on one GPU, beside transformers and torchtitan, 9 minutes
+bench-gpu-step: $(SETUP) ## Tokens/s, MFU and memory of whole steps on one GPU, compared with transformers and torchtitan, 9 minutes
 	@$(PY) benchmarks/train_step.py $(ARGS)
 
-bench-checkpoint: $(SETUP) ## Saving and loading beside a raw write and plain torch.distributed.checkpoint
+bench-checkpoint: $(SETUP) ## Saving and loading, compared with a raw write and plain torch.distributed.checkpoint
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
 
 bench-hf-load: $(SETUP) ## Bytes, scratch and seconds of loading a HuggingFace checkpoint onto meshes

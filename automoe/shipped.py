@@ -112,6 +112,8 @@ def copy_recipe(name: str, to: str | None = None) -> Path:
     if name not in list_recipes():
         raise ConfigError("recipe", name, "no such shipped recipe", f"There are: {', '.join(list_recipes())}")
     path = Path("recipes", f"{name}.py") if to is None else Path(to).expanduser()
+    if path.suffix != ".py":
+        raise ConfigError("recipe", path, "a recipe is a file that ends in .py", f"Name {path}.py")
     if path.exists() or path.is_symlink():
         raise ConfigError("recipe", path, "this file exists, and a copy would overwrite it", "Name another file")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     # ---------------------------------------------------------------- model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
-    store.check()  # what would stop a save is found before weights are read
+    store.check()  # fail now, not at the first save
     parts = build_parts(config, meshes)  # this rank's pipeline stages
     loaded = None
     if config.model.hf_path:

@@ -24,9 +24,8 @@ def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
     """A copy in which nothing is left to derive: every axis, the number of ranks, the device, whose recipe."""
     launch = replace(config.launch, num_ranks=shape.world_size, device=device)
     own = own_recipe(config.recipe)
-    recipe = (
-        str(own) if isinstance(own, Path) else config.recipe
-    )  # of the working directory: the same file for every rank
+    # A path: the same file for every rank, whatever its working directory.
+    recipe = str(own) if isinstance(own, Path) else config.recipe
     return replace(config, recipe=recipe, mesh=MeshConfig(**asdict(shape)), launch=launch)
 
 

@@ -23,9 +23,9 @@ from automoe.shipped import load_file
 _SECTIONS = {"model": schema.ModelConfig, "moe": schema.MoEConfig, "data": schema.DataConfig}
 # What may be registered under a key. docs/architecture.md has the lines that each of them takes.
 KINDS = {
-    "model.family": "automoe.hf.families.family.Family",
-    "moe.dispatcher": "a function of a communicator that returns a function of the number of experts",
-    "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn",
+    "model.family": "automoe.hf.families.family.Family whose model_type is the name",
+    "moe.dispatcher": "a function of a moe.dispatch.base.DispatchGroup that returns one of the number of experts",
+    "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits",
     "data.kind": "automoe.data.corpora.Source",
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
@@ -59,15 +59,15 @@ def registered(key: str) -> dict[str, Any]:
     Raises:
         ConfigError: a ``"module:attribute"`` that cannot be imported.
     """
-    table = _registered[key]
-    for name, value in table.items():
+    found = dict(_registered[key])
+    for name, value in found.items():
         if isinstance(value, str):
             module, _, attribute = value.partition(":")
             try:
-                table[name] = getattr(importlib.import_module(module), attribute)
+                found[name] = getattr(importlib.import_module(module), attribute)
             except (ImportError, AttributeError) as error:
                 raise ConfigError(key, name, f"{value} cannot be imported: {error}", "Correct register()") from error
-    return table
+    return found
 
 
 def registered_names(key: str) -> tuple[str, ...]:

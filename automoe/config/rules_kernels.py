@@ -21,6 +21,8 @@ MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128
 MLA_DIMS = (192, 128)  # of queries and keys, and of values: what cuDNN has beyond 128
 DIM_UNIT = 8
+# Backends whose limits are known; ``loop`` has none, and a plugin checks its own.
+_LIMITED_EXPERTS = ("grouped_mm", "triton", "te", "quack")
 FOREIGN_EXPERTS = {"te": "transformer-engine", "quack": "quack-kernels"}
 _FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
 _INTERPRET = "TRITON_INTERPRET=1 to try the kernels out, very slowly"
@@ -40,7 +42,7 @@ def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
 
 def check_experts(config: Config, shape: MeshShape, device: str) -> None:
     """Dtypes, sizes and devices of ``moe.experts``. Raises ``ConfigError``."""
-    if config.moe.experts != "loop" and _has_experts(config):
+    if config.moe.experts in _LIMITED_EXPERTS and _has_experts(config):
         check_rows(config, _expert_rows(config, shape, device))
 
 

@@ -60,7 +60,11 @@ def reader_digest(kind: str) -> str:
     """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for automoe's own."""
     if kind in _SOURCES:
         return ""
-    return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
+    except TypeError as error:  # a partial, an object that can be called
+        rule = f"its code cannot be told from other code, so no tokenised text could be kept: {error}"
+        raise ConfigError("data.kind", kind, rule, "Give its Source a plain function to read with") from error
 
 
 def find_files(data: DataConfig) -> CorpusFiles:

@@ -1,4 +1,4 @@
-"""A checkpoint directory made under another name and renamed when it is complete, and its files besides the weights."""
+"""A checkpoint directory made under another name and renamed when it is complete, and its files other than weights."""
 
 from __future__ import annotations
 

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
 from automoe.parallel.fsdp import fsdp_modules
 
@@ -77,10 +76,7 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
 
 def _shard(name: str, tensor: torch.Tensor, **facts: bool) -> LocalShard:
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return LocalShard(name, tensor, tensor, (0,) * tensor.dim(), **facts)
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return LocalShard(name, tensor, tensor.to_local(), tuple(start), **facts)
+    return LocalShard(name, tensor, local_shard(tensor), global_offset(tensor), **facts)
 
 
 def raise_everywhere(error: CheckpointError | None) -> None:

@@ -107,7 +107,7 @@ class GroupedQueryAttention(nn.Module):
         norm = partial(runtime.norm, self.head_dim, config.norm_eps, config.zero_centered_norms)
         self.q_norm = norm() if attention.qk_norm else nn.Identity()
         self.k_norm = norm() if attention.qk_norm else nn.Identity()
-        self.attend = AttentionContext.attend
+        self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
         self.scale = softmax_scale(config.rope, self.head_dim)
 
     def _kv_rows(self, num_heads: int) -> slice | None:
@@ -154,7 +154,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = runtime.norm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
-        self.attend = AttentionContext.attend
+        self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
         self.scale = softmax_scale(config.rope, qk_dim)
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:

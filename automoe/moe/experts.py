@@ -99,7 +99,7 @@ def expert_backend(name: str) -> ExpertFn:
     if name in (plugins := registered("moe.experts")):
         return plugins[name]
     if name not in BACKENDS:
-        raise BackendError(f"moe.experts={name}: no such expert backend. There are: {', '.join(BACKENDS)}")
+        raise BackendError(f"moe.experts={name}: no such expert backend. There are: {', '.join(BACKENDS | plugins)}")
     return BACKENDS[name]()
 
 

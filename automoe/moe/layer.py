@@ -61,7 +61,7 @@ class MoE(nn.Module):
         )
         self.shared_experts = shared_experts
         self.moe, self.num_experts = moe, config.num_experts
-        self.dispatcher = dispatcher or local_dispatcher(config.num_experts, moe)
+        self.dispatcher = local_dispatcher(config.num_experts, moe) if dispatcher is None else dispatcher
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""

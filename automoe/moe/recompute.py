@@ -1,6 +1,6 @@
 """Results that a recomputation takes from the forward pass instead of computing them again (activation checkpointing).
 
-A recomputed layer must send every token to the experts that it went to, even if a score has moved by a rounding, and
+A recomputed layer must send every token to the experts that it went to, even if rounding changed a score, and
 must not count the tokens a second time. No result is kept on a module: with a pipeline, several micro-batches of one
 layer wait for their backward at the same time.
 """

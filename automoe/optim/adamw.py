@@ -24,7 +24,8 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
     share is updated once.
 
-    Every parameter has its state, zeros, from the beginning: a first checkpoint has all that later ones have.
+    Every parameter has its state, zeros, from the beginning, so the first checkpoint has the same tensors as
+    every later one.
     Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and ``names``.
 
     Args:

@@ -30,9 +30,8 @@ COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
     Router: ("score", "select", "weigh", "count"),
 }
 
-# Of one function in one process: kinds of layers, recomputed or not, with and without gradients, and all of these again
-# for each dtype and shape that models of this process are run in. One dtype may take the 8 that torch allows; this is
-# what it allows of a function in all.
+# Versions of one function in a process: each kind of layer, recomputed or not, with and without gradients, for each
+# dtype and shape. torch's default of 8 is enough for one dtype only.
 VERSIONS = 256
 
 

@@ -160,7 +160,7 @@ class Run:
         self.console.finish(paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
-        """What the record of a skipped step says besides: the reason, and the batch by rows and documents."""
+        """What the record of a skipped step also says: the reason, and the batch by rows and documents."""
         loader = self.state.loader
         assert loader is not None
         first, last = loader.last_rows()

@@ -1,4 +1,4 @@
-"""One pool of gloo ranks that outlives a test session, so that torch is imported once and not once a test.
+"""One pool of gloo ranks that serves many calls, so that torch is imported once and not once a call.
 
 Workers fork from a server that has torch imported. Each case gets a process group of its own, on a fresh
 store prefix, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
@@ -84,7 +84,7 @@ class RankPool:
         finished = False
         try:
             for rank, worker in enumerate(workers):
-                # pytest adds directories to sys.path while it collects: ranks import tests from them too
+                # callers may have added directories to sys.path since: ranks import from them too
                 worker.pipe.send((self._case, rank, world_size, self._store.port, sys.path, self.timeout_s))
                 worker.pipe.send_bytes(payload)
             results = self._gather(workers)
@@ -111,7 +111,7 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         from torch.distributed import TCPStore
 
-        if self._store is None:  # port 0: the system chooses, so that two sessions never collide
+        if self._store is None:  # port 0: the system chooses, so that two pools never collide
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         if len(self._workers) < world_size:
@@ -166,7 +166,7 @@ def _work(pipe: connection.Connection, lifeline: connection.Connection) -> None:
     """One worker: cases until the pipe closes."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the pool
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(1)
     imported = torch_caches()
@@ -193,7 +193,7 @@ def _work(pipe: connection.Connection, lifeline: connection.Connection) -> None:
 
 
 def _die_with_parent(lifeline: connection.Connection) -> None:
-    """A rank that hangs in a collective would otherwise outlive a killed pytest."""
+    """A rank that hangs in a collective would otherwise outlive a killed caller."""
     try:
         lifeline.recv_bytes()
     except EOFError:

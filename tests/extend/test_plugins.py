@@ -18,6 +18,7 @@ from automoe.config.compose import compose_config
 from automoe.config.frozen import load_config
 from automoe.config.plugins import register
 from automoe.errors import ConfigError
+from automoe.hf.families.registry import known_families
 
 HERE = Path(__file__).parent
 TINY = ["train.steps=3", "train.seq_len=32", "train.global_batch_size=4", "train.val_every=0", "observe.report=false"]
@@ -48,7 +49,14 @@ def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(tex
     (tmp_path / "lines.jsonl").write_text(
         "".join(json.dumps({"body": row["body"]}) + "\n" for row in csv.DictReader((texts / "lines.csv").open()))
     )
-    common = ["train.steps=2", "mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2", "data.text_key=body"]
+    common = [
+        "train.steps=2",
+        "train.dtype=float64",
+        "mesh.pp=1",
+        "mesh.ep=2",
+        "launch.num_ranks=2",
+        "data.text_key=body",
+    ]
     own = run(tmp_path / "own", *common, "data.kind=jsonl", f"data.path={tmp_path}/lines.jsonl", "moe.experts=loop")
     theirs = run(
         tmp_path / "theirs",
@@ -60,8 +68,8 @@ def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(tex
         "moe.dispatcher=ring",
     )
     for mine, other in zip(own, theirs, strict=True):
-        assert other["loss"] == pytest.approx(mine["loss"], rel=1e-6)
-        assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+        assert other["loss"] == pytest.approx(mine["loss"], rel=1e-12)
+        assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-10)
     with pytest.raises(ConfigError, match=r"no reason to import code.*--plugins house"):
         load_config(tmp_path / "theirs")  # as `automoe export` does
 
@@ -115,6 +123,21 @@ def test_two_packages_cannot_register_one_name(monkeypatch: pytest.MonkeyPatch) 
     register("moe.experts", "mine", "a:b")
     with pytest.raises(ConfigError, match="registered already"):
         register("moe.experts", "mine", "c:d")
+
+
+def test_a_name_stays_registered_after_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+    register("moe.experts", "mine", "math:sqrt")
+    assert plugins.registered("moe.experts")["mine"](4) == 2
+    register("moe.experts", "mine", "math:sqrt")
+
+
+def test_a_family_is_registered_under_its_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+    monkeypatch.syspath_prepend(HERE)
+    register("model.family", "dots", "house.dots1:FAMILY")
+    with pytest.raises(ConfigError, match="model_type=dots1"):
+        known_families()
 
 
 def test_a_plugin_that_is_not_there_is_an_error_that_names_it() -> None:

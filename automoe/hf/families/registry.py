@@ -17,8 +17,17 @@ FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for modul
 
 
 def known_families() -> dict[str, Family]:
-    """``model_type`` of ``config.json`` -> family, those of plugins included."""
-    families = FAMILIES | registered("model.family")
+    """``model_type`` of ``config.json`` -> family, those of plugins included.
+
+    Raises:
+        ConfigError: a plugin's family has another name than its model_type.
+    """
+    families = dict(FAMILIES)
+    for name, family in registered("model.family").items():
+        if name != family.model_type:
+            rule = f"it is registered for a family with model_type={family.model_type}"
+            raise ConfigError("model.family", name, rule, "Register it under its model_type")
+        families[name] = family
     return families | {name: family for family in families.values() for name in family.known_as}
 
 

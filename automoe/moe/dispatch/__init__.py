@@ -10,8 +10,9 @@ Every dispatcher is an object with one signature:
                     sizes need no host sync. Default None
     returns [T, H]  sum over k of weights * expert(x)
 
-It is given the group that it sends over (``DispatchGroup``) and knows nothing else of the mesh. Weights do not
-depend on the dispatcher, so any of them runs on any checkpoint.
+It is given the group that it sends over (``DispatchGroup``) and knows nothing else of the mesh. One object serves
+every layer and micro-batch, so it keeps nothing from one call to the next. Weights do not depend on the
+dispatcher, so any of them runs on any checkpoint.
 """
 
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
