@@ -52,7 +52,8 @@ def test_parameters_are_equal_to_the_bit(ranks: RankPool, mesh: dict[str, int], 
         assert parameter.dtype == (torch.float32 if ".router." in name else torch.bfloat16), name
     compared = [c for c in compare_trajectories(second, first) if c.kind in ("gradient", "updated parameter")]
     assert len(compared) == (STEPS + 1) * len(first.parameters)
-    different = [c for c in compared if c.error]
+    # A processor may sum squares in another order where a tensor lies elsewhere in memory, as FSDP's do.
+    different = [c for c in compared if c.error > (1e-15 if c.kind == "gradient norm" else 0.0)]
     assert not different, str(different[0])
 
 
@@ -73,7 +74,8 @@ def test_one_rank_and_micro_batch_need_no_fsdp(ranks: RankPool) -> None:
     assert without.losses == with_fsdp.losses and len(without.parameters) > 40
     compared = compare_trajectories(without, with_fsdp)
     assert {c.kind for c in compared} >= {"gradient", "updated parameter"}
-    different = [c for c in compared if c.error]
+    # A processor may sum squares in another order where a tensor lies elsewhere in memory, as FSDP's do.
+    different = [c for c in compared if c.error > (1e-15 if c.kind == "gradient norm" else 0.0)]
     assert not different, str(different[0])
 
 
