@@ -172,3 +172,11 @@ def test_micro_batches_add_up() -> None:
         one = replace(rows, index=rows.index[b : b + 1], doc_ids=rows.doc_ids[b : b + 1])
         router(x[b : b + 1], one)
     torch.testing.assert_close(router.load.totals, whole, rtol=1e-13, atol=0)
+
+
+def test_padding_is_what_is_said_to_be_else_what_has_no_document() -> None:
+    tokens = make_rows(padding=5)
+    expected = torch.arange(B * S).view(B, S) < B * S - 5
+    assert torch.equal(replace(tokens, not_padding=None).valid, expected)
+    assert torch.equal(replace(tokens, doc_ids=None, not_padding=expected).valid, expected)
+    assert replace(tokens, doc_ids=None, not_padding=None).valid.all()
