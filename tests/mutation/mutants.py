@@ -64,9 +64,6 @@ MASKS, ROPE, DELTA = (
 MESH = "tests/mesh/test_mesh_float64.py::test_a_mesh_trains_like_one_rank"
 
 
-FP8_SKIP = ["tests/recipes/test_fp8_steps.py::test_a_skipped_step_is_forgotten_on_all_ranks"]
-
-
 def parity(name: str) -> list[str]:
     return [f"tests/hf/test_hf_parity.py::test_equal_to_transformers[per_expert-{name}]"]
 
@@ -346,7 +343,6 @@ _PARALLEL = [
     ),
     ("pipeline.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
     ("pipeline.py", "scale_grads=False", "scale_grads=True", DTYPES),
-    ("fp8.py", "scaling.end_step(stepped)", "scaling.end_step(True)", FP8_SKIP),
     (
         "mesh.py",
         'self.coordinate("dp_replicate") * self.shape.dp_shard',
@@ -426,6 +422,7 @@ _HF = [
 _QUANTIZE = [
     ("formats.py", "E4M3: 448.0", "E4M3: 240.0", FORMATS),
     ("formats.py", "(mantissa == 0.5)", "(mantissa != 0.5)", FORMATS),
+    ("scaling.py", "if remember:", "if True:", FP8),
     ("scaling.py", "self.history[:, :-1]", "self.history[:, 1:]", FP8),
     ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
     ("scaling.py", "self.gradients if operand == GRAD else E4M3", "E4M3", FP8),
