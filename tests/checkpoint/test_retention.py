@@ -69,6 +69,18 @@ def test_the_best_is_kept_until_there_is_a_better_one(ranks: RankPool, text: Pat
     ]
 
 
+def test_a_loss_that_is_no_number_is_never_the_best(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    settings = config(text, keep=1)
+    settings.checkpoint.keep_best = 1
+    (folders,) = ranks.run(save_losses, 1, settings, tmp_path / "run", [math.nan, 5.0, -math.inf, 6.0])
+    assert folders == [
+        ["LATEST", "step-1"],
+        ["LATEST", "step-2"],
+        ["LATEST", "step-2", "step-3"],
+        ["LATEST", "step-2", "step-4"],
+    ]
+
+
 def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[str], int | None]:
     """Step 2 loses its end between LATEST and the deletion of step 1; then a new run resumes."""
     state, _, _ = build_state(settings, run_dir)

@@ -349,7 +349,7 @@ _PARALLEL = [
         'self.coordinate("dp_replicate")',
         [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-alltoall]"],
     ),
-    ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
+    ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"]),
     ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _CHECKPOINT = [
