@@ -61,6 +61,8 @@ def main() -> int:
     parser.add_argument("--skip-baseline", action="store_true", help="take it that the tests pass without a mutant")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.only or any(part in f"{m.file}: {m.old}" for part in options.only)]
+    if not chosen:
+        parser.error("no mutant has one of these in its file's name or in its line")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
@@ -206,12 +208,16 @@ def report(outcomes: list[Outcome]) -> int:
 def write_results(outcomes: list[Outcome], commit: str) -> None:
     """Each mutant's newest outcome, with the commit that it is of; those of mutants no longer listed are dropped."""
     known = json.loads(RESULTS.read_text())["outcomes"] if RESULTS.exists() else []
-    known += [{"commit": commit} | asdict(outcome) for outcome in outcomes]
+    for outcome in outcomes:
+        facts = asdict(outcome)
+        del facts["tests"]  # they are in the list of mutants
+        known.append({"commit": commit} | facts)
     newest = {(o["file"], o["old"], o["new"]): o for o in known}
     kept = [newest[key] for m in MUTANTS if (key := (m.file, m.old, m.new)) in newest]
     killed = sum(o["outcome"] != "survived" for o in kept)
-    facts = {"mutants": len(MUTANTS), "run": len(kept), "killed": killed}
-    RESULTS.write_text(json.dumps(facts | {"outcomes": kept}, indent=1) + "\n")
+    head = f'"mutants": {len(MUTANTS)}, "run": {len(kept)}, "killed": {killed}'
+    lines = ",\n".join(map(json.dumps, kept))
+    RESULTS.write_text(f'{{{head}, "outcomes": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
