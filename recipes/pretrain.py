@@ -15,12 +15,12 @@ from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.hf.read import load_hf
 from automoe.hf.write import export_model
-from automoe.launch.ranks import RunContext
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.trace import phase
+from automoe.training.context import RunContext
 from automoe.training.routing import replayed_routing
 from automoe.training.run import open_run
 from automoe.training.state import TrainState

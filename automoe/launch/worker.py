@@ -24,6 +24,7 @@ from automoe.errors import LaunchError
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
 from automoe.shipped import load_recipe
+from automoe.training.context import RunContext, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -87,7 +88,7 @@ def run_rank(
         store: where ranks meet; None takes torch's ``env://``.
     """
     terminal = _redirect(run_dir, rank)
-    stop = ranks.StopRequest()
+    stop = StopRequest()
     launcher = ranks.local_launcher_pid()
     _handle_signals(stop, launcher)
     pid_file = run_dir / runs.LOG_FOLDER / f"rank{rank}.pid"
@@ -114,13 +115,7 @@ def run_rank(
 
 
 def _run_recipe(
-    config: Config,
-    run_dir: Path,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    store: Store | None,
-    stop: ranks.StopRequest,
+    config: Config, run_dir: Path, rank: int, world_size: int, local_rank: int, store: Store | None, stop: StopRequest
 ) -> tuple[float | None, bool]:
     """The recipe's objective, and whether all ranks agreed to leave before its end."""
     shape = frozen_shape(config)
@@ -130,7 +125,7 @@ def _run_recipe(
     device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
     if rank == 0:
         runs.write_status(run_dir, "running", pid=ranks.local_launcher_pid() or os.getpid())
-    context = ranks.RunContext(rank, world_size, local_rank, device, run_dir, stop)
+    context = RunContext(rank, world_size, local_rank, device, run_dir, stop)
     objective = recipe(config, shape, context)
     ranks.close_ranks()
     return None if objective is None else float(objective), context.preempted
@@ -156,7 +151,7 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
     return terminal
 
 
-def _handle_signals(stop: ranks.StopRequest, launcher: int | None) -> None:
+def _handle_signals(stop: StopRequest, launcher: int | None) -> None:
     def ask_to_stop(signum: int, frame: object) -> None:
         # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
         stop.set()
@@ -179,7 +174,7 @@ def _parent(pid: int) -> int | None:
         return None
 
 
-def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool, stop: ranks.StopRequest | None) -> None:
+def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool, stop: StopRequest | None) -> None:
     """Leave soon after another rank has failed, even from inside a collective that nobody will join.
 
     Args:

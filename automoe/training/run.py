@@ -17,12 +17,12 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.cost.params import train_flops_per_token
 from automoe.errors import AutomoeError, SaveError
-from automoe.launch.ranks import RunContext
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.trackers import make_tracker
 from automoe.trace import phase
+from automoe.training.context import RunContext
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update

@@ -17,13 +17,13 @@ from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import CheckpointConfig, ClusterConfig, Config, DataConfig
 from automoe.data.loader import Loader
-from automoe.launch.ranks import RunContext
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
+from automoe.training.context import RunContext
 from automoe.training.state import TrainState
 from automoe.training.step import prepare_inputs
 from automoe.verify.trajectory import run_trajectory, whole

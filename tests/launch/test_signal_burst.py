@@ -13,7 +13,7 @@ RANK = """
 import sys
 from pathlib import Path
 from automoe.launch import worker
-from automoe.launch.ranks import StopRequest
+from automoe.training.context import StopRequest
 
 stop = StopRequest()
 worker._handle_signals(stop, launcher=None)

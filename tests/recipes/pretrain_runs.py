@@ -29,8 +29,8 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.errors import AutomoeError
-from automoe.launch.ranks import RunContext
 from automoe.parallel.pipeline import build_runner
+from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole
 from recipes import pretrain

@@ -25,7 +25,7 @@ from automoe.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from automoe.launch.ranks import RunContext
+from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 
 CONFIG = Config(

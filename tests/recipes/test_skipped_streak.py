@@ -16,7 +16,7 @@ from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
-from automoe.launch.ranks import RunContext
+from automoe.training.context import RunContext
 from recipes import pretrain
 from tests.support.gpu import one_rank
 

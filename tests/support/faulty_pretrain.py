@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.launch.ranks import RunContext
 from automoe.shipped import load_recipe
+from automoe.training.context import RunContext
 from tests.support.fault_points import faults, reach
 
 

@@ -32,7 +32,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.launch.ranks import RunContext
+from automoe.training.context import RunContext
 from recipes import pretrain
 from tests.support.gpu import one_rank
 from tests.support.hf_models import save_small_hf

@@ -1,0 +1,59 @@
+"""What a recipe is handed: one rank's place in the run, and whether it was asked to stop.
+
+Torch is imported late: signals are handled, and their request kept here, before it is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StopRequest:
+    """Set by signal handlers, read by everybody; ``since`` is when it was first set, on the monotonic clock.
+
+    No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and would wait for ever
+    for the lock that the interrupted call holds.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def set(self) -> None:
+        self.since = self.since or time.monotonic()
+
+    def is_set(self) -> bool:
+        return self.since is not None
+
+
+@dataclass
+class RunContext:
+    """Handed to a recipe's ``main(config, shape, context)``.
+
+    ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
+    different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step. A recipe
+    that leaves before its end for that reason sets ``preempted``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    run_dir: Path
+    stop: StopRequest = field(default_factory=StopRequest)
+    preempted: bool = False
+
+    def any_rank_stops(self) -> bool:
+        """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU memory."""
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor([int(self.stop.is_set())], dtype=torch.int32)
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
