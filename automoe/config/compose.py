@@ -124,33 +124,26 @@ def register_base() -> None:
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
     """Names that ``group=NAME`` accepts; for the empty group, the primaries."""
-    folders = [shipped_folder("conf") / group]
-    if config_dir is not None:
-        folders.append(Path(config_dir) / group)
-    files = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir()]
-    return sorted({name.removesuffix(".yaml") for name in files if name.endswith(".yaml")})
+    return sorted({entry.stem for entry in _entries(group, config_dir) if entry.suffix == ".yaml"})
 
 
 def list_groups(config_dir: str | None = None) -> list[str]:
     """Config groups: the folders of the tree that hold YAML files."""
-    folders = [shipped_folder("conf")]
-    if config_dir is not None:
-        folders.append(Path(config_dir))
-    names = {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()}
+    names = {entry.name for entry in _entries("", config_dir) if entry.is_dir()}
     return sorted(name for name in names if list_options(name, config_dir))
+
+
+def _entries(group: str, config_dir: str | None) -> list[Path]:
+    """What lies in the folder of a group, here and in ``config_dir``."""
+    places = [shipped_folder("conf")] + ([] if config_dir is None else [Path(config_dir)])
+    return [entry for place in places if (place / group).is_dir() for entry in (place / group).iterdir()]
 
 
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
     """Raise ``ConfigError`` unless a primary of this name exists."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError("--config-dir", config_dir, "no such directory", "Name a directory with YAML files")
-    primaries = list_options("", config_dir)
-    if config_name not in primaries:
-        close = nearest(config_name, primaries)
-        hint = f"Did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            "--config-name", config_name, "no such primary configuration", f"{hint}There are: {', '.join(primaries)}"
-        )
+    _check_listed("--config-name", config_name, list_options("", config_dir), "no such primary configuration")
 
 
 def _check_hydra() -> None:
@@ -200,14 +193,12 @@ def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: 
         if key not in groups:
             check_key(key, value)
         elif not parsed.is_sweep_override() and not isinstance(parsed.value(), dict):
-            _check_option(key, str(parsed.value()), config_dir)
+            rule = f"no such option in the group {key}"
+            _check_listed(key, str(parsed.value()), list_options(key, config_dir), rule, f"{key}=")
 
 
-def _check_option(group: str, option: str, config_dir: str | None) -> None:
-    options = list_options(group, config_dir)
-    if option not in options:
-        close = nearest(option, options)
-        hint = f"Did you mean {group}={close[0]}? " if close else ""
-        raise ConfigError(
-            group, option, f"no such option in the group {group}", f"{hint}There are: {', '.join(options)}"
-        )
+def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str = "") -> None:
+    if name not in listed:
+        close = nearest(name, listed)
+        hint = f"Did you mean {prefix}{close[0]}? " if close else ""
+        raise ConfigError(key, name, rule, f"{hint}There are: {', '.join(listed)}")

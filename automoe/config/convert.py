@@ -152,9 +152,9 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
         return "off"
     if value in choices and type(value) in {type(c) for c in choices}:
         return value
-    close = difflib.get_close_matches(str(value).lower(), [str(c) for c in choices], n=1, cutoff=0.3)
     lowered = {str(c).lower(): str(c) for c in choices}
-    match = lowered.get(str(value).lower()) or (close[0] if close else str(choices[0]))
+    close = difflib.get_close_matches(str(value).lower(), list(lowered), n=1, cutoff=0.3)
+    match = lowered[close[0]] if close else str(choices[0])
     raise ConfigError(
         key, value, f"must be one of {', '.join(map(str, choices))}", f"Nearest valid choice: {key}={match}"
     )

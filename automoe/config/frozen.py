@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +35,7 @@ def frozen_shape(config: Config) -> MeshShape:
     Raises:
         ConfigError: an axis is left to derive.
     """
-    shape = MeshShape(**{field.name: getattr(config.mesh, field.name) for field in fields(MeshShape)})
+    shape = MeshShape.of(config.mesh)
     if config.mesh.preset or -1 in shape.sizes("default") + shape.sizes("moe"):
         raise ConfigError("mesh", config.mesh, f"{CONFIG_FILE} of a run has every axis resolved", "Start the run again")
     return shape

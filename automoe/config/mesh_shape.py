@@ -6,16 +6,15 @@ Plans, launchers and error messages need the shape of both meshes before any pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from itertools import product
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
-from typing import Any
 
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import ConfigError
 
 DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOE_AXES = ("pp", "ep_replicate", "ep_shard", "ep", "etp")
+VIEWS = ("default", "moe")
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,11 @@ class MeshShape:
     ep_shard: int
     ep: int
     etp: int
+
+    @classmethod
+    def of(cls, mesh: MeshConfig) -> MeshShape:
+        """The axes of ``mesh`` as they are, none of which is left to derive."""
+        return cls(**{field.name: getattr(mesh, field.name) for field in fields(cls)})
 
     @property
     def world_size(self) -> int:
@@ -56,27 +60,27 @@ class MeshShape:
     def sizes(self, view: str) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in self.axes(view))
 
+    def active_axes(self, view: str) -> list[tuple[str, int]]:
+        """(axis, size) of the axes larger than one, outermost first."""
+        return [(axis, size) for axis, size in zip(self.axes(view), self.sizes(view), strict=True) if size > 1]
+
+    def stride(self, view: str, axis: str) -> int:
+        """How far apart in rank number two neighbours on ``axis`` are."""
+        return prod(self.sizes(view)[self.axes(view).index(axis) + 1 :])
+
     def coordinates(self, rank: int, view: str) -> dict[str, int]:
         """Position of ``rank`` on every axis of ``view`` ('default' or 'moe')."""
-        position: dict[str, int] = {}
-        for axis, size in zip(reversed(self.axes(view)), reversed(self.sizes(view)), strict=True):
-            rank, position[axis] = divmod(rank, size)
-        return {axis: position[axis] for axis in self.axes(view)}
+        return {axis: rank // self.stride(view, axis) % getattr(self, axis) for axis in self.axes(view)}
 
     def groups(self, view: str, axis: str) -> list[list[int]]:
         """Every group of ranks that differ on ``axis`` alone, in rank order."""
-        axes, sizes = self.axes(view), self.sizes(view)
-        along = axes.index(axis)
-        stride = prod(sizes[along + 1 :])
-        others = [range(size) if i != along else range(1) for i, size in enumerate(sizes)]
-        strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        starts = [sum(p * s for p, s in zip(position, strides, strict=True)) for position in product(*others)]
-        return [[start + i * stride for i in range(sizes[along])] for start in starts]
+        stride, size = self.stride(view, axis), getattr(self, axis)
+        starts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return [[start + i * stride for i in range(size)] for start in starts]
 
     def describe(self, view: str) -> str:
         """``pp2 x dp_shard2``: the axes larger than one, or ``one rank``."""
-        parts = [f"{a}{n}" for a, n in zip(self.axes(view), self.sizes(view), strict=True) if n > 1]
-        return " x ".join(parts) if parts else "one rank"
+        return " x ".join(f"{axis}{size}" for axis, size in self.active_axes(view)) or "one rank"
 
 
 def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
@@ -97,24 +101,10 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
     moe_fixed = mesh.ep_replicate * mesh.ep * mesh.etp
     dp_shard = mesh.dp_shard if mesh.dp_shard != -1 else _derive_dp_shard(mesh, num_ranks, moe_fixed)
     attention_ranks = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
-    ep_shard = mesh.ep_shard
-    if ep_shard == -1:
-        if attention_ranks % moe_fixed:
-            raise _folding_error(mesh, dp_shard, attention_ranks)
-        ep_shard = attention_ranks // moe_fixed
-    elif ep_shard * moe_fixed != attention_ranks:
+    ep_shard = mesh.ep_shard if mesh.ep_shard != -1 else attention_ranks // moe_fixed
+    if ep_shard * moe_fixed != attention_ranks:
         raise _folding_error(mesh, dp_shard, attention_ranks)
-    return MeshShape(
-        pp=mesh.pp,
-        dp_replicate=mesh.dp_replicate,
-        dp_shard=dp_shard,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep_replicate=mesh.ep_replicate,
-        ep_shard=ep_shard,
-        ep=mesh.ep,
-        etp=mesh.etp,
-    )
+    return MeshShape.of(replace(mesh, dp_shard=dp_shard, ep_shard=ep_shard))
 
 
 def rank_groups(mesh: MeshConfig, num_ranks: int | None = None) -> dict[str, dict[str, list[list[int]]]]:
@@ -126,7 +116,7 @@ def rank_groups(mesh: MeshConfig, num_ranks: int | None = None) -> dict[str, dic
         mesh, num_ranks: as ``resolve_mesh``.
     """
     shape = resolve_mesh(mesh, num_ranks)
-    return {view: {axis: shape.groups(view, axis) for axis in shape.axes(view)} for view in ("default", "moe")}
+    return {view: {axis: shape.groups(view, axis) for axis in shape.axes(view)} for view in VIEWS}
 
 
 def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) -> int:
@@ -193,6 +183,11 @@ def _folding_error(mesh: MeshConfig, dp_shard: int, attention_ranks: int) -> Con
     )
 
 
+def uses_ring(config: Config, mesh: MeshShape) -> bool:
+    """Whether attention is a ring over cp: where cp cuts no row there is none."""
+    return config.parallel.context == "ring" and mesh.cp > 1
+
+
 def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     """Whether the only rank multiplies by its parameters as they are stored, and one backward pass ends a gradient.
 
@@ -237,13 +232,8 @@ def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
             "mesh.preset", mesh.preset, "a preset is scaled to the number of ranks", "Set launch.num_ranks"
         )
     sizes = _sizes(mesh.preset, num_ranks)
-    plain = MeshConfig()
-    own: dict[str, Any] = {
-        field.name: getattr(mesh, field.name)
-        for field in fields(MeshConfig)
-        if field.name != "preset" and getattr(mesh, field.name) != getattr(plain, field.name)
-    }
-    return MeshConfig(**{**sizes, **own})
+    own = {axis: size for axis, size in asdict(mesh).items() if axis != "preset" and size != getattr(MeshConfig, axis)}
+    return MeshConfig(**(sizes | own))
 
 
 def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
@@ -260,11 +250,12 @@ def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
         ep = etp = 1
     elif preset in ("tp_ep_dp", "coupled_5d"):
         # Coupled: experts keep attention's tensor parallelism, and ep takes data-parallel ranks alone.
-        etp, ep = sizes["tp"], _largest_divisor(data, MAX_EP)
+        etp, ep = sizes["tp"], largest_divisor(data, MAX_EP)
     else:
-        etp, ep = 1, _largest_divisor(attention, MAX_EP)
+        etp, ep = 1, largest_divisor(attention, MAX_EP)
     return sizes | {"ep": ep, "etp": etp}
 
 
-def _largest_divisor(number: int, limit: int) -> int:
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` up to ``limit``."""
     return max(n for n in range(1, limit + 1) if number % n == 0)

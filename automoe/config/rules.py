@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import inf
-from typing import Any
+from operator import attrgetter
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
@@ -21,16 +21,8 @@ def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = No
     for key, broken, rule, remedy in rows:
         if broken:
             on_mesh = shape is not None and key.startswith("mesh.")
-            value = getattr(shape, key.removeprefix("mesh.")) if on_mesh else lookup(config, key)
+            value = attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
             raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)
-
-
-def lookup(config: Config, key: str) -> Any:
-    """The value under a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> Row:
@@ -54,7 +46,7 @@ _AT_LEAST = {
         "model.num_experts_per_token model.moe_intermediate_size model.rope.original_seq_len "
         "model.attention.num_heads model.attention.num_kv_heads model.router.num_groups "
         "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
-        "observe.log_every launch.timeout_s launch.grace_s cluster.gpus_per_node"
+        "parallel.stages_per_rank observe.log_every launch.timeout_s launch.grace_s cluster.gpus_per_node"
     ),
     2: ("train.seq_len model.vocab_size model.attention.head_dim"),
     4: ("train.spike_window"),
@@ -78,13 +70,13 @@ def number_rows(config: Config) -> Iterator[Row]:
     """Bounds of single numbers: what a key alone can get wrong, whatever the others say."""
     for least, keys in _AT_LEAST.items():
         for key in keys.split():
-            value = lookup(config, key)
+            value = attrgetter(key)(config)
             if value is not None:
                 # `not >=` also catches NaN
                 yield key, not value >= least, f"must be at least {least}", f"Set {key}={least} or more"
                 yield key, value == inf, "must be a finite number", f"Set {key}={least} or more"
     for key, usual in _ABOVE_ZERO.items():
-        value = lookup(config, key)
+        value = attrgetter(key)(config)
         yield key, not value > 0, "must be larger than 0", f"Set {key}={usual}"
         yield key, value == inf, "must be a finite number", f"Set {key}={usual}"
     rope = config.model.rope

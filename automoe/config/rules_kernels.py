@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from math import gcd
 
-from automoe.config.mesh_shape import MeshShape
-from automoe.config.recompute import DISCARDED_OUTPUTS
-from automoe.config.rules import Row, check_rows, divides
+from automoe.config.mesh_shape import MeshShape, uses_ring
+from automoe.config.recompute import DISCARDED_OUTPUTS, recomputed_names
+from automoe.config.rules import Row, divides
 from automoe.config.schema import Config, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -28,51 +28,30 @@ _FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
 _INTERPRET = "TRITON_INTERPRET=1 to try the kernels out, very slowly"
 
 
-def check_kernels(config: Config, shape: MeshShape, device: str) -> None:
-    """The rules of ``kernels``, and of experts from other packages. Raises ``ConfigError``."""
-    if config.kernels.attention != "sdpa":
-        check_rows(config, _attention_rows(config, shape, device))
-    if config.kernels.rope == "triton":
-        check_rows(config, _rope_rows(config, device))
-    if config.kernels.norm == "te":
-        check_rows(config, _norm_rows(config, device))
-    if config.moe.experts in FOREIGN_EXPERTS and _has_experts(config):
-        check_rows(config, _foreign_expert_rows(config, device))
-
-
-def check_experts(config: Config, shape: MeshShape, device: str) -> None:
-    """Dtypes, sizes and devices of ``moe.experts``. Raises ``ConfigError``."""
-    if config.moe.experts in _LIMITED_EXPERTS and _has_experts(config):
-        check_rows(config, _expert_rows(config, shape, device))
-
-
-def check_fp8(config: Config, shape: MeshShape, device: str) -> None:
-    """The rules of ``train.fp8``. Raises ``ConfigError``."""
-    if config.train.fp8 != "off":
-        check_rows(config, _fp8_rows(config, shape, device), shape)
-
-
-def check_compile(config: Config, shape: MeshShape) -> None:
-    """The rules of ``train.compile``: what is compiled is compiled whole. Raises ``ConfigError``."""
-    if config.train.compile:
-        check_rows(config, _compile_rows(config, shape))
-
-
-def _has_experts(config: Config) -> bool:
-    return config.model.first_k_dense < config.model.num_layers
-
-
-def _interprets() -> bool:
+def triton_is_interpreted() -> bool:
+    """Whether Triton's kernels run without CUDA in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
 
+def kernel_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    """The rules of ``kernels``, and of experts from other packages."""
+    if config.kernels.attention != "sdpa":
+        yield from _attention_rows(config, shape, device)
+    if config.kernels.rope == "triton":
+        yield from _rope_rows(config, device)
+    if config.kernels.norm == "te":
+        yield from _norm_rows(config, device)
+    if config.moe.experts in FOREIGN_EXPERTS and config.model.num_moe_layers:
+        yield from _foreign_expert_rows(config, device)
+
+
 def _rope_rows(config: Config, device: str) -> Iterator[Row]:
     key, remedy = "kernels.rope", "Set kernels.rope=torch"
     yield key, config.train.dtype == "float64", "it has no float64, and train.dtype=float64", remedy
-    on_cpu = device == "cpu" and not _interprets()
+    on_cpu = device == "cpu" and not triton_is_interpreted()
     yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", f"{remedy}, or {_INTERPRET}"
 
 
@@ -85,13 +64,16 @@ def _norm_rows(config: Config, device: str) -> Iterator[Row]:
            "read it too", "Set kernels.norm=torch, or leave layernorm out of parallel.recompute")
 
 
-def _expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+def expert_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    """Dtypes, sizes and devices of ``moe.experts``."""
+    if config.moe.experts not in _LIMITED_EXPERTS or not config.model.num_moe_layers:
+        return
     key, backend, model, dtype = "moe.experts", config.moe.experts, config.model, config.train.dtype
     # 8-bit products are emulated in float64 too
     no_double = dtype == "float64" and config.train.fp8 == "off"
     yield key, no_double, f"{backend} has no float64, and train.dtype=float64", "Set moe.experts=loop"
     if backend == "triton":
-        on_cpu = device == "cpu" and not _interprets()
+        on_cpu = device == "cpu" and not triton_is_interpreted()
         remedy = f"Set moe.experts=grouped_mm, or {_INTERPRET}"
         yield key, on_cpu, "Triton's kernels need CUDA, and this run is on cpu", remedy
         return
@@ -120,8 +102,7 @@ def _foreign_expert_rows(config: Config, device: str) -> Iterator[Row]:
 def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     key, kernel, dtype = "kernels.attention", config.kernels.attention, config.train.dtype
     remedy = "Nearest valid choice: kernels.attention=sdpa"
-    ring = config.parallel.context == "ring" and shape.cp > 1
-    yield key, ring, "ring attention (parallel.context=ring) calls kernels of its own", remedy
+    yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
         return
     query, value = head_dims(config)
@@ -165,19 +146,19 @@ def head_dims(config: Config) -> tuple[int, int]:
     return dim, dim
 
 
-def _compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    kernels, fp8 = config.kernels, config.train.fp8
-    names = config.parallel.recompute
-    names = [names] if isinstance(names, str) else names
+def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    """The rules of ``train.compile``: what is compiled is compiled whole."""
+    if not config.train.compile:
+        return
+    kernels, fp8, names = config.kernels, config.train.fp8, recomputed_names(config.parallel)
     # Whose outputs are computed again for those who read them: within a compiled part the compiler decides that.
     hooked = [name for name in DISCARDED_OUTPUTS if name in names]
     left = ",".join(name for name in names if name not in DISCARDED_OUTPUTS)
     without_core = ",".join(name for name in names if name != "core_attn")
-    ring = config.parallel.context == "ring" and shape.cp > 1
     # torch 2.13 then takes the mesh of a weight for a tensor that it has to keep.
     core = "core_attn" in names and shape.tp > 1
     for broken, what, instead in (
-        (ring, "the calls of parallel.context=ring", "parallel.context=gather"),
+        (uses_ring(config, shape), "the calls of parallel.context=ring", "parallel.context=gather"),
         (kernels.attention == "te", "the modules of kernels.attention=te", "kernels.attention=sdpa"),
         (kernels.rope == "triton", "the kernels of kernels.rope=triton", "kernels.rope=torch"),
         (kernels.norm == "te", "the modules of kernels.norm=te", "kernels.norm=torch"),
@@ -189,12 +170,15 @@ def _compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield "train.compile", broken, rule, f"Set train.compile=false, or {instead}"
 
 
-def _fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    """The rules of ``train.fp8``."""
+    if config.train.fp8 == "off":
+        return
     mode, blockwise = config.train.fp8, config.train.fp8 == "blockwise"
     yield ("train.fp8", config.train.dtype == "float64" and device != "cpu",
            "what surrounds a GPU's 8-bit products is float32 or bfloat16, and train.dtype=float64",
            "Set train.fp8=off, train.dtype=bfloat16, or launch.device=cpu")
-    if _has_experts(config):
+    if config.model.num_moe_layers:
         yield ("moe.experts", config.moe.experts != "grouped_mm",
                f"train.fp8={mode} multiplies the experts with grouped products, and has no other backend",
                "Set moe.experts=grouped_mm, or train.fp8=off")
@@ -230,7 +214,7 @@ def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
     model, a = config.model, config.model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
-    if model.num_shared_experts and _has_experts(config):
+    if model.num_shared_experts and config.model.num_moe_layers:
         shared = model.num_shared_experts * model.moe_intermediate_size
         yield "the shared experts (num_shared_experts * moe_intermediate_size)", shared // tp
     if a.kind == "mla":

@@ -6,47 +6,46 @@ from collections.abc import Iterator
 from math import gcd, inf
 from pathlib import Path
 
-from automoe.config.mesh_shape import MeshShape
-from automoe.config.rules import Row, check_rows, divides
+from automoe.config.mesh_shape import MeshShape, uses_ring
+from automoe.config.rules import Row, divides
 from automoe.config.schema import Config
-
-
-def check_model(config: Config, shape: MeshShape) -> None:
-    """The rules for a model's sizes, and for how a mesh cuts them. Raises ``ConfigError``."""
-    check_rows(config, _expert_rows(config, shape))
-    check_rows(config, _routing_rows(config))
-    check_rows(config, _gqa_rows(config) if config.model.attention.kind == "gqa" else _mla_rows(config))
-    check_layers(config, shape)
-    if shape.tp > 1:
-        check_rows(config, _tensor_rows(config, shape), shape)
-
-
-def check_layers(config: Config, shape: MeshShape) -> None:
-    """The rules of windows, sinks, delta nets and biased experts. Raises ``ConfigError``."""
-    check_rows(config, _window_rows(config, shape))
-    if config.model.attention.linear_num_key_heads:
-        check_rows(config, _delta_net_rows(config, shape), shape)
-    check_rows(config, _biased_expert_rows(config, shape))
-
-
-def check_moe(config: Config) -> None:
-    """The rules of routing, dropping and the auxiliary losses. Raises ``ConfigError``."""
-    check_rows(config, _moe_rows(config))
-    if config.moe.dispatcher == "deepep":
-        check_rows(config, _deepep_rows(config))
-    if config.moe.replay_routing is not None:
-        check_rows(config, _replay_rows(config, Path(config.moe.replay_routing).expanduser()))
-
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
+
+def model_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    """The rules for a model's sizes, and for how a mesh cuts them."""
+    yield from _expert_rows(config, shape)
+    yield from _routing_rows(config)
+    yield from _gqa_rows(config) if config.model.attention.kind == "gqa" else _mla_rows(config)
+    yield from layer_rows(config, shape)
+    if shape.tp > 1:
+        yield from _tensor_rows(config, shape)
+
+
+def layer_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    """The rules of windows, sinks, delta nets and biased experts."""
+    yield from _window_rows(config, shape)
+    if config.model.attention.linear_num_key_heads:
+        yield from _delta_net_rows(config, shape)
+    yield from _biased_expert_rows(config, shape)
+
+
+def moe_rows(config: Config) -> Iterator[Row]:
+    """The rules of routing, dropping and the auxiliary losses."""
+    yield from _routing_option_rows(config)
+    if config.moe.dispatcher == "deepep":
+        yield from _deepep_rows(config)
+    if config.moe.replay_routing is not None:
+        yield from _replay_rows(config, Path(config.moe.replay_routing).expanduser())
+
 
 def _expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     model = config.model
     yield ("model.first_k_dense", model.first_k_dense > model.num_layers,
            f"there are {model.num_layers} layers in all (model.num_layers)",
            f"Set model.first_k_dense={model.num_layers} or less")
-    if model.first_k_dense == model.num_layers:  # no layer has experts
+    if not model.num_moe_layers:
         return
     yield divides("model.num_experts", model.num_experts, shape.ep,
         f"mesh.ep={shape.ep} ranks hold equal numbers of experts: {model.num_experts} % {shape.ep} = "
@@ -153,8 +152,7 @@ def _window_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for key, plain in (parts | {"output_gate": "false"}).items():
         value = getattr(attention, key)
         yield _gqa_alone(f"attention.{key}", bool(value) and attention.kind != "gqa", plain)
-        ring = config.parallel.context == "ring" and shape.cp > 1
-        yield ("parallel.context", ring and bool(value) and key in ("sinks", "sliding_window"),
+        yield ("parallel.context", uses_ring(config, shape) and bool(value) and key in ("sinks", "sliding_window"),
                f"ring attention knows causality alone, and the model has model.attention.{key}={value}",
                "Set parallel.context=gather")
 
@@ -188,7 +186,7 @@ def _biased_expert_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
         yield f"model.{key}", broken, "must be a number larger than 0", f"Set model.{key}=1.702"
     ranks = shape.etp * shape.ep_shard
     yield ("model.hidden_size",
-           model.biased_experts and model.first_k_dense < model.num_layers and hidden % ranks != 0,
+           model.biased_experts and model.num_moe_layers > 0 and hidden % ranks != 0,
            "etp and FSDP cut the bias behind the experts' down projection evenly over mesh.etp*mesh.ep_shard = "
            f"{shape.etp}*{shape.ep_shard} = {ranks} ranks: {hidden} % {ranks} = {hidden % ranks}",
            f"Nearest valid choice: {ranks // gcd(hidden, ranks)} times more ranks on mesh.ep")
@@ -205,7 +203,7 @@ _NOT_NEGATIVE = (
 )
 
 
-def _moe_rows(config: Config) -> Iterator[Row]:
+def _routing_option_rows(config: Config) -> Iterator[Row]:
     moe, model, router = config.moe, config.model, config.model.router
     for name in _NOT_NEGATIVE:
         broken = not 0 <= getattr(moe, name) < inf

@@ -122,6 +122,11 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
 
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts: all after the dense ones. 0: a dense model."""
+        return self.num_layers - self.first_k_dense
+
 
 @dataclass
 class MoEConfig:
@@ -207,9 +212,9 @@ class OptimConfig:
     decay_steps: int = 50  # wsd: length of the final linear decay
     min_lr_ratio: float = 0.1
     # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those are kept in
-    # bfloat16 alone, and an update is rounded up or down by chance
+    # bfloat16 alone, and an update is rounded stochastically, up or down
     master_weights: Literal["float32", "stochastic"] = "float32"
-    # bfloat16: of parameters that are rounded by chance, moments are too
+    # bfloat16: of parameters that are rounded stochastically, moments are too
     moments: Literal["float32", "bfloat16"] = "float32"
 
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from automoe.config.mesh_shape import MeshShape, resolve_mesh
-from automoe.config.recompute import check_recompute
+from automoe.config.mesh_shape import MeshShape, resolve_mesh, uses_ring
+from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
-from automoe.config.rules_kernels import check_compile, check_experts, check_fp8, check_kernels
-from automoe.config.rules_model import check_model, check_moe
+from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
+from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config
-from automoe.config.stages import split_layers, stage_of_rank
+from automoe.config.stages import split_layers
 from automoe.errors import ConfigError
 from automoe.shipped import find_recipe
 
@@ -37,22 +37,30 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     device = device or config.launch.device
     check_rows(config, number_rows(config))
     shape = resolve_mesh(config.mesh, num_ranks)
-    check_model(config, shape)
-    check_moe(config)
-    check_rows(config, _batch_rows(config, shape))
-    _check_pipeline(config, shape)
-    check_rows(config, _context_rows(config, shape, device))
-    check_experts(config, shape, device)
-    check_fp8(config, shape, device)
-    check_recompute(config)
-    check_kernels(config, shape, device)
-    check_compile(config, shape)
-    check_rows(config, _optimizer_rows(config))
-    check_rows(config, _data_rows(config))
-    check_checkpoint(config)
+    check_rows(config, _rows(config, shape, device), shape)
     parse_profile_steps(config.observe.profile_steps)
-    _check_paths(config)
+    find_recipe(config.recipe)
+    check_writable(config.run_dir)
+    if config.moe.record_routing is not None:
+        check_writable(os.path.expanduser(config.moe.record_routing), "moe.record_routing")
     return shape
+
+
+def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    """Every rule but those of single numbers, in the order in which they are told."""
+    yield from model_rows(config, shape)
+    yield from moe_rows(config)
+    yield from _batch_rows(config, shape)
+    yield from _pipeline_rows(config, shape)
+    yield from _context_rows(config, shape, device)
+    yield from expert_rows(config, shape, device)
+    yield from fp8_rows(config, shape, device)
+    yield from recompute_rows(config)
+    yield from kernel_rows(config, shape, device)
+    yield from compile_rows(config, shape)
+    yield from _optimizer_rows(config)
+    yield from _data_rows(config)
+    yield from checkpoint_rows(config)
 
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
@@ -74,27 +82,21 @@ def _batch_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
             f"{seq_len} % {pieces} = {seq_len % pieces}")
 
 
-def _check_pipeline(config: Config, shape: MeshShape) -> None:
-    parallel = config.parallel
-    stage_of_rank(parallel.schedule, shape.pp, parallel.stages_per_rank)
-    check_rows(config, _stage_rows(config, shape))
-    if shape.pp > 1:
-        split_layers(config.model.num_layers, shape.pp * parallel.stages_per_rank, parallel.layers_per_stage)
-        check_rows(config, _pipeline_rows(config, shape))
-
-
-def _stage_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    key, stages, interleaved = "parallel.stages_per_rank", config.parallel.stages_per_rank, "Interleaved1F1B"
-    yield (key, shape.pp == 1 and stages > 1,
-           "with mesh.pp=1 the model is one stage", "Set parallel.stages_per_rank=1, or mesh.pp=2 or more")
-    yield (key, shape.pp > 1 and config.parallel.schedule == interleaved and stages < 2,
-           "Interleaved1F1B runs at least 2 stages a rank",
-           "Set parallel.stages_per_rank=2 or parallel.schedule=1F1B")
-
-
 def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     parallel, micro, rows = config.parallel, config.train.micro_batch_size, config.train.global_batch_size
-    unit, pp, schedule = shape.dp * micro, shape.pp, parallel.schedule
+    key, stages, schedule, pp = "parallel.stages_per_rank", parallel.stages_per_rank, parallel.schedule, shape.pp
+    interleaved = schedule == "Interleaved1F1B"
+    yield (key, stages > 1 and not interleaved,
+           f"schedule {schedule} runs exactly 1 stage a rank; only Interleaved1F1B runs several",
+           f"Set {key}=1 or parallel.schedule=Interleaved1F1B")
+    yield (key, pp == 1 and stages > 1,
+           "with mesh.pp=1 the model is one stage", f"Set {key}=1, or mesh.pp=2 or more")
+    yield from _split_rows(config.model.num_layers, pp * stages, parallel.layers_per_stage)
+    if pp == 1:
+        return
+    yield (key, interleaved and stages < 2,
+           "Interleaved1F1B runs at least 2 stages a rank", f"Set {key}=2 or parallel.schedule=1F1B")
+    unit = shape.dp * micro
     micro_batches = rows // unit
     arithmetic = (
         f"global_batch_size / (dp_replicate*dp_shard*micro_batch_size) = {rows} / "
@@ -103,18 +105,37 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     yield ("train.global_batch_size", schedule != "GPipe" and micro_batches < pp,
            f"{schedule} needs at least mesh.pp={pp} micro-batches in flight; {arithmetic}",
            f"Nearest valid choice: train.global_batch_size={pp * unit}, or a smaller micro_batch_size")
-    if schedule == "Interleaved1F1B":
+    if interleaved:
         yield divides("train.global_batch_size", rows, pp * unit,
             f"Interleaved1F1B runs its micro-batches in rounds of mesh.pp={pp}; {arithmetic}, "
             f"{micro_batches} % {pp} = {micro_batches % pp}")
-    for key in ("reshard", "grad_sync"):
-        yield (f"parallel.{key}", getattr(parallel, key) == "micro_batch",
+    for name in ("reshard", "grad_sync"):
+        yield (f"parallel.{name}", getattr(parallel, name) == "micro_batch",
                f"with mesh.pp={pp} > 1 torch's pipeline stages always wait for the end of the step",
-               f"Set parallel.{key}=step, or mesh.pp=1")
+               f"Set parallel.{name}=step, or mesh.pp=1")
+
+
+def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> Iterator[Row]:
+    """Every stage has a layer, and every layer a stage."""
+    yield ("model.num_layers", num_layers < num_stages,
+           f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
+           "(mesh.pp * parallel.stages_per_rank)",
+           f"Set model.num_layers to {num_stages} or more, or lower mesh.pp or parallel.stages_per_rank")
+    if sizes is None:
+        return
+    even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
+    key, remedy = "parallel.layers_per_stage", f"Set parallel.layers_per_stage=[{even}] or null"
+    yield (key, len(sizes) != num_stages,
+           f"one size per stage: mesh.pp * parallel.stages_per_rank = {num_stages} stages, {len(sizes)} sizes", remedy)
+    least = min(sizes)
+    yield (key, least < 1,
+           f"every pipeline stage holds at least 1 layer, and stage {sizes.index(least)} has {least}", remedy)
+    yield (key, sum(sizes) != num_layers,
+           f"the sizes add up to {sum(sizes)}, and model.num_layers is {num_layers}", remedy)
 
 
 def _context_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    key, ring = "parallel.context", config.parallel.context == "ring" and shape.cp > 1
+    key, ring = "parallel.context", uses_ring(config, shape)
     yield (key, ring and config.data.document_mask,
            "ring attention has no document mask, and data.document_mask=true asks for one",
            "Set parallel.context=gather, or data.document_mask=false")
@@ -129,10 +150,10 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
     yield ("optim.moments", optim.moments == "bfloat16" and not stochastic,
-           "moments are rounded by chance where their parameters are, and optim.master_weights=float32 rounds none",
+           "moments are rounded stochastically where their parameters are, and optim.master_weights=float32 rounds none",
            "Set optim.master_weights=stochastic, or optim.moments=float32")
     yield ("optim.master_weights", stochastic and config.train.dtype != "bfloat16",
-           f"it is bfloat16 that is rounded by chance, and train.dtype={config.train.dtype}",
+           f"stochastic rounding is to bfloat16, and train.dtype={config.train.dtype}",
            "Set train.dtype=bfloat16, or optim.master_weights=float32")
     yield ("optim.master_weights", stochastic and config.parallel.grad_sync == "micro_batch" and config.mesh.pp == 1,
            "gradients that are reduced after each micro-batch (parallel.grad_sync=micro_batch) would be added up in "
@@ -140,7 +161,7 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
 
 
 def _data_rows(config: Config) -> Iterator[Row]:
-    data, val_every = config.data, config.train.val_every
+    data, val_every, hf_path, here = config.data, config.train.val_every, config.model.hf_path, os.getcwd()
     yield ("data.val_fraction", not 0 <= data.val_fraction < 1,
            "a share of the text in [0, 1)", "Set data.val_fraction=0.02")
     yield ("data.val_fraction", val_every > 0 and not data.val_fraction,
@@ -151,15 +172,14 @@ def _data_rows(config: Config) -> Iterator[Row]:
     yield ("data.path", data.kind != "stdlib" and data.path is None,
            f"data.kind={data.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
     yield ("data.path", data.path is not None and not glob.glob(os.path.expanduser(data.path), recursive=True),
-           f"nothing there (looked from {os.getcwd()})", "Name a file, a directory or a glob that exists")
+           f"nothing there (looked from {here})", "Name a file, a directory or a glob that exists")
+    yield ("model.hf_path", hf_path is not None and not Path(hf_path).expanduser().is_dir(),
+           f"no such directory (looked from {here})",
+           "Name a directory with config.json and *.safetensors, or null to start from random weights")
 
 
-def check_checkpoint(config: Config) -> None:
-    """The rules of ``checkpoint``: where to resume from, which steps to keep. Raises ``ConfigError``."""
-    check_rows(config, _checkpoint_rows(config))
-
-
-def _checkpoint_rows(config: Config) -> Iterator[Row]:
+def checkpoint_rows(config: Config) -> Iterator[Row]:
+    """The rules of ``checkpoint``: where to resume from, which steps to keep."""
     checkpoint, every, val_every = config.checkpoint, config.checkpoint.every, config.train.val_every
     yield ("checkpoint.resume",
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
@@ -193,20 +213,6 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
         rule = "a window is first-last with 1 <= first <= last"
         raise ConfigError("observe.profile_steps", text, rule, 'For example "10-12"')
     return first, last
-
-
-def _check_paths(config: Config) -> None:
-    if config.model.hf_path is not None and not Path(config.model.hf_path).expanduser().is_dir():
-        raise ConfigError(
-            "model.hf_path",
-            config.model.hf_path,
-            f"no such directory (looked from {os.getcwd()})",
-            "Name a directory with config.json and *.safetensors, or null to start from random weights",
-        )
-    find_recipe(config.recipe)
-    check_writable(config.run_dir)
-    if config.moe.record_routing is not None:
-        check_writable(os.path.expanduser(config.moe.record_routing), "moe.record_routing")
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:

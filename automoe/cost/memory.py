@@ -104,13 +104,9 @@ def stage_params(model: ModelConfig, layers: list[range], stage: int) -> list[Pa
 
 
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
-    """Bytes of every pp rank, in order.
-
-    Raises:
-        ConfigError: layers that do not split over the stages.
-    """
+    """Bytes of every pp rank, in order."""
     parallel = config.parallel
-    owned = stage_of_rank(parallel.schedule, mesh.pp, parallel.stages_per_rank)
+    owned = stage_of_rank(mesh.pp, parallel.stages_per_rank)
     layers = split_layers(config.model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
     return [_plan_rank(config, mesh, batch, layers, owned[pp_rank], pp_rank) for pp_rank in range(mesh.pp)]
 
@@ -120,15 +116,16 @@ def _plan_rank(
 ) -> RankMemory:
     model, parallel = config.model, config.parallel
     wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
-    narrow = config.optim.master_weights == "stochastic"
     unsharded = stays_unsharded(config, mesh)
     held = [stage_params(model, layers, stage) for stage in stages]
     params = [param for stage in held for param in stage]
-    moment = compute if config.optim.moments == "bfloat16" else wide
-    moments = sum(2 * local_numel(p, mesh) * (wide if p.part == "router" else moment) for p in params)
-    stored = sum(
-        local_numel(param, mesh) * (compute if narrow and param.part != "router" else wide) for param in params
-    )
+
+    def stored(size: int) -> int:
+        """Bytes of one number a parameter, sharded; those of the router are always wide."""
+        return sum(local_numel(param, mesh) * (wide if param.part == "router" else size) for param in params)
+
+    weights = stored(compute if config.optim.master_weights == "stochastic" else wide)
+    moments = 2 * stored(compute if config.optim.moments == "bfloat16" else wide)
     whole = sum(gathered_numel(param, mesh) for param in params)
     few = UNITS_RESIDENT * _largest_unit(params, mesh)
     # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
@@ -141,32 +138,27 @@ def _plan_rank(
     kernels = kernels_of(config)
     border = 2 * compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # a stage's input and output
     again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
-    stage_bytes = [
-        border
-        + sum(
-            sum(layer_activation_bytes(model, layer, load, compute, kernels, again[layer]).values())
-            for layer in layers[stage]
-        )
-        for stage in stages
-    ]
+    layer_bytes = {
+        layer: sum(layer_activation_bytes(model, layer, load, compute, kernels, names).values())
+        for layer, names in again.items()
+    }
+    stage_bytes = [border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
     activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
     has_head = len(layers) - 1 in stages
     return RankMemory(
         pp_rank=pp_rank,
-        layers=[layer for stage in stages for layer in layers[stage]],
+        layers=list(again),
         params=sum(param.numel for param in params),
-        weights=stored,
+        weights=weights,
         moments=moments,
-        gradients=stored,
+        gradients=weights,
         gathered_weights=0 if unsharded else gathered,
         unsharded_gradients=0 if unsharded else reduced * (whole if deferred else min(whole, few)),
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp) if has_head else 0.0,
         recompute=max(
             recompute_workspace_bytes(model, layer, load, compute, kernels, names) for layer, names in again.items()
-        )
-        if again
-        else 0.0,
+        ),
         micro_batches_in_flight=in_flight,
         deferred_gradients=deferred,
     )

@@ -28,8 +28,17 @@ _ADDED = ("bias", "b_gate_up", "b_down", "sinks", "dt_bias", "A_log")
 # Vectors of one number a head, which go with their heads.
 _BY_HEAD = ("sinks", "dt_bias", "A_log")
 
-Shape = tuple[str, tuple[int, ...], str]  # name within its layer, dims, part
+Shapes = dict[str, tuple[int, ...]]  # name within its layer -> dims
 PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
+# How the names of a layer's parameters begin, and their part; norms apart. The first that fits counts.
+_PART_BY_NAME = {
+    "self_attn.": "attention",
+    "linear_attn.": "attention",
+    "mlp.router.": "router",
+    "mlp.experts.": "routed_experts",
+    "mlp.shared_experts.": "shared_experts",
+    "mlp.": "dense_ffn",
+}
 
 
 @dataclass(frozen=True)
@@ -93,40 +102,34 @@ def head_params(model: ModelConfig) -> list[Param]:
 def layer_params(model: ModelConfig, layer: int) -> list[Param]:
     """Parameters of decoder layer ``layer``. The router's selection bias is a buffer, not listed."""
     hidden = model.hidden_size
-    shapes: list[Shape] = [
-        ("input_layernorm.weight", (hidden,), "norms"),
-        ("post_attention_layernorm.weight", (hidden,), "norms"),
-        *(_delta_net_shapes if is_linear(model.attention, layer) else _attention_shapes)(hidden, model.attention),
-    ]
+    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    shapes |= (_delta_net_shapes if is_linear(model.attention, layer) else _attention_shapes)(hidden, model.attention)
     if layer < model.first_k_dense:
-        shapes += _ffn_shapes("mlp", hidden, model.intermediate_size, "dense_ffn")
+        shapes |= _ffn_shapes("mlp", hidden, model.intermediate_size)
     else:
         experts, width = model.num_experts, model.moe_intermediate_size
-        shapes += [
-            ("mlp.router.weight", (experts, hidden), "router"),
-            ("mlp.experts.w_gate_up", (experts, 2, width, hidden), "routed_experts"),
-            ("mlp.experts.w_down", (experts, hidden, width), "routed_experts"),
-        ]
+        shapes["mlp.router.weight"] = (experts, hidden)
+        shapes["mlp.experts.w_gate_up"] = (experts, 2, width, hidden)
+        shapes["mlp.experts.w_down"] = (experts, hidden, width)
         if model.router.logit_bias:
-            shapes.append(("mlp.router.bias", (experts,), "router"))
+            shapes["mlp.router.bias"] = (experts,)
         if model.biased_experts:
-            shapes.append(("mlp.experts.b_gate_up", (experts, 2, width), "routed_experts"))
-            shapes.append(("mlp.experts.b_down", (experts, hidden), "routed_experts"))
+            shapes |= {"mlp.experts.b_gate_up": (experts, 2, width), "mlp.experts.b_down": (experts, hidden)}
         if model.num_shared_experts:
-            shapes += _ffn_shapes("mlp.shared_experts", hidden, model.num_shared_experts * width, "shared_experts")
+            shapes |= _ffn_shapes("mlp.shared_experts", hidden, model.num_shared_experts * width)
             if model.shared_expert_gate:
-                shapes.append(("mlp.shared_experts.output_gate.weight", (1, hidden), "shared_experts"))
-    kv_heads = model.attention.num_kv_heads
-    return [
-        Param(
-            f"layers.{layer}.{name}",
-            shape,
-            part,
-            layer,
-            kv_heads if name.startswith(("self_attn.k_proj", "self_attn.v_proj")) else None,
+                shapes["mlp.shared_experts.output_gate.weight"] = (1, hidden)
+    params = []
+    for name, shape in shapes.items():
+        part = (
+            "norms"
+            if "norm" in name
+            else next(_PART_BY_NAME[start] for start in _PART_BY_NAME if name.startswith(start))
         )
-        for name, shape, part in shapes
-    ]
+        cut_by_heads = name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
+        kv_heads = model.attention.num_kv_heads if cut_by_heads else None
+        params.append(Param(f"layers.{layer}.{name}", shape, part, layer, kv_heads))
+    return params
 
 
 def model_params(model: ModelConfig) -> list[Param]:
@@ -146,68 +149,63 @@ def count_params(model: ModelConfig) -> ParamCount:
     return ParamCount(total=total, active=total - idle, by_part=by_part)
 
 
-def _attention_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
+def _attention_shapes(hidden: int, attention: AttentionConfig) -> Shapes:
     heads = attention.num_heads
-    shapes: list[Shape]
+    shapes: Shapes
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, attention.num_kv_heads
-        shapes = [
-            ("self_attn.q_proj.weight", ((1 + attention.output_gate) * heads * dim, hidden), "attention"),
-            ("self_attn.k_proj.weight", (groups * dim, hidden), "attention"),
-            ("self_attn.v_proj.weight", (groups * dim, hidden), "attention"),
-            ("self_attn.o_proj.weight", (hidden, heads * dim), "attention"),
-        ]
+        shapes = {
+            "self_attn.q_proj.weight": ((1 + attention.output_gate) * heads * dim, hidden),
+            "self_attn.k_proj.weight": (groups * dim, hidden),
+            "self_attn.v_proj.weight": (groups * dim, hidden),
+            "self_attn.o_proj.weight": (hidden, heads * dim),
+        }
         if attention.qkv_bias:
-            biased = (("q", heads), ("k", groups), ("v", groups))
-            shapes += [(f"self_attn.{x}_proj.bias", (n * dim,), "attention") for x, n in biased]
+            shapes |= {f"self_attn.{x}_proj.bias": (n * dim,) for x, n in (("q", heads), ("k", groups), ("v", groups))}
         if attention.o_bias:
-            shapes.append(("self_attn.o_proj.bias", (hidden,), "attention"))
+            shapes["self_attn.o_proj.bias"] = (hidden,)
         if attention.sinks:
-            shapes.append(("self_attn.sinks", (heads,), "attention"))
+            shapes["self_attn.sinks"] = (heads,)
         if attention.qk_norm:
-            shapes += [(f"self_attn.{x}_norm.weight", (dim,), "norms") for x in ("q", "k")]
+            shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
         return shapes
     query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     key_value = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     if attention.q_lora_rank is None:
-        shapes = [("self_attn.q_proj.weight", (query, hidden), "attention")]
+        shapes = {"self_attn.q_proj.weight": (query, hidden)}
     else:
-        shapes = [
-            ("self_attn.q_a_proj.weight", (attention.q_lora_rank, hidden), "attention"),
-            ("self_attn.q_a_layernorm.weight", (attention.q_lora_rank,), "norms"),
-            ("self_attn.q_b_proj.weight", (query, attention.q_lora_rank), "attention"),
-        ]
-    return [
-        *shapes,
-        ("self_attn.kv_a_proj_with_mqa.weight", (rank + rope, hidden), "attention"),
-        ("self_attn.kv_a_layernorm.weight", (rank,), "norms"),
-        ("self_attn.kv_b_proj.weight", (key_value, rank), "attention"),
-        ("self_attn.o_proj.weight", (hidden, heads * attention.v_head_dim), "attention"),
-    ]
+        shapes = {
+            "self_attn.q_a_proj.weight": (attention.q_lora_rank, hidden),
+            "self_attn.q_a_layernorm.weight": (attention.q_lora_rank,),
+            "self_attn.q_b_proj.weight": (query, attention.q_lora_rank),
+        }
+    return shapes | {
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "self_attn.kv_a_layernorm.weight": (rank,),
+        "self_attn.kv_b_proj.weight": (key_value, rank),
+        "self_attn.o_proj.weight": (hidden, heads * attention.v_head_dim),
+    }
 
 
-def _delta_net_shapes(hidden: int, attention: AttentionConfig) -> list[Shape]:
+def _delta_net_shapes(hidden: int, attention: AttentionConfig) -> Shapes:
     keys = attention.linear_num_key_heads * attention.linear_key_head_dim
     heads, width = attention.linear_num_value_heads, attention.linear_value_head_dim
     values, kernel = heads * width, attention.linear_conv_kernel_dim
-    return [
-        ("linear_attn.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden), "attention"),
-        ("linear_attn.in_proj_ba.weight", (2 * heads, hidden), "attention"),
-        ("linear_attn.conv1d.weight", (2 * keys + values, 1, kernel), "attention"),
-        ("linear_attn.dt_bias", (heads,), "attention"),
-        ("linear_attn.A_log", (heads,), "attention"),
-        ("linear_attn.norm.weight", (width,), "norms"),
-        ("linear_attn.out_proj.weight", (hidden, values), "attention"),
-    ]
+    return {
+        "linear_attn.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+        "linear_attn.in_proj_ba.weight": (2 * heads, hidden),
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, kernel),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.norm.weight": (width,),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
 
 
-def _ffn_shapes(name: str, hidden: int, width: int, part: str) -> list[Shape]:
-    return [
-        (f"{name}.gate_proj.weight", (width, hidden), part),
-        (f"{name}.up_proj.weight", (width, hidden), part),
-        (f"{name}.down_proj.weight", (hidden, width), part),
-    ]
+def _ffn_shapes(name: str, hidden: int, width: int) -> Shapes:
+    inwards: Shapes = {f"{name}.{x}_proj.weight": (width, hidden) for x in ("gate", "up")}
+    return inwards | {f"{name}.down_proj.weight": (hidden, width)}
 
 
 @dataclass(frozen=True)

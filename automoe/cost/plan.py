@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import MeshShape, largest_divisor
 from automoe.config.schema import Config
 from automoe.cost.activations import BatchPlan, plan_batch
 from automoe.cost.memory import RankMemory, plan_memory
@@ -52,11 +52,7 @@ class Plan:
 
 
 def make_plan(config: Config, mesh: MeshShape) -> Plan:
-    """Plan a validated configuration on its resolved mesh.
-
-    Raises:
-        ConfigError: layers that do not split over the pipeline stages.
-    """
+    """Plan a validated configuration on its resolved mesh."""
     batch = plan_batch(config, mesh)
     ranks = plan_memory(config, mesh, batch)
     stages_per_rank = config.parallel.stages_per_rank
@@ -94,12 +90,11 @@ def _alternatives(config: Config, plan: Plan) -> list[tuple[str, float]]:
         freed = replace(config, parallel=replace(parallel, reshard="micro_batch", grad_sync="micro_batch"))
         changes.append(("parallel.reshard=micro_batch parallel.grad_sync=micro_batch", freed, mesh))
     if train.micro_batch_size > 1 and train.global_batch_size % mesh.dp == 0:
-        rows = max(n for n in range(1, train.micro_batch_size) if train.micro_batch_size % n == 0)
+        rows = largest_divisor(train.micro_batch_size, train.micro_batch_size - 1)
         smaller = replace(config, train=replace(train, micro_batch_size=rows))
         changes.append((f"train.micro_batch_size={rows}", smaller, mesh))
     if not parallel.recompute:
-        routed = config.model.first_k_dense < config.model.num_layers
-        for name in ("moe", "full") if routed else ("full",):
+        for name in ("moe", "full") if config.model.num_moe_layers else ("full",):
             again = replace(config, parallel=replace(parallel, recompute=name))
             changes.append((f"parallel.recompute={name}", again, mesh))
     if mesh.dp_shard % 2 == 0 and train.seq_len % (4 * mesh.cp) == 0 and parallel.context == "gather":
@@ -121,8 +116,7 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
             f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
             f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
         )
-    moe_layers = config.model.num_layers - config.model.first_k_dense
-    if config.cluster.peak_flops and moe_layers and plan.batch.rows_per_expert < 64:
+    if config.cluster.peak_flops and config.model.num_moe_layers and plan.batch.rows_per_expert < 64:
         warnings.append(
             f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
             "Raise train.micro_batch_size or mesh.ep"

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules_model import check_model
+from automoe.config.rules import check_rows
+from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.catalog import check_catalog
@@ -80,7 +81,7 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
     moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
     on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
     on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
-    check_model(on_mesh, shape)
+    check_rows(on_mesh, model_rows(on_mesh, shape), shape)
     meshes = build_meshes(shape, device)
     stored = torch.float32 if dtype == torch.bfloat16 else dtype
     model = build_decoder(config, moe, stored, runtime=build_runtime(on_mesh, meshes))

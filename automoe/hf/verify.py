@@ -165,7 +165,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     model.eval()
     with torch.no_grad(), RoutingRecorder(model) as free:
         model(tokens)
-    if config.first_k_dense < config.num_layers:
+    if config.num_moe_layers:
         chosen = free.choices()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:

@@ -177,7 +177,7 @@ def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
 
 def _experts(config: Config) -> str:
     """``moe.experts`` where the model has any."""
-    return config.moe.experts if config.model.first_k_dense < config.model.num_layers else "none"
+    return config.moe.experts if config.model.num_moe_layers else "none"
 
 
 def _check_compile(device: str) -> None:

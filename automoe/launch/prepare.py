@@ -7,12 +7,12 @@ checkpoint's ``config.json``, a tokenizer, this machine. Nothing here imports to
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from automoe.config.compose import Arguments, compose_config
 from automoe.config.convert import leaf_keys
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.rules import lookup
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -74,7 +74,7 @@ def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
     stored, keys = replace(config, model=model), set(leaf_keys())
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if key.startswith("model.") and key in keys and lookup(config, key) != lookup(stored, key):
-            rule = f"the checkpoint model.hf_path={path} has {lookup(stored, key)}"
+        if key.startswith("model.") and key in keys and attrgetter(key)(config) != attrgetter(key)(stored):
+            rule = f"the checkpoint model.hf_path={path} has {attrgetter(key)(stored)}"
             raise ConfigError(key, value, rule, f"Leave {key} out, or start from random weights")
     return stored

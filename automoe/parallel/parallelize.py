@@ -112,7 +112,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     stages = split_layers(
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
-    mine = stage_of_rank(config.parallel.schedule, shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
+    mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
     runtime = build_runtime(config, meshes)
     parts = {}
     for stage in mine:

@@ -83,7 +83,7 @@ def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tenso
     if config.moe.replay_routing is None:
         return None
     model, (num_rows, seq_len) = config.model, batch.tokens.shape
-    num_layers, top_k = model.num_layers - model.first_k_dense, model.num_experts_per_token
+    num_layers, top_k = model.num_moe_layers, model.num_experts_per_token
     folder = Path(config.moe.replay_routing).expanduser() / f"step-{step}"
     files = sorted(folder.glob("rank-*.npz"))
     if not files:

@@ -52,7 +52,7 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
     Each rank fills in its own stages' layers, so one sum serves dp, cp and pp at once.
     """
     model = config.model
-    num_layers, num_experts = model.num_layers - model.first_k_dense, model.num_experts
+    num_layers, num_experts = model.num_moe_layers, model.num_experts
     device = loss_share.device
     size = LoadCounter.size(num_experts)  # spelled out below: a dense model has no layer to tell it by
     sums = torch.zeros(num_layers * size + 1, dtype=torch.float64, device=device)

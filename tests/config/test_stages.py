@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from automoe.config.schema import Config, MeshConfig
 from automoe.config.stages import split_layers, stage_of_rank
+from automoe.config.validate import validate
 from automoe.errors import ConfigError
 
 
@@ -22,11 +24,18 @@ def test_given_sizes_are_kept() -> None:
     assert split_layers(6, 3, [1, 3, 2]) == [range(1), range(1, 4), range(4, 6)]
 
 
+def pipeline(num_layers: int, num_stages: int, sizes: list[int] | None = None) -> Config:
+    config = Config(mesh=MeshConfig(pp=num_stages, dp_shard=1, ep_shard=1))
+    config.model.num_layers, config.parallel.layers_per_stage = num_layers, sizes
+    return config
+
+
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "sizes", "needle"),
     [
         (3, 4, None, "4 stages"),
         (6, 3, [3, 3], "3 stages, 2 sizes"),
+        (6, 3, [], "3 stages, 0 sizes"),
         (6, 3, [3, 0, 3], "stage 1 has 0"),
         (6, 3, [1, 2, 2], "add up to 5"),
     ],
@@ -35,18 +44,22 @@ def test_impossible_split_names_the_numbers(
     num_layers: int, num_stages: int, sizes: list[int] | None, needle: str
 ) -> None:
     with pytest.raises(ConfigError, match=needle):
-        split_layers(num_layers, num_stages, sizes)
+        validate(pipeline(num_layers, num_stages, sizes), None)
 
 
 def test_wrong_sizes_suggest_the_even_split() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.layers_per_stage=\[2,2,1\] or null"):
-        split_layers(5, 3, [5])
+        validate(pipeline(5, 3, [5]), None)
 
 
 def test_stages_go_round_the_ranks() -> None:
-    assert stage_of_rank("1F1B", 4, 1) == [[0], [1], [2], [3]]
-    assert stage_of_rank("Interleaved1F1B", 2, 3) == [[0, 2, 4], [1, 3, 5]]
-    with pytest.raises(ConfigError, match="only Interleaved1F1B"):
-        stage_of_rank("1F1B", 2, 2)
-    with pytest.raises(ConfigError, match="at least 1 stage"):
-        stage_of_rank("1F1B", 2, 0)
+    assert stage_of_rank(4, 1) == [[0], [1], [2], [3]]
+    assert stage_of_rank(2, 3) == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize(("stages", "needle"), [(2, "only Interleaved1F1B"), (0, "at least 1")])
+def test_how_many_stages_a_rank_has_is_checked(stages: int, needle: str) -> None:
+    config = pipeline(8, 2)
+    config.parallel.stages_per_rank = stages
+    with pytest.raises(ConfigError, match=f"parallel.stages_per_rank={stages}.*{needle}"):
+        validate(config, None)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from automoe.config.rules import check_rows
 from automoe.config.schema import Config
-from automoe.config.validate import check_checkpoint
+from automoe.config.validate import checkpoint_rows
 from automoe.errors import ConfigError
 
 
@@ -32,10 +33,10 @@ def settings(val_every: int = 5, **checkpoint: object) -> Config:
 )
 def test_what_cannot_be_is_refused(config: Config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_checkpoint(config)
+        check_rows(config, checkpoint_rows(config))
 
 
 def test_what_can_be_is_not(tmp_path: Path) -> None:
-    check_checkpoint(settings(resume=str(tmp_path)))
-    check_checkpoint(settings(resume="never", every=4, keep_every=12))
-    check_checkpoint(settings(every=10, keep_best=2))
+    kept = (settings(resume="never", every=4, keep_every=12), settings(every=10, keep_best=2))
+    for config in (settings(resume=str(tmp_path)), *kept):
+        check_rows(config, checkpoint_rows(config))

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules_kernels import check_compile, check_fp8
+from automoe.config.rules import check_rows
+from automoe.config.rules_kernels import compile_rows, fp8_rows
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
 from automoe.observe.plan_view import print_plan
@@ -40,7 +41,8 @@ def check(mode: str, mesh: dict[str, int] | None = None, device: str = "cuda", *
         model=replace(MODEL, **changes),  # type: ignore[arg-type]
         mesh=MeshConfig(**({"dp_shard": 1} | (mesh or {}))),
     )
-    check_fp8(config, resolve_mesh(config.mesh, None), device)
+    shape = resolve_mesh(config.mesh, None)
+    check_rows(config, fp8_rows(config, shape, device), shape)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +120,7 @@ def test_what_has_no_8_bit_products(mode: str) -> None:
 def test_these_products_are_not_compiled(mode: str) -> None:
     config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(fp8=mode, compile=True))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"the products of train.fp8={mode}"):
-        check_compile(config, resolve_mesh(config.mesh, None))
+        check_rows(config, compile_rows(config, resolve_mesh(config.mesh, None)))
 
 
 @pytest.mark.parametrize("mode", MODES)

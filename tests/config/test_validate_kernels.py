@@ -7,8 +7,9 @@ import copy
 import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.recompute import check_recompute
-from automoe.config.rules_kernels import check_kernels
+from automoe.config.recompute import recompute_rows
+from automoe.config.rules import check_rows
+from automoe.config.rules_kernels import kernel_rows
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -37,7 +38,7 @@ def config(kernel: str, attention: AttentionConfig = DSV3, **changes: object) ->
 
 
 def check(config: Config, device: str = "cuda") -> None:
-    check_kernels(config, resolve_mesh(config.mesh, None), device)
+    check_rows(config, kernel_rows(config, resolve_mesh(config.mesh, None), device))
 
 
 def gqa(dim: int, **changes: object) -> AttentionConfig:
@@ -112,10 +113,10 @@ def test_quack_never_keeps_the_activation() -> None:
     asked = config("sdpa")
     asked.parallel.recompute = ["moe_act"]
     asked.moe.experts = "quack"
-    check_recompute(asked)
+    check_rows(asked, recompute_rows(asked))
     asked.moe.experts = "te"
     with pytest.raises(ConfigError, match="moe.experts=te keeps the activation"):
-        check_recompute(asked)
+        check_rows(asked, recompute_rows(asked))
 
 
 @pytest.mark.parametrize("backend", ["te", "quack"])

@@ -11,7 +11,8 @@ import pytest
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules_model import check_layers
+from automoe.config.rules import check_rows
+from automoe.config.rules_model import layer_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -87,8 +88,9 @@ def next_config(**options: Any) -> Config:
 )
 def test_a_broken_rule_is_named(make: Callable[[], Config], key: str, needles: list[str]) -> None:
     broken = make()  # not while tests are collected, which a machine without hydra does too
+    shape = resolve_mesh(broken.mesh, None)
     with pytest.raises(ConfigError) as caught:
-        check_layers(broken, resolve_mesh(broken.mesh, None))
+        check_rows(broken, layer_rows(broken, shape), shape)
     assert caught.value.key == key
     for needle in needles:
         assert needle in str(caught.value)
@@ -108,4 +110,4 @@ def test_delta_nets_pass_without_documents(mesh: dict[str, int]) -> None:
 
 def test_experts_without_biases_need_no_even_columns() -> None:
     plain = config("small_qwen3_moe", mesh=dict(dp_shard=8, etp=8), model__hidden_size=180)
-    check_layers(plain, resolve_mesh(plain.mesh, None))
+    check_rows(plain, layer_rows(plain, resolve_mesh(plain.mesh, None)))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from automoe.config.rules_model import check_moe
+from automoe.config.rules import check_rows
+from automoe.config.rules_model import moe_rows
 from automoe.config.schema import Config, ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError
 
@@ -45,7 +46,7 @@ def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 
 )
 def test_a_broken_rule_is_named(broken: Config, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
-        check_moe(broken)
+        check_rows(broken, moe_rows(broken))
     assert error.value.key == key
     assert error.value.remedy.startswith(("Set ", "Name "))
 
@@ -62,11 +63,12 @@ def test_a_broken_rule_is_named(broken: Config, key: str, said: str) -> None:
     ],
 )
 def test_what_is_legal_passes(fine: Config) -> None:
-    check_moe(fine)
+    check_rows(fine, moe_rows(fine))
 
 
 def test_a_recording_is_found(tmp_path: Path) -> None:
     (tmp_path / "step-0").mkdir()
     (tmp_path / "step-0" / "rank-0.npz").touch()
-    check_moe(config(replay_routing=str(tmp_path)))
-    check_moe(replace(config(), moe=MoEConfig(replay_routing=str(tmp_path), record_routing=str(tmp_path / "b"))))
+    recording = MoEConfig(replay_routing=str(tmp_path), record_routing=str(tmp_path / "b"))
+    for replays in (config(replay_routing=str(tmp_path)), replace(config(), moe=recording)):
+        check_rows(replays, moe_rows(replays))

@@ -62,8 +62,8 @@ def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:
     plan = print_plan(config, resolve_mesh(config.mesh, None), Console(file=file))
     text = file.getvalue()
     for needle in (
-        "default mesh: pp16 x dp_shard64 = 1024 ranks",
-        "moe mesh: pp16 x ep64 = 1024 ranks",
+        "default mesh: pp16 x dp_shard64 = 1,024 ranks",
+        "moe mesh: pp16 x ep64 = 1,024 ranks",
         "671.03 B",
         "37.55 B",
         f"heaviest, pp rank {plan.heaviest.pp_rank}",

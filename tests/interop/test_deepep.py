@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules_model import check_moe
+from automoe.config.rules import check_rows
+from automoe.config.rules_model import moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
@@ -253,5 +254,6 @@ def test_absence_is_told_before_ranks_start(device: str, problem: str) -> None:
     ],
 )
 def test_what_never_fits_is_a_configuration_error(changes: dict[str, Any], problem: str) -> None:
+    changed = config(**changes)
     with pytest.raises(ConfigError, match=problem):
-        check_moe(config(**changes))
+        check_rows(changed, moe_rows(changed))

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.rules_kernels import check_kernels
+from automoe.config.rules import check_rows
+from automoe.config.rules_kernels import kernel_rows
 from automoe.config.schema import (
     AttentionConfig,
     Config,
@@ -175,14 +176,15 @@ def test_other_dtypes_are_refused() -> None:
 def test_the_configuration_says_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(kernels=KernelsConfig(rope="triton"))
     shape = resolve_mesh(MeshConfig(), 1)
-    check_kernels(config, shape, "cuda")
-    check_kernels(config, shape, "cpu")  # TRITON_INTERPRET=1
+    check_rows(config, kernel_rows(config, shape, "cuda"))
+    check_rows(config, kernel_rows(config, shape, "cpu"))  # TRITON_INTERPRET=1
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="this run is on cpu") as raised:
-        check_kernels(config, shape, "cpu")
+        check_rows(config, kernel_rows(config, shape, "cpu"))
     assert raised.value.key == "kernels.rope" and "TRITON_INTERPRET=1" in str(raised.value)
     with pytest.raises(ConfigError, match="no float64"):
-        check_kernels(replace(config, train=TrainConfig(dtype="float64")), shape, "cuda")
+        wide = replace(config, train=TrainConfig(dtype="float64"))
+        check_rows(wide, kernel_rows(wide, shape, "cuda"))
 
 
 @pytest.mark.exhaustive

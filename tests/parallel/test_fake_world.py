@@ -54,7 +54,7 @@ def test_every_shard_of_every_rank_is_as_planned(overrides: list[str]) -> None:
     config, mesh = world(*SMALL, "launch.num_ranks=null", "mesh.ep_shard=-1", *overrides)
     plan = make_plan(config, mesh)
     layers = split_layers(config.model.num_layers, mesh.pp * config.parallel.stages_per_rank)
-    owned = stage_of_rank(config.parallel.schedule, mesh.pp, config.parallel.stages_per_rank)
+    owned = stage_of_rank(mesh.pp, config.parallel.stages_per_rank)
     for rank in range(mesh.world_size):
         position = mesh.coordinates(rank, "default")
         fsdp_rank = position["dp_shard"] * mesh.cp + position["cp"]

@@ -1,0 +1,42 @@
+"""What the schema offers is what the code has: no choice without something behind it, and none that is not offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import get_args, get_type_hints
+
+import pytest
+
+import automoe.parallel.parallelize  # noqa: F401 -- registers the experts of other packages
+from automoe.config import schema
+from automoe.config.rules_kernels import ELEMENT_BYTES
+from automoe.cost.memory import DTYPE_BYTES
+from automoe.data.corpora import _SOURCES
+from automoe.hf.families.registry import FAMILIES
+from automoe.model.attention_kernels import FORCED
+from automoe.moe.experts import BACKENDS
+from automoe.moe.router import GATES, ROUTER_DTYPES
+from automoe.parallel.expert import DISPATCHERS
+from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
+from automoe.parallel.pipeline import SCHEDULES
+from automoe.verify.run import TOLERANCES
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "registry"),
+    [
+        (schema.ModelConfig, "family", FAMILIES),
+        (schema.MoEConfig, "dispatcher", DISPATCHERS),
+        (schema.MoEConfig, "experts", BACKENDS),
+        (schema.MoEConfig, "gate", ["learned", *GATES]),
+        (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
+        (schema.ParallelConfig, "schedule", SCHEDULES),
+        (schema.KernelsConfig, "attention", ["sdpa", "te", *FORCED]),
+        (schema.DataConfig, "kind", _SOURCES),
+        *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),
+        *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (DTYPE_BYTES, TOLERANCES)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_schema_lists_what_is_registered(section: type, key: str, registry: Iterable[str]) -> None:
+    assert set(get_args(get_type_hints(section)[key])) == set(registry)
