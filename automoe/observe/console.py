@@ -11,9 +11,18 @@ from typing import IO, Any
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.observe.mesh_view import MAX_GRID_RANKS, render_mesh_text
 from automoe.observe.metrics import read_metrics
-from automoe.observe.summary import bytes_text, describe_run, duration, final_numbers, number, short_number
+from automoe.observe.summary import (
+    MAX_GRID_RANKS,
+    Facts,
+    bytes_text,
+    describe_run,
+    duration,
+    final_numbers,
+    number,
+    render_mesh_text,
+    short_number,
+)
 
 HEADER_EVERY = 20  # lines between two headers, so that one is always in sight
 COLUMNS = (  # heading, width; the step column grows with the number of steps
@@ -61,9 +70,7 @@ class Console:
             facts.append(("resumed", f"after step {resume_step}"))
         facts.append(("run directory", self.config.run_dir))
         self._print("automoe", "bold")
-        width = max(len(name) for name, _ in facts) + 2
-        for name, text in facts:
-            self._print_pair(name, text, width)
+        self._print_facts(facts)
         if 1 < self.mesh.world_size <= MAX_GRID_RANKS:
             self._print()
             self._print(render_mesh_text(self.mesh, groups=False).rstrip(), "dim")
@@ -98,11 +105,9 @@ class Console:
         ]
         self._line(f"{step}/{steps}", cells, None if finite else "bold red")
         if validates:
-            loss = f"{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
-            bits = record.get("val_bits_per_byte")
-            text = f"{'validation':>{self._step_width}}{loss}" + (
-                "" if bits is None else f"   {float(bits):.3f} bits per byte"
-            )
+            text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
+            if (bits := record.get("val_bits_per_byte")) is not None:
+                text += f"   {float(bits):.3f} bits per byte"
             self._print(text, "bold green")
 
     def note(self, text: str) -> None:
@@ -120,9 +125,7 @@ class Console:
             return
         facts = [*final_numbers(read_metrics(self.config.run_dir)), *((n, str(p)) for n, p in (paths or {}).items())]
         self._print()
-        width = max((len(name) for name, _ in facts), default=0) + 2
-        for name, text in facts:
-            self._print_pair(name, text, width)
+        self._print_facts(facts)
 
     def _line(self, step: str, cells: list[str], style: str | None) -> None:
         if self._lines % HEADER_EVERY == 0:
@@ -144,10 +147,12 @@ class Console:
         self._last = (step, now)
         return pace * (self.config.train.steps - step)
 
-    def _print_pair(self, name: str, text: str, width: int) -> None:
+    def _print_facts(self, facts: Facts) -> None:
         from rich.text import Text
 
-        self._rich.print(Text.assemble((f"  {name:<{width}}", "dim"), text), crop=False)
+        width = max((len(name) for name, _ in facts), default=0) + 2
+        for name, text in facts:
+            self._rich.print(Text.assemble((f"  {name:<{width}}", "dim"), text), crop=False)
 
     def _print(self, text: str = "", style: str | None = None) -> None:
         from rich.text import Text
@@ -163,10 +168,6 @@ def loss_text(loss: Any) -> str:
 
 def seconds_text(seconds: Any) -> str:
     seconds = float(seconds)
-    return (
-        f"{seconds * 1000:.0f} ms"
-        if seconds < 0.9995
-        else f"{seconds:.2f} s"
-        if seconds < 99.995
-        else duration(seconds)
-    )
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 99.995 else duration(seconds)

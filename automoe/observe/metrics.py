@@ -15,8 +15,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,40 +43,34 @@ PACKAGES = ("torch", "transformers", "safetensors", "torchtitan", "triton", "num
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass(frozen=True)
-class LoadSummary:
-    """Balance of each MoE layer over one optimizer step; L layers, E experts.
+def load_summary(counts: Any) -> dict[str, Any]:
+    """Balance of each MoE layer over one optimizer step; a layer without one token is all zeros.
 
-    A layer without one token is all zeros.
+    Args:
+        counts: [L, E] tokens that each expert of each layer received.
+
+    Returns:
+        ``max_share`` [L], the share of the layer's assignments that its busiest expert takes; ``max_over_mean`` [L],
+        the busiest expert over the mean one ("MaxVio"), which is 1 when balanced and E/K when it gets every token;
+        ``entropy`` [L] of the shares over log E, 1 when balanced and 0 for one expert; and ``expert_max_load``, the
+        worst layer's ``max_over_mean``.
     """
-
-    max_share: list[float]  # [L] share of the layer's assignments that its busiest expert takes
-    # [L] busiest expert over the mean one ("MaxVio"); 1 is balanced, E/K when it gets every token
-    max_over_mean: list[float]
-    entropy: list[float]  # [L] entropy of the shares over log E; 1 is balanced, 0 is one expert
-    expert_max_load: float  # the worst layer's max_over_mean
-
-
-def load_summary(counts: Any) -> LoadSummary:
-    """Summarise ``counts`` [L, E], the tokens that each expert of each layer received."""
     counts_LE = np.asarray(counts, dtype=np.float64)
     if counts_LE.ndim != 2:
         raise ValueError(f"expert counts are [layers, experts], got shape {counts_LE.shape}")
-    num_layers, num_experts = counts_LE.shape
-    if not num_layers:
-        return LoadSummary([], [], [], 0.0)
+    num_experts = counts_LE.shape[1]
     total_L1 = counts_LE.sum(axis=1, keepdims=True)
     shares_LE = np.divide(counts_LE, total_L1, out=np.zeros_like(counts_LE), where=total_L1 > 0)
     log_LE = np.log(shares_LE, out=np.zeros_like(shares_LE), where=shares_LE > 0)
     entropy_L = -(shares_LE * log_LE).sum(axis=1) / max(math.log(num_experts), 1e-12)
     max_share_L = shares_LE.max(axis=1)
     max_over_mean_L = max_share_L * num_experts
-    return LoadSummary(
-        max_share=max_share_L.tolist(),
-        max_over_mean=max_over_mean_L.tolist(),
-        entropy=np.abs(entropy_L).tolist(),  # abs: no -0.0
-        expert_max_load=float(max_over_mean_L.max()),
-    )
+    return {
+        "max_share": max_share_L.tolist(),
+        "max_over_mean": max_over_mean_L.tolist(),
+        "entropy": np.abs(entropy_L).tolist(),  # abs: no -0.0
+        "expert_max_load": float(max_over_mean_L.max(initial=0.0)),
+    }
 
 
 def jsonable(value: Any) -> Any:
@@ -142,15 +135,13 @@ class AppendLog:
 
     def _truncate_after(self, step: int) -> None:
         """Drop everything from the first line that is past ``step`` or was cut by a kill."""
-        keep = 0
-        with self.path.open("rb") as lines:
-            for line in lines:
-                record = _parse(line)
-                if record is None or record["step"] > step:
-                    break
-                keep += len(line)
-                self.num_records += 1
-        os.ftruncate(self._fd, keep)
+        kept = 0
+        for length, record in _whole_lines(self.path):
+            if record["step"] > step:
+                break
+            kept += length
+            self.num_records += 1
+        os.ftruncate(self._fd, kept)
 
 
 class MetricsLog:
@@ -171,7 +162,7 @@ class MetricsLog:
         self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step)
         self._stride = self._sampled_stride()
         self._last_load: dict[str, Any] | None = None  # newest counts, written at the end if not sampled
-        write_environment(self.run_dir)
+        (self.run_dir / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=1) + "\n")
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
         """Append one step.
@@ -236,17 +227,20 @@ class MetricsLog:
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Records of a JSON-lines file up to the first line that a kill cut; [] when there is no file."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    records = []
+    return [record for _, record in _whole_lines(Path(path))] if os.path.exists(path) else []
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Length in bytes and record of every line up to the first that is damaged."""
     with path.open("rb") as lines:
         for line in lines:
-            record = _parse(line)
-            if record is None:
-                break
-            records.append(record)
-    return records
+            try:
+                record = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:  # a machine that lost power can leave zeros inside the file
+                return
+            if not isinstance(record, dict) or "step" not in record:
+                return
+            yield len(line), record
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -280,16 +274,6 @@ def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndar
     return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:  # a machine that lost power can leave zeros inside the file
-        return None
-    return record if isinstance(record, dict) and "step" in record else None
-
-
 def _set_aside(path: Path) -> None:
     number = 1
     while (older := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
@@ -315,7 +299,3 @@ def describe_environment() -> dict[str, str]:
         except PackageNotFoundError:
             environment[package] = "not installed"
     return environment
-
-
-def write_environment(run_dir: Path) -> None:
-    (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=1) + "\n")

@@ -6,21 +6,18 @@ from rich.console import Console
 from rich.table import Table
 
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
 from automoe.cost.params import PARTS
 from automoe.cost.plan import Plan, gib, make_plan
-from automoe.observe.mesh_view import render_mesh_text
+from automoe.observe.summary import render_mesh_text
 
 WIDTH = 100
 MAX_ROWS = 20  # pipeline ranks shown one by one
 
 
 def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) -> Plan:
-    """Print the plan of a validated configuration and return it.
-
-    Raises:
-        ConfigError: layers that do not split over the pipeline stages.
-    """
+    """Print the plan of a validated configuration and return it."""
     plan = make_plan(config, mesh)
     console = console or Console()
     if not console.is_terminal:
@@ -50,7 +47,7 @@ def _summary(config: Config, plan: Plan) -> Table:
         f"{batch.num_micro_batches} micro-batches of {train.micro_batch_size} x {train.seq_len:,} on each of "
         f"{plan.mesh.dp} data-parallel ranks",
     )
-    if model.first_k_dense < model.num_layers:
+    if model.num_moe_layers:
         table.add_row(
             "experts",
             f"{model.num_experts // plan.mesh.ep} of {model.num_experts} a rank, {batch.rows_per_expert:,.0f} rows "
@@ -77,23 +74,26 @@ def _summary(config: Config, plan: Plan) -> Table:
 
 
 def _recomputed(config: Config) -> str:
-    names, layers = config.parallel.recompute, config.parallel.recompute_layers
+    layers = config.parallel.recompute_layers
     always = {"moe_act": f"moe_act (always, with moe.experts={config.moe.experts})"}
-    text = ", ".join(always.get(name, name) for name in ([names] if isinstance(names, str) else names))
+    text = ", ".join(always.get(name, name) for name in recomputed_names(config.parallel))
     if isinstance(layers, list):
         return f"{text}; layers {_spans(sorted(layers))}"
     return f"{text}; {layers or 'every'} layer{'s' if layers else ''}"
 
 
+def _titled(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+
+
 def _params_table(plan: Plan) -> Table:
     params = plan.params
-    table = Table(title="parameters", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = _titled("parameters")
     table.add_column("part")
     table.add_column("count", justify="right")
     table.add_column("share", justify="right")
     for part in PARTS:
-        if params.by_part[part]:
-            count = params.by_part[part]
+        if count := params.by_part[part]:
             table.add_row(part.replace("_", " "), _count(count), f"{count / params.total:.1%}")
     table.add_row("total", _count(params.total), "", style="bold")
     table.add_row("active per token", _count(params.active), f"{params.active / params.total:.1%}", style="bold")
@@ -102,15 +102,12 @@ def _params_table(plan: Plan) -> Table:
 
 def _rank_table(config: Config, plan: Plan) -> Table:
     rank, mesh = plan.heaviest, plan.mesh
-    where = f"heaviest, pp rank {rank.pp_rank}" if mesh.pp > 1 else "each"
-    table = Table(
-        title=f"memory per rank ({where})", title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
+    table = _titled(f"memory per rank ({f'heaviest, pp rank {rank.pp_rank}' if mesh.pp > 1 else 'each'})")
     table.add_column("component")
     table.add_column("bytes", justify="right")
     table.add_column("what it is", style="dim")
     shards = f"over {mesh.fsdp} ranks"
-    if config.model.first_k_dense < config.model.num_layers:
+    if config.model.num_moe_layers:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
     for name, num_bytes, text in [
         ("weights", rank.weights, f"sharded: {shards}"),
@@ -133,12 +130,10 @@ def _rank_table(config: Config, plan: Plan) -> Table:
 
 
 def _stages_table(plan: Plan) -> Table:
-    table = Table(title="pipeline ranks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = _titled("pipeline ranks")
     for name in ("pp", "layers", "parameters", "in flight", "state", "gathered", "activations", "peak"):
         table.add_column(name, justify="left" if name == "layers" else "right")
-    ranks = plan.ranks
-    if len(ranks) > MAX_ROWS:
-        ranks = [*ranks[: MAX_ROWS - 1], ranks[-1]]
+    ranks = plan.ranks if len(plan.ranks) <= MAX_ROWS else [*plan.ranks[: MAX_ROWS - 1], plan.ranks[-1]]
     for rank in ranks:
         table.add_row(
             str(rank.pp_rank),
@@ -161,9 +156,8 @@ def _count(number: int) -> str:
 
 
 def _flops(number: float) -> str:
-    return _scaled(
-        number, {"EFLOP": 1e18, "PFLOP": 1e15, "TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3}, ".1f"
-    )
+    sizes = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    return _scaled(number, {f"{prefix}FLOP": size for prefix, size in sizes.items()}, ".1f")
 
 
 def _scaled(number: float, units: dict[str, float], form: str) -> str:

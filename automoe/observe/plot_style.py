@@ -1,13 +1,14 @@
-"""One look for every picture: palette, figure factory, PNG writer. matplotlib is imported where used."""
+"""One look for every picture: palette, figure factory, PNG writer."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 INK = "#1f2933"  # text
 MUTED = "#66727f"  # axis labels and notes
@@ -51,10 +52,6 @@ RC: dict[Any, Any] = {
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """A figure of ``width`` x ``height`` inches with its axes in reading order, outside pyplot's global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12))
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
@@ -71,6 +68,5 @@ def say_empty(axis: Axes, text: str) -> None:
     """Say in the middle of an empty plot why there is nothing to see."""
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11)
     axis.set(xticks=[], yticks=[])
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)
     axis.grid(False)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from automoe.observe.metrics import load_summary, read_metrics, series
+from automoe.observe.metrics import read_metrics, series
 from automoe.observe.plot_style import BLUE, GREEN, ORANGE, PALE_BLUE, RC, RED, SEQUENTIAL, new_figure, save, say_empty
 from automoe.observe.summary import short_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Records = list[dict[str, Any]]
 WIDE, NARROW = 9.0, 4.6  # inches
 SWEEP_PLOT = "sweep.png"
 MAX_LINES = 8  # layers drawn as lines of their own with a legend
+# Colours of a load from below to above an equal share, and of no load.
+BALANCE = LinearSegmentedColormap.from_list("balance", ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"])
+BALANCE = BALANCE.with_extremes(bad="#d7dbe0")
 
 
+@rc_context(RC)
 def draw_plots(
     records: Records,
     load_steps: np.ndarray,
@@ -38,38 +45,30 @@ def draw_plots(
         grad_clip: drawn as a line in the plot of the gradient norm; 0: none.
         first_moe_layer: model index of the first layer with experts, for the labels.
     """
-    import matplotlib
-
     figures = [
-        ("loss", "Cross-entropy per trained token; bits per byte of held-out text", lambda: _loss(records)),
-        ("throughput", "Tokens per second over all ranks", lambda: _throughput(records)),
-        ("grad_norm", "Global gradient norm before clipping", lambda: _grad_norm(records, grad_clip)),
-        ("learning_rate", "Learning rate of the schedule", lambda: _learning_rate(records)),
+        ("loss", "Cross-entropy per trained token; bits per byte of held-out text", _loss(records)),
+        ("throughput", "Tokens per second over all ranks", _throughput(records)),
+        ("grad_norm", "Global gradient norm before clipping", _grad_norm(records, grad_clip)),
+        ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
     ]
-    if balance_keys(records):
-        figures.append(("balance_loss", "Balance losses, with their coefficients", lambda: _balance_losses(records)))
+    # Balance losses that were ever on: the others are recorded as 0.
+    if keys := sorted({key for record in records for key in record if key.endswith("balance_loss") and record[key]}):
+        figures.append(("balance_loss", "Balance losses, with their coefficients", _balance_losses(records, keys)))
     dense = len(load_steps) > 0 and load_counts.shape[1] == 0
     if not dense:
-        figures += [
-            (
-                "expert_load",
-                "Load of every expert: 1 is an equal share of its layer's tokens",
-                lambda: _load_heat_map(load_steps, load_counts, first_moe_layer),
-            ),
-            (
-                "expert_balance",
-                "Busiest expert over the mean expert, per layer: 1 is balanced",
-                lambda: _load_over_time(records, load_steps, load_counts, first_moe_layer),
-            ),
-        ]
+        caption = "Load of every expert: 1 is an equal share of its layer's tokens"
+        figures.append(("expert_load", caption, _load_heat_map(load_steps, load_counts, first_moe_layer)))
+        caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
+        figures.append(("expert_balance", caption, _load_over_time(records, load_steps, load_counts, first_moe_layer)))
     directory.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(RC):
-        return [(save(draw(), directory / f"{name}.png"), caption) for name, caption, draw in figures]
+    return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]
 
 
-def balance_keys(records: Records) -> list[str]:
-    """Balance losses that were ever on (the others are recorded as 0)."""
-    return sorted({key for record in records for key in record if key.endswith("balance_loss") and record[key]})
+def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
+    """A figure of half the page's width, over the steps."""
+    figure, (axis,) = new_figure(NARROW, 3.1)
+    axis.set(title=title, xlabel="step", ylabel=ylabel)
+    return figure, axis
 
 
 def _loss(records: Records) -> Figure:
@@ -90,7 +89,7 @@ def _loss(records: Records) -> Figure:
 
 
 def _throughput(records: Records) -> Figure:
-    figure, (axis,) = new_figure(NARROW, 3.1)
+    figure, axis = _small("Throughput", "tokens per second")
     steps, values = series(records, "tokens_per_second")
     _line(axis, steps, values, BLUE, "per step")
     if np.isfinite(values).any():
@@ -102,13 +101,12 @@ def _throughput(records: Records) -> Figure:
         axis.axhline(median, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
-    axis.set(title="Throughput", xlabel="step", ylabel="tokens per second")
     _legend(axis)
     return figure
 
 
 def _grad_norm(records: Records, grad_clip: float) -> Figure:
-    figure, (axis,) = new_figure(NARROW, 3.1)
+    figure, axis = _small("Gradient norm")
     steps, values = series(records, "grad_norm")
     _line(axis, steps, values, BLUE, "per step", smooth=True)
     finite = values[np.isfinite(values)]
@@ -117,26 +115,23 @@ def _grad_norm(records: Records, grad_clip: float) -> Figure:
         axis.yaxis.set_major_formatter("{x:g}")
     if grad_clip > 0 and len(finite) and grad_clip < 20 * finite.max():
         axis.axhline(grad_clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped above {grad_clip:g}")
-    axis.set(title="Gradient norm", xlabel="step")
     _legend(axis)
     return figure
 
 
 def _learning_rate(records: Records) -> Figure:
-    figure, (axis,) = new_figure(NARROW, 3.1)
+    figure, axis = _small("Learning rate")
     _line(axis, *series(records, "lr"), GREEN, "learning rate")
-    axis.set(title="Learning rate", xlabel="step")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     if len(records):
         axis.set_ylim(bottom=0)
     return figure
 
 
-def _balance_losses(records: Records) -> Figure:
-    figure, (axis,) = new_figure(NARROW, 3.1)
-    for key, colour in zip(balance_keys(records), (BLUE, ORANGE, GREEN, RED), strict=False):
+def _balance_losses(records: Records, keys: list[str]) -> Figure:
+    figure, axis = _small("Balance losses", "added to the loss")
+    for key, colour in zip(keys, (BLUE, ORANGE, GREEN, RED), strict=False):
         _line(axis, *series(records, key), colour, key.removesuffix("_balance_loss").replace("_", " "))
-    axis.set(title="Balance losses", xlabel="step", ylabel="added to the loss")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     _legend(axis)
     return figure
@@ -163,14 +158,8 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     limit = 2.0 if np.nanmax(load_NLE[-1], initial=1.0) <= 2.0 else 4.0
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
-        axis.imshow(
-            np.log2(np.clip(load_LE, 1 / limit, limit)),
-            aspect="auto",
-            interpolation="nearest",
-            cmap=_balance_colours(),
-            vmin=-np.log2(limit),
-            vmax=np.log2(limit),
-        )
+        colours = {"norm": LogNorm(1 / limit, limit), "cmap": BALANCE}
+        axis.imshow(np.clip(load_LE, 1 / limit, limit), aspect="auto", interpolation="nearest", **colours)
         axis.set(title=title, xlabel="expert")
         axis.grid(False)
         axis.set_yticks(*_ticks(num_layers, first_moe_layer, at_most=20))
@@ -184,43 +173,29 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     axes[0].set_ylabel("layer")
     bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30)
     marks = [1 / limit, 1 / limit**0.5, 1, limit**0.5, limit]
-    bar.set_ticks([np.log2(mark) for mark in marks], labels=[f"{mark:.2g}" for mark in marks])
-    bar.ax.set_yticklabels([f"≤ {1 / limit:.2g}", *[f"{mark:.2g}" for mark in marks[1:-1]], f"≥ {limit:g}"])
+    bar.set_ticks(marks, labels=[f"≤ {1 / limit:.2g}", *[f"{mark:.2g}" for mark in marks[1:-1]], f"≥ {limit:g}"])
+    bar.minorticks_off()
     bar.set_label("load over equal share")
     bar.outline.set_visible(False)
     return figure
 
 
-def _balance_colours() -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    steps = ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"]
-    return LinearSegmentedColormap.from_list("balance", steps).with_extremes(bad="#d7dbe0")
-
-
 def _load_over_time(records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:
-    import matplotlib
-
     figure, (axis,) = new_figure(WIDE, 3.6)
     _line(axis, *series(records, "expert_max_load"), "#d5dbe1", "worst layer", width=5.0)
     num_layers = counts.shape[1] if len(counts) else 0
     if num_layers:
-        load_NL = np.array([load_summary(snapshot).max_over_mean for snapshot in counts])
+        load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
         colours = matplotlib.colormaps[SEQUENTIAL](np.linspace(0.0, 0.9, num_layers))
-        marker = "o" if len(steps) < 3 else None
+        style = {"linewidth": 1.4, "marker": "o" if len(steps) < 3 else None, "markersize": 4}
         for layer in range(num_layers):
             label = f"layer {first_moe_layer + layer}" if num_layers <= MAX_LINES else None
-            axis.plot(
-                steps, load_NL[:, layer], color=colours[layer], linewidth=1.4, label=label, marker=marker, markersize=4
-            )
+            axis.plot(steps, load_NL[:, layer], color=colours[layer], label=label, **style)
         if num_layers > MAX_LINES:
-            from matplotlib.cm import ScalarMappable
-            from matplotlib.colors import ListedColormap, Normalize
-
-            scale = Normalize(first_moe_layer, first_moe_layer + num_layers - 1)
-            bar = figure.colorbar(
-                ScalarMappable(scale, ListedColormap(colours)), ax=axis, pad=0.01, aspect=30, label="layer"
+            scale = ScalarMappable(
+                Normalize(first_moe_layer, first_moe_layer + num_layers - 1), ListedColormap(colours)
             )
+            bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
             bar.outline.set_visible(False)
         axis.axhline(1.0, color=GREEN, linewidth=1.0, linestyle="--", label="balanced")
         if load_NL.max() > 8:
@@ -251,36 +226,22 @@ def _line(
     width: float = 1.6,
 ) -> None:
     """A line with gaps at NaN, dots when it is short, marks where a value was not finite, its trend when long."""
-    finite = np.isfinite(values)
     if not len(steps):
         say_empty(axis, "no step finished yet")
         return
+    finite = np.isfinite(values)
     shown = np.where(finite, values, np.nan)
-    short = len(steps) < 3
-    trend = _trend(shown) if smooth and finite.sum() >= 60 else None
-    axis.plot(
-        steps,
-        shown,
-        color=colour if trend is None else PALE_BLUE,
-        linewidth=width if trend is None else 0.9,
-        marker="o" if short else None,
-        label=label,
-    )
-    if trend is not None:
-        axis.plot(
-            steps, trend, color=colour, linewidth=1.9, label=f"{label}, smoothed" if label != "per step" else "smoothed"
-        )
+    marker = "o" if len(steps) < 3 else None
+    if smooth and finite.sum() >= 60:
+        axis.plot(steps, shown, color=PALE_BLUE, linewidth=0.9, label=label)
+        smoothed = f"{label}, smoothed" if label != "per step" else "smoothed"
+        axis.plot(steps, _trend(shown), color=colour, linewidth=1.9, label=smoothed)
+    else:
+        axis.plot(steps, shown, color=colour, linewidth=width, marker=marker, label=label)
     if not finite.all():
-        axis.plot(
-            steps[~finite],
-            np.full((~finite).sum(), 0.02),
-            linestyle="none",
-            marker="x",
-            color=RED,
-            clip_on=False,
-            transform=axis.get_xaxis_transform(),
-            label="not finite",
-        )
+        marks = {"linestyle": "none", "marker": "x", "color": RED, "clip_on": False, "label": "not finite"}
+        at_the_bottom = np.full((~finite).sum(), 0.02)
+        axis.plot(steps[~finite], at_the_bottom, transform=axis.get_xaxis_transform(), **marks)
     axis.margins(x=0.02)
     _whole_steps(axis, steps)
 
@@ -304,8 +265,6 @@ def _trend(values: np.ndarray) -> np.ndarray:
 
 
 def _whole_steps(axis: Axes, steps: np.ndarray) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     low, high = axis.dataLim.intervalx  # of all that the axis shows, not of the last series alone
     if len(steps) and low == high:
@@ -346,12 +305,10 @@ def _label_last(axis: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 def _legend(axis: Axes, *, outside: bool = False) -> None:
     """A legend where it covers no line, or at the right of the axes."""
     if axis.get_legend_handles_labels()[1]:
-        if outside:
-            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        else:
-            axis.legend(loc="best")
+        axis.legend(**({"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {"loc": "best"}))
 
 
+@rc_context(RC)
 def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     """Write ``sweep.png``: training loss of every job over each other, and median tokens per second.
 
@@ -361,16 +318,7 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
         directory: of the sweep; job N ran in ``directory/N``.
         jobs: journal records: ``job``, ``overrides``, ``state``.
     """
-    from matplotlib import rc_context
-
-    with rc_context(RC):
-        return _draw_sweep(directory, jobs)
-
-
-def _draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
-    shown = [job for job in jobs if (directory / str(job["job"])).is_dir()]
-    runs = [(job, read_metrics(directory / str(job["job"]))) for job in shown]
-    runs = [(job, records) for job, records in runs if records]
+    runs = [(job, records) for job in jobs if (records := read_metrics(directory / str(job["job"])))]
     figure, (loss, speed) = new_figure(11, max(3.6, 1.6 + 0.42 * len(runs)), columns=2)
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
     speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")

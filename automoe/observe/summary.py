@@ -1,4 +1,4 @@
-"""What a run is and how far it came, as short lines of text: shared by the console and the report."""
+"""What a run is, how far it came and both views of its ranks, as text: shared by console, plan and report."""
 
 from __future__ import annotations
 
@@ -7,55 +7,43 @@ from typing import Any
 
 import numpy as np
 
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config
 from automoe.cost.activations import plan_batch
 from automoe.cost.params import count_params
 from automoe.observe.metrics import series
 
 Facts = list[tuple[str, str]]
+MAX_GRID_RANKS = 64  # more ranks are described by their groups alone
+MAX_COLUMNS = 16
 
 
 def describe_run(config: Config, mesh: MeshShape) -> Facts:
     """(name, text) of model, parameters, meshes, batch arithmetic, data and optimizer."""
     model, train, optim = config.model, config.train, config.optim
     params, batch = count_params(model), plan_batch(config, mesh)
+    source = f"{config.data.kind} {config.data.path}" if config.data.path else config.data.kind
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
-    num_moe = model.num_layers - model.first_k_dense
-    kinds = [f"{count} {kind}" for count, kind in ((model.first_k_dense, "dense"), (num_moe, "MoE")) if count]
-    facts = [
-        (
-            "model",
-            f"{model.family}, {' + '.join(kinds)} layers, hidden {model.hidden_size}, "
-            f"{model.attention.kind.upper()} attention",
-        ),
-        (
-            "experts",
-            f"{model.num_experts_per_token} of {model.num_experts}{shared}, width {model.moe_intermediate_size}",
-        ),
-        ("parameters", f"{short_number(params.total)} total, {short_number(params.active)} active per token"),
-        ("default mesh", _product(mesh, "default")),
-        ("moe mesh", _product(mesh, "moe")),
-        (
-            "batch",
-            f"{batch.rows_per_step} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
-            f"{mesh.dp} dp {_plural('rank', mesh.dp)} x {batch.num_micro_batches} "
-            f"{_plural('micro-batch', batch.num_micro_batches)} x {_rows(train.micro_batch_size)}",
-        ),
-        (
-            "training",
-            f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
-        ),
-        ("optimizer", f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps"),
-        (
-            "data",
-            config.data.kind
-            + (f" {config.data.path}" if config.data.path else "")
-            + f", {config.data.tokenizer} tokenizer",
-        ),
-        ("MoE layer", f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts"),
-    ]
-    return facts if num_moe else [fact for fact in facts if fact[0] not in ("experts", "MoE layer")]
+    layers = ((model.first_k_dense, "dense"), (model.num_moe_layers, "MoE"))
+    kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
+    facts = {
+        "model": f"{model.family}, {kinds} layers, hidden {model.hidden_size}, "
+        f"{model.attention.kind.upper()} attention",
+        "experts": f"{model.num_experts_per_token} of {model.num_experts}{shared}, width {model.moe_intermediate_size}",
+        "parameters": f"{short_number(params.total)} total, {short_number(params.active)} active per token",
+        "default mesh": _product(mesh, "default"),
+        "moe mesh": _product(mesh, "moe"),
+        "batch": f"{batch.rows_per_step} rows x {train.seq_len} tokens = {batch.tokens_per_step:,} tokens a step: "
+        f"{_count(mesh.dp, 'dp rank')} x {_count(batch.num_micro_batches, 'micro-batch', 'es')} x "
+        f"{_count(train.micro_batch_size, 'row')}",
+        "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
+        "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
+        "data": f"{source}, {config.data.tokenizer} tokenizer",
+        "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
+    }
+    if not model.num_moe_layers:
+        del facts["experts"], facts["MoE layer"]
+    return list(facts.items())
 
 
 def final_numbers(records: list[dict[str, Any]]) -> Facts:
@@ -140,9 +128,66 @@ def _product(mesh: MeshShape, view: str) -> str:
     return f"{text} = {mesh.world_size:,} ranks" if " x " in text else text
 
 
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else word + ("es" if word.endswith("ch") else "s")
+def _count(count: int, word: str, ending: str = "s") -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
-def _rows(count: int) -> str:
-    return f"{count} {_plural('row', count)}"
+def _shorten_ranks(ranks: list[int], show: int = 8) -> str:
+    """``0 1 2 3`` or ``0 8 16 ... 56``."""
+    if len(ranks) <= show:
+        return " ".join(map(str, ranks))
+    return " ".join(map(str, ranks[: show - 2])) + f" ... {ranks[-1]}"
+
+
+def render_mesh_text(mesh: MeshShape, *, groups: bool = True) -> str:
+    """Both views as text under 100 columns: a grid of rank numbers, and a table of every axis' groups.
+
+    A grid has one column of ranks for each position on the inner axes, named above it, and one row
+    for each position on the outer axes, named at its left. Above 64 ranks there is only the table;
+    ``groups=False`` leaves it out below.
+    """
+    if mesh.world_size == 1:
+        return "one rank: both meshes are the same single cell\n"
+    return "\n".join(_render_view(mesh, view, groups) for view in VIEWS)
+
+
+def _render_view(mesh: MeshShape, view: str, groups: bool) -> str:
+    lines = [f"{view} mesh: {_product(mesh, view)}"]
+    if mesh.world_size <= MAX_GRID_RANKS and mesh.active_axes(view)[-1][1] <= MAX_COLUMNS:
+        lines += ["  " + line for line in _grid(mesh, view)]
+        if not groups:
+            return "\n".join(lines) + "\n"
+        lines.append("")
+    lines.append(f"  {'axis':<14}{'size':>5}{'groups':>8}   ranks of the first group")
+    for axis, size in mesh.active_axes(view):
+        group = mesh.groups(view, axis)[0]
+        lines.append(f"  {axis:<14}{size:>5}{mesh.world_size // size:>8}   {_shorten_ranks(group)}")
+    return "\n".join(lines) + "\n"
+
+
+def _grid(mesh: MeshShape, view: str) -> list[str]:
+    """Rows of rank numbers with the coordinates of the outer axes at the left and of the inner ones above."""
+    axes = mesh.active_axes(view)
+    sizes = [size for _, size in axes]
+    # pp stays at the left even when all fits one row: a row is then a stage in both views. Else as many of the inner
+    # axes run along a row as fit, and the innermost always.
+    splits = range(1 if axes[0][0] == "pp" else 0, len(axes) + 1)
+    split = next(n for n in splits if math.prod(sizes[n:]) <= MAX_COLUMNS or n == len(axes) - 1)
+    outer, inner = axes[:split], axes[split:]
+    columns = math.prod(sizes[split:])
+    labels = []
+    for rank in range(0, mesh.world_size, columns):
+        position = mesh.coordinates(rank, view)
+        labels.append("  ".join(f"{axis} {position[axis]}" for axis, _ in outer) or "rank")
+    width = max(len(text) for text in [*labels, *(axis for axis, _ in inner)])
+    cell = len(str(mesh.world_size - 1)) + 2
+    lines = []
+    for axis, _ in inner:
+        positions = [mesh.coordinates(rank, view)[axis] for rank in range(columns)]
+        lines.append(f"{axis:>{width}} :" + "".join(f"{p:>{cell}}" for p in positions))
+    if inner:
+        lines.append(" " * (width + 2) + "-" * (cell * columns))
+    for row, label in enumerate(labels):
+        ranks = range(row * columns, (row + 1) * columns)
+        lines.append(f"{label:>{width}} |" + "".join(f"{rank:>{cell}}" for rank in ranks))
+    return lines

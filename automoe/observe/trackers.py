@@ -17,6 +17,7 @@ from automoe.config.schema import Config
 
 INIT_TIMEOUT_S = 30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default would hold up a run for 90
 FINISH_TIMEOUT_S = 60  # upload of what is left at the end
+WITHOUT = "training goes on without it"
 
 
 class Tracker:
@@ -27,29 +28,22 @@ class Tracker:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send one step's record (the keys of ``metrics.jsonl``)."""
-        if self._run is None:
-            return
-        known = {
-            key: value for key, value in record.items() if value is not None and not isinstance(value, (list, dict))
-        }
-        try:
-            self._run.log(known, step=record["step"])
-        except Exception as error:  # its service process died: nothing of training depends on it
-            self._give_up(error)
+        known = {key: value for key, value in record.items() if not isinstance(value, (list, dict, type(None)))}
+        self._call("log", known, step=record["step"])
 
     def finish(self, exit_code: int = 0) -> None:
         """Flush and close; ``exit_code`` other than 0 marks the run as failed."""
+        self._call("finish", exit_code=exit_code)
+        self._run = None
+
+    def _call(self, method: str, *args: Any, **options: Any) -> None:
         if self._run is None:
             return
         try:
-            self._run.finish(exit_code=exit_code)
-        except Exception as error:  # as above; the run's own outcome is what matters now
-            self._give_up(error)
-        self._run = None
-
-    def _give_up(self, error: Exception) -> None:
-        self._warn(f"W&B stopped working ({_one_line(error)}); training goes on without it")
-        self._run = None
+            getattr(self._run, method)(*args, **options)
+        except Exception as error:  # its service process died: nothing of training depends on it
+            self._warn(f"W&B stopped working ({_one_line(error)}); {WITHOUT}")
+            self._run = None
 
 
 def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable[[str], None] | None = None) -> Tracker:
@@ -69,9 +63,7 @@ def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable
     try:
         import wandb
     except ImportError as error:
-        warn(
-            f"observe.wandb={config.observe.wandb}, but wandb cannot be imported ({error}); training goes on without it"
-        )
+        warn(f"observe.wandb={config.observe.wandb}, but wandb cannot be imported ({error}); {WITHOUT}")
         return Tracker()
 
     for mode in dict.fromkeys((config.observe.wandb, "offline")):
@@ -80,11 +72,7 @@ def make_tracker(config: Config, run_dir: str | os.PathLike[str], warn: Callable
         # Whatever its service process, the network or a full disk makes it raise (its own errors, and
         # OSErrors, timeouts and assertions from its client) must not cost the run.
         except Exception as error:
-            then = (
-                "recording offline, send it later with `wandb sync`"
-                if mode == "online"
-                else "training goes on without it"
-            )
+            then = "recording offline, send it later with `wandb sync`" if mode == "online" else WITHOUT
             warn(f"W&B does not work {mode} ({_one_line(error)}); {then}")
     return Tracker()
 

@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ class Run:
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
             record["mfu"], record["mfu_full_attention"] = mfu
-        record |= asdict(load_summary(stats.expert_counts)) | self.saver.record(seconds)
+        record |= load_summary(stats.expert_counts) | self.saver.record(seconds)
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
         if train.fp8 == "delayed":

@@ -78,7 +78,7 @@ def write_run(
         for step in range(1, steps + 1):
             record = record_of(step, config, rng)
             counts_LE = counts_of(step, num_layers, num_experts, 8192, rng)
-            record["expert_max_load"] = load_summary(counts_LE).expert_max_load
+            record["expert_max_load"] = load_summary(counts_LE)["expert_max_load"]
             if step in nan_steps:
                 record |= {"loss": math.nan, "grad_norm": math.inf}
             log.write(record, counts_LE)

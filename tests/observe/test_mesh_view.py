@@ -6,7 +6,7 @@ import pytest
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
-from automoe.observe.mesh_view import render_mesh_text
+from automoe.observe.summary import render_mesh_text
 
 SHAPES = {
     "one": ({}, 1),
