@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, nan
 
@@ -10,6 +9,7 @@ import torch
 
 from automoe.verify.trajectory import Trajectory
 
+Numbers = torch.Tensor | list[float] | float
 NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "loss": "losses",
     "sequence balance loss": "sequence_balance",
@@ -17,6 +17,7 @@ NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "micro-batch balance loss": "micro_batch_balance",
     "z-loss": "z_loss",
     "dropped share": "dropped_share",
+    "expert counts": "expert_counts",
 }
 
 
@@ -54,16 +55,14 @@ class Comparison:
         return f"{what}: relative error {self.error:.2e}; got {self.got!r}, expected {self.expected!r}{where}"
 
 
-def compare_tensors(
-    kind: str, name: str, step: int, got: torch.Tensor | None, expected: torch.Tensor | None
-) -> Comparison:
-    """Compare one tensor of the two runs; None is a tensor that this side does not have."""
+def compare_tensors(kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None) -> Comparison:
+    """Compare a tensor or plain numbers of the two runs, in float64; None is what this side does not have."""
     if got is None or expected is None:
         missing = "absent here, present in the reference" if got is None else "present here, absent in the reference"
         return Comparison(kind, name, step, inf, absent=missing)
+    got, expected = torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
     if got.shape != expected.shape:
         return Comparison(kind, name, step, inf, absent=f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
-    got, expected = got.to(torch.float64), expected.to(torch.float64)
     delta = got - expected
     size, off = float(expected.norm()), float(delta.norm())
     error = off / size if size else (0.0 if off == 0 else inf if off == off else nan)
@@ -76,7 +75,16 @@ def compare_tensors(
 
 def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparison]:
     """Every number and tensor of both runs, in the order in which a step makes them."""
-    return list(_compare(got, expected))
+    steps = len(expected.losses)
+    assert steps and len(got.losses) == steps, "runs of different lengths"
+    compared = []
+    for step in range(steps):
+        numbers = [(kind, getattr(got, name)[step], getattr(expected, name)[step]) for kind, name in NUMBERS.items()]
+        compared += [compare_tensors(kind, "", step, mine, theirs) for kind, mine, theirs in numbers]
+        compared += _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
+        compared.append(compare_tensors("gradient norm", "", step, got.grad_norms[step], expected.grad_norms[step]))
+    compared += _compare_named("updated parameter", steps - 1, got.parameters, expected.parameters)
+    return compared + _compare_named("expert bias", steps - 1, got.biases, expected.biases)
 
 
 def differences(got: Trajectory, expected: Trajectory, tolerance: float) -> list[Comparison]:
@@ -84,27 +92,7 @@ def differences(got: Trajectory, expected: Trajectory, tolerance: float) -> list
     return [c for c in compare_trajectories(got, expected) if not c.within(tolerance)]
 
 
-def _compare(got: Trajectory, expected: Trajectory) -> Iterator[Comparison]:
-    steps = len(expected.losses)
-    assert steps and len(got.losses) == steps, "runs of different lengths"
-    for step in range(steps):
-        for kind, name in NUMBERS.items():
-            yield _compare_numbers(kind, step, getattr(got, name)[step], getattr(expected, name)[step])
-        yield compare_tensors("expert counts", "", step, got.expert_counts[step], expected.expert_counts[step])
-        yield from _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
-        yield _compare_numbers("gradient norm", step, got.grad_norms[step], expected.grad_norms[step])
-    yield from _compare_named("updated parameter", steps - 1, got.parameters, expected.parameters)
-    yield from _compare_named("expert bias", steps - 1, got.biases, expected.biases)
-
-
-def _compare_numbers(kind: str, step: int, got: float | list[float], expected: float | list[float]) -> Comparison:
-    return compare_tensors(
-        kind, "", step, torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
-    )
-
-
 def _compare_named(
     kind: str, step: int, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> Iterator[Comparison]:
-    for name in expected | got:
-        yield compare_tensors(kind, name, step, got.get(name), expected.get(name))
+) -> list[Comparison]:
+    return [compare_tensors(kind, name, step, got.get(name), expected.get(name)) for name in expected | got]

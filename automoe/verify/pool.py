@@ -81,7 +81,6 @@ class RankPool:
         self._start(world_size)
         self._case += 1
         workers = self._workers[:world_size]
-        finished = False
         try:
             for rank, worker in enumerate(workers):
                 # callers may have added directories to sys.path since: ranks import from them too
@@ -91,10 +90,9 @@ class RankPool:
             for worker in workers:  # only now may groups go: a peer could still be reading from this rank
                 worker.pipe.send("release")
             self._gather(workers)
-            finished = True
-        finally:
-            if not finished:
-                self.close()
+        except BaseException:
+            self.close()
+            raise
         return [pickle.loads(result) for result in results]
 
     def close(self) -> None:

@@ -6,12 +6,12 @@ of the result, so that nobody takes the stand-in for the thing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from math import gcd
-from typing import Any
+from operator import attrgetter
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, resolve_mesh
+from automoe.config.convert import leaf_keys
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, largest_divisor, resolve_mesh
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
 
@@ -62,22 +62,15 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
         # Some layers recompute, and where only later ones did, the last one.
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
-    return (
-        replace(
-            config,
-            mesh=MeshConfig(**asdict(small)),
-            model=model,
-            parallel=parallel,
-            train=_cut_train(config, shape, small),
-            data=replace(config.data, on_long="split"),
-        ),
-        small,
-    )
+    mesh, train = MeshConfig(**asdict(small)), _cut_train(config, shape, small)
+    data = replace(config.data, on_long="split")
+    return replace(config, mesh=mesh, model=model, parallel=parallel, train=train, data=data), small
 
 
 def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
     """(key, value in ``full``, value in ``proxy``) of every key that differs, in the schema's order."""
-    return list(_differing("", full, proxy))
+    pairs = [(key, attrgetter(key)(full), attrgetter(key)(proxy)) for key in leaf_keys()]
+    return [(key, before, after) for key, before, after in pairs if before != after]
 
 
 def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool) -> ModelConfig:
@@ -93,7 +86,7 @@ def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_
         num_layers=num_layers,
         intermediate_size=min(model.intermediate_size, MAX_BLOCKED if blocked else 96),
         # One dense layer stands for several, and none for none.
-        first_k_dense=num_layers if model.first_k_dense == model.num_layers else min(model.first_k_dense, 1),
+        first_k_dense=min(model.first_k_dense, 1) if model.num_moe_layers else num_layers,
         num_experts=num_experts,
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
         moe_intermediate_size=_multiple(min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8),
@@ -144,7 +137,7 @@ def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
 
 def _cut_router(model: ModelConfig, num_experts: int) -> RouterConfig:
     router = model.router
-    groups = max(n for n in range(1, min(router.num_groups, MAX_GROUPS) + 1) if num_experts % n == 0)
+    groups = largest_divisor(num_experts, min(router.num_groups, MAX_GROUPS))
     limits = router.topk_groups < router.num_groups
     return replace(
         router,
@@ -166,12 +159,3 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
         micro_batch_size=rows,
         global_batch_size=small.dp * rows * micro_batches,
     )
-
-
-def _differing(prefix: str, full: Any, proxy: Any) -> Iterator[tuple[str, object, object]]:
-    for f in fields(full):
-        before, after = getattr(full, f.name), getattr(proxy, f.name)
-        if is_dataclass(before):
-            yield from _differing(f"{prefix}{f.name}.", before, after)
-        elif before != after:
-            yield f"{prefix}{f.name}", before, after

@@ -5,14 +5,15 @@ python -m automoe.verify --config-name X mesh.ep=4
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.compose import parse_arguments
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.rules import Row, check_rows
+from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, MeshConfig, ParallelConfig
 from automoe.cost.params import count_params
 from automoe.errors import AutomoeError, ConfigError
@@ -84,18 +85,18 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_WRONG
 
     from automoe.data.prepare import prepare_data
-    from automoe.verify.view import VerifyView
+    from automoe.verify.view import make_console, show_result, show_start, show_verdict, working
 
-    view = VerifyView()
-    view.start(runnable, shape, cuts)
+    console = make_console()
+    show_start(console, runnable, shape, cuts)
     pool = RankPool(max_ranks=shape.world_size)
     try:
         prepare_data(runnable)
         results = []
         for config_pass in passes(runnable):
-            with view.working(config_pass):
+            with working(console, config_pass):
                 results.append(verify_pass(config_pass, shape, pool))
-            view.show(results[-1])
+            show_result(console, results[-1])
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_FAILED
     finally:
         pool.close()
-    view.verdict(results, shape)
+    show_verdict(console, results, shape)
     return EXIT_DIFFERENT if any(result.different for result in results) else 0
 
 
@@ -148,20 +149,10 @@ def make_runnable(
     """
     from automoe.data.tokenizer import tokenizer_vocab_size
 
-    _refuse_what_depends_on_the_mesh(config)
+    check_rows(config, _mesh_dependent_rows(config))
     shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
-    here = replace(
-        sized,
-        model=replace(sized.model, hf_path=None),
-        moe=replace(sized.moe, record_routing=None, replay_routing=None),
-        # Ring attention needs CUDA; gathering keys and values is the same arithmetic.
-        parallel=replace(sized.parallel, context="gather"),
-        launch=replace(sized.launch, device="cpu"),
-    )
-    if here.moe.dispatcher == "deepep":  # needs CUDA too, and sums the same rows
-        here = replace(here, moe=replace(here.moe, dispatcher="alltoall"))
-    here = _with_kernels_of_a_cpu(here)
+    here = _for_a_cpu(sized)
     if force_proxy or too_large(config, shape):
         here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
     assert check(here, None, "cpu") == shape
@@ -169,35 +160,39 @@ def make_runnable(
     return here, shape, cuts
 
 
-def _with_kernels_of_a_cpu(config: Config) -> Config:
-    """Torch's own in the place of kernels that need CUDA; Triton's stay where they are interpreted."""
-    kernels, experts = config.kernels, config.moe.experts
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+def _for_a_cpu(config: Config) -> Config:
+    """Random weights, own routing, and torch in the place of what needs CUDA; Triton's stays where it is interpreted."""
+    moe, kernels = replace(config.moe, record_routing=None, replay_routing=None), replace(config.kernels, norm="torch")
+    if moe.dispatcher == "deepep":  # alltoall sums the same rows
+        moe = replace(moe, dispatcher="alltoall")
+    if moe.experts in ("te", "quack") or (moe.experts == "triton" and not triton_is_interpreted()):
+        moe = replace(moe, experts="grouped_mm")
     if kernels.attention in ("cudnn", "te"):
         kernels = replace(kernels, attention="sdpa")
-    if kernels.rope == "triton" and not interpreted:
+    if kernels.rope == "triton" and not triton_is_interpreted():
         kernels = replace(kernels, rope="torch")
-    if experts in ("te", "quack") or (experts == "triton" and not interpreted):
-        experts = "grouped_mm"
-    return replace(config, kernels=replace(kernels, norm="torch"), moe=replace(config.moe, experts=experts))
+    return replace(
+        config,
+        model=replace(config.model, hf_path=None),
+        moe=moe,
+        # Gathering keys and values is the arithmetic of a ring.
+        parallel=replace(config.parallel, context="gather"),
+        kernels=kernels,
+        launch=replace(config.launch, device="cpu"),
+    )
 
 
-def _refuse_what_depends_on_the_mesh(config: Config) -> None:
+# fmt: off
+def _mesh_dependent_rows(config: Config) -> Iterator[Row]:
+    """What depends on the mesh by intention."""
     moe = config.moe
-    if moe.capacity_factor and moe.drop_scope == "rank":
-        raise ConfigError(
-            "moe.drop_scope",
-            moe.drop_scope,
-            "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
-            "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify",
-        )
-    if moe.micro_batch_balance_coef:
-        raise ConfigError(
-            "moe.micro_batch_balance_coef",
-            moe.micro_batch_balance_coef,
-            "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
-            "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay",
-        )
+    yield ("moe.drop_scope", moe.capacity_factor > 0 and moe.drop_scope == "rank",
+           "with a capacity, what a rank drops depends on which tokens it holds, so no two meshes are equal",
+           "Set moe.drop_scope=sequence, or moe.capacity_factor=0, to verify")
+    yield ("moe.micro_batch_balance_coef", moe.micro_batch_balance_coef != 0,
+           "this loss depends on how rows are grouped into micro-batches, and the reference has only one",
+           "Set it to 0 to verify; moe.seq_balance_coef and moe.global_balance_coef may stay")
+# fmt: on
 
 
 def too_large(config: Config, shape: MeshShape) -> bool:
@@ -216,29 +211,32 @@ def passes(config: Config) -> list[Config]:
 
     With ``train.fp8`` also in float64 around its 8-bit products: there no order of sums tips a code to its neighbour.
     """
-    around = replace(
+    in_float64 = replace(
         config,
         train=replace(config.train, dtype="float64"),
         optim=replace(config.optim, master_weights="float32"),
         kernels=replace(config.kernels, rope="torch"),  # Triton's has no float64
     )
-    exact = replace(around, train=replace(around.train, fp8="off"), moe=replace(config.moe, experts="loop"))
-    eight = [around] if config.train.fp8 != "off" else []
-    return [exact, *eight] + ([config] if config.train.dtype != "float64" else [])
+    runs = [replace(in_float64, train=replace(in_float64.train, fp8="off"), moe=replace(config.moe, experts="loop"))]
+    if config.train.fp8 != "off":
+        runs.append(in_float64)
+    if config.train.dtype != "float64":
+        runs.append(config)
+    return runs
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
     """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape`` (reasons: docs/fp8.md)."""
     dtype = config.train.dtype
-    exact = TOLERANCES[dtype]
+    tolerance = TOLERANCES[dtype]
     if config.train.fp8 == "off":
-        return exact, exact
+        return tolerance, tolerance
     if dtype != "float64":
-        return max(FP8_TOLERANCE, exact), FP8_GRADIENTS[dtype]
+        return max(FP8_TOLERANCE, tolerance), FP8_GRADIENTS[dtype]
     # Ranks that make keys and values of the same latents, each for queries of its own, round their terms of a gradient.
     if shape.cp > 1 and config.model.attention.kind == "mla":
-        return exact, FP8_GRADIENTS[dtype]
-    return exact, FP8_LINES if config.train.fp8 == "blockwise" else exact
+        return tolerance, FP8_GRADIENTS[dtype]
+    return tolerance, FP8_LINES if config.train.fp8 == "blockwise" else tolerance
 
 
 def verify_pass(
@@ -257,17 +255,15 @@ def verify_pass(
     from automoe.verify.trajectory import merge_trajectories, micro_batch_order, run_trajectory
 
     train = config.train
-    routed = config.model.first_k_dense < config.model.num_layers
-    forced = train.dtype != "float64" and routed
+    forced = train.dtype != "float64" and config.model.num_moe_layers > 0
     # One micro-batch of all rows, or, where a scale is that of a micro-batch, the mesh's, with the same rows in each.
-    together = train.global_batch_size if train.fp8 == "off" else shape.dp * train.micro_batch_size
-    one_rank = replace(
-        config, mesh=MeshConfig(dp_shard=1), parallel=ParallelConfig(), train=replace(train, micro_batch_size=together)
-    )
-    order = micro_batch_order(train.global_batch_size, shape.dp, together // shape.dp)
-    [expected] = pool.run(run_trajectory, 1, one_rank, loader_rows, 1, record=forced, order=order)
+    num_rows = train.global_batch_size if train.fp8 == "off" else shape.dp * train.micro_batch_size
+    mesh = MeshConfig(dp_shard=1, ep_shard=1)
+    one_rank = replace(config, mesh=mesh, parallel=ParallelConfig(), train=replace(train, micro_batch_size=num_rows))
+    order = micro_batch_order(train.global_batch_size, shape.dp, num_rows // shape.dp)
+    [expected] = pool.run(run_trajectory, 1, one_rank, MeshShape.of(mesh), loader_rows, 1, record=forced, order=order)
     choices: dict[str, Any] = {"forced": expected.choices} if forced else {}
-    ranks = pool.run(run or run_trajectory, shape.world_size, config, loader_rows, 1, **choices)
+    ranks = pool.run(run or run_trajectory, shape.world_size, config, shape, loader_rows, 1, **choices)
     compared = compare_trajectories(merge_trajectories(ranks), expected)
     within, for_gradients = tolerances(config, shape)
     if for_gradients > TOLERANCES["float64"]:
@@ -281,7 +277,3 @@ def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBa
 
     assert step == 0
     return Loader(config, dp_rank, dp_size).next_step()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

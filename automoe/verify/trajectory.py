@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
@@ -66,6 +66,7 @@ def named_parameters(parts: dict[int, Decoder]) -> dict[str, nn.Parameter]:
 
 def run_trajectory(
     config: Config,
+    shape: MeshShape,
     batches: Batches,
     steps: int,
     *,
@@ -75,7 +76,7 @@ def run_trajectory(
     device: str = "cpu",
     order: torch.Tensor | None = None,
 ) -> Trajectory:
-    """Train ``steps`` steps on ``config.mesh`` over the initialised process group, and keep everything.
+    """Train ``steps`` steps on the mesh ``shape`` over the initialised process group, and keep everything.
 
     Args:
         batches: gives one data-parallel rank's rows of a step.
@@ -85,7 +86,7 @@ def run_trajectory(
         order: [rows] of this data-parallel rank as its micro-batches take them; as they come where None.
     """
     load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
-    on, shape = torch.device(device), resolve_mesh(config.mesh, None)
+    on = torch.device(device)
     meshes = build_meshes(shape, on)
     parts = build_parts(config, meshes)
     materialize(parts, config, on)

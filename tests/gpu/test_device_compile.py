@@ -12,8 +12,8 @@ from device_models import relative, rows, small
 
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
-from automoe.verify.trajectory import run_trajectory
 from tests.support.gpu import one_rank
+from tests.support.trajectories import run_trajectory
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from automoe.data.loader import StepBatch
 from automoe.moe.quantized import _spread_rows, grouped_product, grouped_weight_product, whole_tiles
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize
 from automoe.quantize.linear import scaled_product
-from automoe.verify.trajectory import run_trajectory
+from tests.support.trajectories import run_trajectory
 
 # Operands are the same, so what is left is how a kernel sums: Hopper's 8-bit units keep fewer bits than float32.
 TOLERANCE = {("cpu", torch.float32): 1e-6, ("cuda", torch.float32): 2e-3}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_models import relative, rows, small
 
-from automoe.verify.trajectory import run_trajectory
+from tests.support.trajectories import run_trajectory
 
 
 @pytest.mark.parametrize("recompute", [[], ["shared_experts"], "full"], ids=str)

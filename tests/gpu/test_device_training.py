@@ -26,8 +26,9 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.context import RunContext
 from automoe.training.state import TrainState
 from automoe.training.step import prepare_inputs
-from automoe.verify.trajectory import run_trajectory, whole
+from automoe.verify.trajectory import whole
 from recipes import pretrain
+from tests.support.trajectories import run_trajectory
 
 # Per tensor, against float64 with its routing forced. The router sees differences of experts' outputs,
 # which is where bfloat16 loses most.

@@ -42,8 +42,9 @@ from automoe.moe.dispatch.measure import HostSyncs
 from automoe.moe.experts import loop_experts
 from automoe.parallel.parallelize import build_decoder, build_runtime
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, run_trajectory
+from automoe.verify.trajectory import Trajectory
 from tests.support.gpu import conf_model, one_rank
+from tests.support.trajectories import run_trajectory
 
 # transformer_engine 2.20.2, read from the wheel's sources: parameters of what the adapters call.
 SIGNATURES = {

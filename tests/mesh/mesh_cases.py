@@ -22,7 +22,8 @@ from automoe.config.schema import (
 from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ_LEN, VOCAB = 8, 16, 48
 STEPS = 3

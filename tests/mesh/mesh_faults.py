@@ -39,7 +39,8 @@ from automoe.moe.tokens import IGNORE, TokenCounts
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.pipeline import SharedGradients
-from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
+from automoe.verify.trajectory import Batches, Trajectory
+from tests.support.trajectories import run_trajectory
 
 Fault = Callable[[], AbstractContextManager[Any]]
 

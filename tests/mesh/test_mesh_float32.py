@@ -12,8 +12,9 @@ from mesh_mappings import FULL, INTERLEAVED
 from automoe.config.schema import Config
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.sampling import one_in
+from tests.support.trajectories import run_trajectory
 
 TOLERANCE = 1e-5
 # Parameters are left out: Adam divides by the gradient's own size, so its first step turns the rounding

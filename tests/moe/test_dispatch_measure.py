@@ -13,7 +13,7 @@ from automoe.data.loader import StepBatch
 from automoe.moe.dispatch import LocalDispatcher
 from automoe.moe.dispatch.measure import STAGES, HostSyncs, StageTimer
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import run_trajectory
+from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, LAYERS = 8, 16, 2
 EXCHANGE = {"permute", "a2a_dispatch", "experts", "a2a_combine", "unpermute"}

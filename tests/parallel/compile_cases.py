@@ -14,7 +14,8 @@ from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.parallel import parallelize
 from automoe.parallel.compile import apply_compile
-from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
+from automoe.verify.trajectory import Batches, Trajectory
+from tests.support.trajectories import run_trajectory
 
 
 @dataclass

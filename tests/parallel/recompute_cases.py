@@ -27,7 +27,8 @@ from automoe.data.loader import StepBatch
 from automoe.moe.recompute import RecomputeContexts, is_recomputing
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.discard_outputs import _Recompute
-from automoe.verify.trajectory import Batches, Trajectory, run_trajectory
+from automoe.verify.trajectory import Batches, Trajectory
+from tests.support.trajectories import run_trajectory
 
 STEPS, ROWS, SEQ_LEN, VOCAB = 3, 8, 16, 48
 

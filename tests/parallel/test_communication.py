@@ -22,8 +22,8 @@ from automoe.config.schema import (
 )
 from automoe.data.loader import StepBatch
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import run_trajectory
 from tests.support.communication import CommunicationLog, Message
+from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, HIDDEN, TOP_K, LAYERS, BYTES = 8, 32, 16, 2, 2, 8
 

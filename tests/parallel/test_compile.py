@@ -17,8 +17,9 @@ from automoe.parallel.compile import apply_compile
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.gpu import one_rank
+from tests.support.trajectories import run_trajectory
 
 # Inductor's graphs, operation by operation: what it would make kernels of, without the time that takes.
 BACKEND = "aot_eager_decomp_partition"

@@ -28,8 +28,9 @@ from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.gpu import one_rank
+from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, VOCAB = 4, 16, 48
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from automoe.config.schema import AttentionConfig, Config, DataConfig, MeshConfi
 from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, run_trajectory
+from automoe.verify.trajectory import Trajectory
+from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, PADDING, TOP_K = 2, 16, 6, 2
 

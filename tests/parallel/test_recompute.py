@@ -20,8 +20,9 @@ from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
 from automoe.parallel.parallelize import build_decoder
 from automoe.verify.compare import compare_trajectories, differences
 from automoe.verify.pool import RankError, RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.sampling import one_in
+from tests.support.trajectories import run_trajectory
 
 TOLERANCE = 1e-10
 INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)

@@ -18,7 +18,8 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.trajectories import run_trajectory
 
 
 def stochastic(mesh: dict[str, int], rows: int, seed: int = 0, master_weights: str = "stochastic") -> Config:

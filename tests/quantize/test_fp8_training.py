@@ -27,9 +27,10 @@ from automoe.quantize.linear import QuantizedProduct
 from automoe.quantize.scaling import GRAD, Delayed, Scaling, W, X
 from automoe.verify.compare import Comparison, compare_trajectories
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, micro_batch_order, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories, micro_batch_order
 from tests.support.communication import CommunicationLog
 from tests.support.sampling import one_in
+from tests.support.trajectories import run_trajectory
 
 MODES = ("tensorwise", "delayed", "blockwise")
 COMPARED = ("loss", "gradient", "gradient norm")

@@ -12,7 +12,8 @@ from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
 from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
-from automoe.verify.trajectory import Trajectory, merge_trajectories, run_trajectory
+from automoe.verify.trajectory import Trajectory, merge_trajectories
+from tests.support.trajectories import run_trajectory
 
 ROWS, SEQ, STEPS, EXPERTS = 4, 8, 3, 4
 DISPATCHERS = ("alltoall", "allgather")

@@ -61,7 +61,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def halved_expert_gradients(config: Any, batches: Any, steps: int, **rest: Any) -> Trajectory:
+def halved_expert_gradients(*args: Any, **options: Any) -> Trajectory:
     """A rank that divides the gradients of its experts by two."""
 
     def apply(model, meshes, parallel, dtype, original=automoe.parallel.parallelize.apply_data_parallel):
@@ -71,7 +71,7 @@ def halved_expert_gradients(config: Any, batches: Any, steps: int, **rest: Any) 
                 module.set_gradient_divide_factor(2.0)
 
     with patch.object(automoe.parallel.parallelize, "apply_data_parallel", apply):
-        return run_trajectory(config, batches, steps, **rest)
+        return run_trajectory(*args, **options)
 
 
 def louder(config: Any, *rest: Any, **options: Any) -> Trajectory:
