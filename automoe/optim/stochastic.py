@@ -1,4 +1,4 @@
-"""AdamW on bfloat16 parameters that have no wider copy: each update is rounded up or down by chance.
+"""AdamW on bfloat16 parameters that have no wider copy: each update is rounded stochastically.
 
 An update far below half a unit in the last place would be lost every time by plain rounding. Rounded up with
 the probability of its share of a unit, it moves the parameter by as much in the mean (arXiv 1502.02551,
@@ -58,7 +58,7 @@ class Numbers:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded by chance, and moments like them.
+    """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded stochastically, and moments like them.
 
     Parameters and moments of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
     (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given

@@ -1,4 +1,4 @@
-"""bfloat16 parameters rounded by chance: right in the mean, nothing small is lost, the same on every mesh."""
+"""bfloat16 parameters rounded stochastically: right in the mean, nothing small is lost, the same on every mesh."""
 
 from __future__ import annotations
 
