@@ -41,7 +41,8 @@ def recomputed_names(parallel: ParallelConfig) -> list[str]:
 
 def recompute_rows(config: Config) -> Iterator[Row]:
     """The rules of ``parallel.recompute``: names and layers that there are not, or that would do nothing."""
-    key, names, model, experts = "parallel.recompute", recomputed_names(config.parallel), config.model, config.moe.experts
+    key, names = "parallel.recompute", recomputed_names(config.parallel)
+    model, experts = config.model, config.moe.experts
     for name in names:
         yield (key, name not in (*MODULES, FULL),
                f"no module {name!r}: the modules are {', '.join(MODULES)}, or {FULL} for the whole layer",

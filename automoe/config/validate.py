@@ -150,7 +150,7 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
     yield ("optim.moments", optim.moments == "bfloat16" and not stochastic,
-           "moments are rounded stochastically where their parameters are, and optim.master_weights=float32 rounds none",
+           "moments are rounded stochastically where parameters are, and optim.master_weights=float32 rounds none",
            "Set optim.master_weights=stochastic, or optim.moments=float32")
     yield ("optim.master_weights", stochastic and config.train.dtype != "bfloat16",
            f"stochastic rounding is to bfloat16, and train.dtype={config.train.dtype}",

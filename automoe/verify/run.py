@@ -161,7 +161,7 @@ def make_runnable(
 
 
 def _for_a_cpu(config: Config) -> Config:
-    """Random weights, own routing, and torch in the place of what needs CUDA; Triton's stays where it is interpreted."""
+    """Random weights, own routing, torch in the place of what needs CUDA; Triton's stays where it is interpreted."""
     moe, kernels = replace(config.moe, record_routing=None, replay_routing=None), replace(config.kernels, norm="torch")
     if moe.dispatcher == "deepep":  # alltoall sums the same rows
         moe = replace(moe, dispatcher="alltoall")
