@@ -19,7 +19,7 @@ from automoe.errors import AutomoeError, SaveError
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
-from automoe.observe.trackers import make_tracker
+from automoe.observe.trackers import Tracker, make_tracker
 from automoe.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.state import TrainState
@@ -29,22 +29,10 @@ from automoe.training.step import Update
 NAMED_DOCUMENTS = 100  # of a skipped step's batch, in its record
 
 
-@contextmanager
-def open_run(
-    config: Config,
-    shape: MeshShape,
-    context: RunContext,
-    state: TrainState,
-    store: CheckpointStore,
-    resumed: Resumed | None,
-) -> Iterator[Run]:
-    """A ``Run``, closed on every way out: one that dies keeps its record and its trace."""
-    with ExitStack() as open_files:
-        yield Run(config, shape, context, state, store, resumed, open_files)
-
-
 class Run:
-    """The record of a run. Every rank has one and calls every method; rank 0 alone prints and writes.
+    """The record of a run, to be entered, and closed on every way out: one that dies keeps its record and its trace.
+
+    Every rank has one and calls every method; rank 0 alone prints and writes.
 
     Attributes:
         stopping: some rank was asked to stop: all leave after this step.
@@ -60,28 +48,37 @@ class Run:
         state: TrainState,
         store: CheckpointStore,
         resumed: Resumed | None,
-        open_files: ExitStack,
     ) -> None:
         self.config, self.shape, self.context, self.state = config, shape, context, state
         self.console = Console(config, shape, enabled=context.rank == 0)
         self.note = self.console.note
-        self.console.start(resume_step=state.step)
-        self._log = self._tracker = None
-        if context.rank == 0:
-            # Another run's record is not this one's.
-            record_ends = resumed.step if resumed and resumed.own else None
-            self._log = open_files.enter_context(MetricsLog(context.run_dir, record_ends))
-            self._tracker = make_tracker(config, context.run_dir, self.console.warn)
-        open_files.enter_context(profile_steps(config, context.run_dir, context.rank))
         self.saver = Saver(store, config, self.note, self.console.warn)
+        # Another run's record is not this one's.
+        self._record_ends = resumed.step if resumed and resumed.own else None
+        self._log: MetricsLog | None = None
+        self._tracker: Tracker | None = None
         self._flops = train_flops_per_token(config.model, config.train.seq_len)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
         self.stopping = False
         self.objective: float | None = None
-        if state.step >= config.train.steps:
+
+    def __enter__(self) -> Run:
+        config, context, step = self.config, self.context, self.state.step
+        self.console.start(resume_step=step)
+        with ExitStack() as opened:
+            if context.rank == 0:
+                self._log = opened.enter_context(MetricsLog(context.run_dir, self._record_ends))
+                self._tracker = make_tracker(config, context.run_dir, self.console.warn)
+            opened.enter_context(profile_steps(config, context.run_dir, context.rank))
+            self._open_files = opened.pop_all()
+        if step >= config.train.steps:
             self.objective = last_objective(context.run_dir)
-            self.note(f"already at step {state.step} of {config.train.steps}")
+            self.note(f"already at step {step} of {config.train.steps}")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open_files.__exit__(*error)
 
     def begin_step(self) -> None:
         """Start the step's clock; a background save that failed is reported here."""
@@ -143,7 +140,7 @@ class Run:
                 self._log.write(record, stats.expert_counts)
                 self._tracker.log(record)
         if self.state.skipped >= self.config.train.max_skipped:
-            self.saver.finish()  # what was saved before all this is not lost with the run
+            self.saver.poll(wait=True)  # what was saved before all this is not lost with the run
             optim = self.config.optim
             raise AutomoeError(
                 f"{self.state.skipped} steps in a row were skipped (train.max_skipped), the last step "
@@ -189,15 +186,22 @@ class Saver:
         self.failures = 0  # saves that could not be written, since this process began
         self._blocked_s = 0.0
 
-    def poll(self) -> None:
+    def poll(self, wait: bool = False) -> None:
         """Report a background save that is over; call it once a step.
+
+        Args:
+            wait: for one that is not over, as a loop does that leaves without a last save.
 
         Raises:
             Exception: what ended that save, unless it was a write error.
         """
-        if self.store.in_flight:
-            with self._blocking():
-                self._finish(wait=False)
+        if not self.store.in_flight:
+            return
+        with self._blocking():
+            try:
+                self._committed(self.store.poll(wait))
+            except SaveError as error:
+                self._failed(error)
 
     def due(self, step: int, stopping: bool) -> bool:
         """Whether the state after ``step`` is to be saved."""
@@ -212,8 +216,8 @@ class Saver:
         Raises:
             SaveError: the last checkpoint of the run could not be written.
         """
+        self.poll(wait=True)
         with self._blocking():
-            self._finish(wait=True)
             last = self._is_last(state.step, stopping)
             try:
                 if self.config.checkpoint.async_save and not last:
@@ -224,11 +228,6 @@ class Saver:
                 if last:
                     raise
                 self._failed(error)
-
-    def finish(self) -> None:
-        """Wait for a save that is in flight, for a loop that leaves without a last save."""
-        with self._blocking():
-            self._finish(wait=True)
 
     def record(self, step_seconds: float) -> dict[str, Any]:
         """Keys for a step's metrics: what saving cost the loop since the record before.
@@ -248,12 +247,6 @@ class Saver:
 
     def _is_last(self, step: int, stopping: bool) -> bool:
         return stopping or step == self.config.train.steps
-
-    def _finish(self, wait: bool) -> None:
-        try:
-            self._committed(self.store.poll(wait))
-        except SaveError as error:
-            self._failed(error)
 
     def _committed(self, step_dir: Path | None) -> None:
         if step_dir is not None:

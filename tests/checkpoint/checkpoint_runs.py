@@ -158,7 +158,7 @@ def _run_rank(
         if state.step in save_at and state.step > first:
             saver.save(state, None, stopping=False)
         if state.step == until:
-            saver.finish()
+            saver.poll(wait=True)
             seen.said = said.getvalue()
             return seen
         saver.poll()

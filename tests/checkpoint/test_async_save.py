@@ -137,7 +137,7 @@ def record_costs(settings: Config, run_dir: Path) -> list[dict[str, Any]]:
         saver.save(state, None, stopping=False)
         records.append(saver.record(1.0))
         release.touch()
-        saver.finish()
+        saver.poll(wait=True)
     return [*records, saver.record(1.0)]
 
 

@@ -27,7 +27,7 @@ TWO = dict(dp_shard=2, ep=2)
 
 def no_large_files(rank: int, full_in: int, step: int, saver: Saver) -> None:
     """In step ``full_in``, its save included, no file of ``rank`` may grow past 20 kB: writes fail in the kernel."""
-    saver.finish()  # a save in flight belongs to the step before
+    saver.poll(wait=True)  # a save in flight belongs to the step before
     soft = 20_000 if step == full_in and dist.get_rank() == rank else resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 

@@ -97,7 +97,7 @@ def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[
         (shard,) = (store.folder / "step-2").glob("*.distcp")
         os.truncate(shard, 1000)
         release.touch()
-        saver.finish()
+        saver.poll(wait=True)
     left = sorted(path.name for path in store.folder.iterdir())
     state.step = 0
     resumed = store.load_latest(state)
