@@ -29,7 +29,7 @@ from automoe.hf.read import Range, Reader, load_hf
 from automoe.hf.rewrite import Target, rewrite_tensors
 from automoe.hf.shards import EXPORT_DTYPES, Parts, as_parts, config_of, local_shards, on_every_rank, on_first_rank
 from automoe.model.decoder import Decoder
-from automoe.moe.router import RoutingRecorder
+from automoe.moe.recording import recorded_choices
 from automoe.parallel.parallelize import build_decoder
 
 LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen
@@ -163,10 +163,10 @@ def _compare_logits(catalog: Catalog) -> float | None:
     model.to_empty(device="cpu")
     load_hf(model, catalog.folder, catalog)
     model.eval()
-    with torch.no_grad(), RoutingRecorder(model) as free:
+    with torch.no_grad(), recorded_choices(model) as free:
         model(tokens)
     if config.num_moe_layers:
-        chosen = free.choices()[:, :, :, 0].sort(-1).values
+        chosen = free()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:
             raise CheckpointError(f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts")

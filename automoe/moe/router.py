@@ -6,8 +6,7 @@ in place of B and S.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from automoe.moe.balance import (
 )
 from automoe.moe.capacity import choose_kept
 from automoe.moe.communicators import Communicators
-from automoe.moe.recompute import is_recomputing, save_for_recompute
+from automoe.moe.recompute import save_for_recompute
 from automoe.moe.tokens import Tokens
 
 ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -305,55 +304,3 @@ GATES: dict[str, Callable[[torch.Tensor, int, int, int], torch.Tensor]] = {
     "one_hot": _one_hot,
     "empty": _empty,
 }
-
-
-@contextmanager
-def watch_routing(
-    modules: Iterable[nn.Module], keep: Callable[[Router, Tokens, Routing], object]
-) -> Iterator[list[Router]]:
-    """Call ``keep(router, tokens, routing)`` after every forward of a router in ``modules``, recomputation apart.
-
-    Gives the routers, in the order of the model's layers.
-    """
-
-    def hook(router: nn.Module, inputs: tuple, routing: Routing) -> None:
-        if not is_recomputing():
-            assert isinstance(router, Router)
-            keep(router, inputs[1], routing)
-
-    routers = [module for part in modules for module in part.modules() if isinstance(module, Router)]
-    routers.sort(key=lambda router: router.moe_index)
-    handles = [router.register_forward_hook(hook) for router in routers]
-    try:
-        yield routers
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class RoutingRecorder:
-    """Keeps the choices of every router of ``model`` inside its ``with`` block.
-
-    Rounding can flip a top-k choice between two runs that are otherwise equal; with the choices of the first
-    forced on the second, what is left to compare is arithmetic. The model must hold all layers and whole rows
-    (no pipeline, no context axis).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._choices: dict[int, list[torch.Tensor]] = {}
-        self._watching = watch_routing([model], self._keep)
-
-    def __enter__(self) -> RoutingRecorder:
-        self._watching.__enter__()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._watching.__exit__(None, None, None)
-
-    def _keep(self, router: Router, _tokens: Tokens, routing: Routing) -> None:
-        choices = torch.stack((routing.ids, routing.plain_ids), dim=2).cpu()
-        self._choices.setdefault(router.moe_index, []).append(choices)
-
-    def choices(self) -> torch.Tensor:
-        """[rows, S, MoE layers, 2, K] int64, rows in the order they were seen; 2: chosen, plain top-k."""
-        return torch.stack([torch.cat(seen) for _, seen in sorted(self._choices.items())], dim=2)

@@ -15,7 +15,7 @@ from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
-from automoe.moe.router import RoutingRecorder
+from automoe.moe.recording import recorded_choices
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
@@ -102,10 +102,10 @@ def run_trajectory(
         inputs, trained = prepare_inputs(batch, meshes, config, on, forced_ids)
         if order is not None:
             inputs |= {name: value[order] for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        with RoutingRecorder(parts[0]) if record else nullcontext() as recorder:
+        with recorded_choices(parts[0]) if record else nullcontext() as recorded:
             stats = forward_backward(state, runner, inputs, config)
-        if recorder is not None:
-            choices = recorder.choices()
+        if recorded is not None:
+            choices = recorded()
             seen.choices.append(choices if order is None else choices[order.argsort()])
         if keep_tensors:
             gradients = {name: whole(p.grad) for name, p in named_parameters(parts).items() if p.grad is not None}

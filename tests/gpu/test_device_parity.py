@@ -15,7 +15,7 @@ from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
-from automoe.moe.router import RoutingRecorder
+from automoe.moe.recording import recorded_choices
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
@@ -50,9 +50,9 @@ def test_equal_to_transformers(device: torch.device, name: str, tmp_path: Path) 
     choices = None
     for dtype, (tolerance, for_gradients) in TOLERANCES.items():
         model = load(tmp_path, device, dtype)
-        with torch.no_grad(), RoutingRecorder(model) as recorder:
+        with torch.no_grad(), recorded_choices(model) as recorded:
             assert relative(model(tokens, forced_ids=choices), their_logits) < tolerance
-        choices = recorder.choices().to(device)
+        choices = recorded().to(device)
         loss = model(tokens, labels=labels, forced_ids=choices).sum()
         loss.backward()
         assert abs(loss.item() - their_loss.item()) < tolerance * their_loss.item()
