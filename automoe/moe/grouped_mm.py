@@ -6,8 +6,6 @@ up). Of one product alone: N output and K input features.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -17,55 +15,42 @@ from automoe.moe.activation import SWIGLU, Activation, row_blocks
 Scales = torch.Tensor | None
 
 
-class GroupedProducts(Protocol):
-    """The three products of one weight [E, N, K] of all experts; offsets [E] int32 are the ends of their rows.
+class GroupedProducts:
+    """The three products of one weight [E, N, K] of all experts, by ``torch.nn.functional.grouped_mm``.
 
-    Each operand may have scales, found once and given to each product of the operand. Finding them may be a collective,
-    so a rank without rows does it too; the products are not.
+    offsets [E] int32 are the ends of the experts' rows. A subclass may give each operand scales, found once and handed
+    to each product of the operand. Finding them may be a collective, so a rank without rows does it too; the products
+    are not.
     """
 
     def scales(self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor) -> tuple[Scales, Scales]:
         """Of the rows and of the weight."""
+        return None, None
 
     def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
         """Of the gradient of the output."""
+        return None
 
     def output(
         self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor, x_scales: Scales, w_scales: Scales
     ) -> torch.Tensor:
         """[R, N]: each row times its expert's weight, transposed."""
+        return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
 
     def grad_input(
         self, grad_RN: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor, grad_scales: Scales, w_scales: Scales
     ) -> torch.Tensor:
         """[R, K]: each row times its expert's weight."""
+        return F.grouped_mm(grad_RN, w_ENK, offs=offsets_E)
 
     def grad_weight(
         self, grad_RN: torch.Tensor, x_RK: torch.Tensor, offsets_E: torch.Tensor, grad_scales: Scales, x_scales: Scales
     ) -> torch.Tensor:
         """[E, N, K]: grad.T times x over each expert's rows."""
-
-
-class _UnscaledProducts:
-    """``torch.nn.functional.grouped_mm`` in the operands' own dtype."""
-
-    def scales(self, x_RK, w_ENK, offsets_E) -> tuple[None, None]:
-        return None, None
-
-    def grad_scales(self, grad_RN, offsets_E) -> None:
-        return None
-
-    def output(self, x_RK, w_ENK, offsets_E, x_scales, w_scales) -> torch.Tensor:
-        return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
-
-    def grad_input(self, grad_RN, w_ENK, offsets_E, grad_scales, w_scales) -> torch.Tensor:
-        return F.grouped_mm(grad_RN, w_ENK, offs=offsets_E)
-
-    def grad_weight(self, grad_RN, x_RK, offsets_E, grad_scales, x_scales) -> torch.Tensor:
         return F.grouped_mm(grad_RN.transpose(0, 1), x_RK, offs=offsets_E)
 
 
-UNSCALED = _UnscaledProducts()
+UNSCALED = GroupedProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):

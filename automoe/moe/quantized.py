@@ -7,12 +7,13 @@ Shapes: R rows sorted by expert, E experts, N output and K input features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automoe.moe.activation import SWIGLU, Activation
-from automoe.moe.grouped_mm import Scales, grouped_mm, grouped_mm_experts
+from automoe.moe.grouped_mm import GroupedProducts, Scales, grouped_mm, grouped_mm_experts
 from automoe.quantize.formats import SIDE, WHOLE, Quantized, dequantize, tile_amax, transposed
 from automoe.quantize.scaling import GRAD, Blockwise, Scaling, W, X
 
@@ -27,16 +28,12 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         self.up, self.down = QuantizedGroupedProducts(up), QuantizedGroupedProducts(down)
 
-    def forward(
-        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
-        activation: Activation = SWIGLU,
-    ) -> torch.Tensor:  # fmt: skip
-        weights = w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH
-        return grouped_mm_experts(x_TH, gather_idx_R, offsets_E, probs_R, *weights, activation, self.up, self.down)
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        return grouped_mm_experts(*args, **options, up=self.up, down=self.down)
 
 
-class QuantizedGroupedProducts(nn.Module):
-    """The ``GroupedProducts`` with each operand quantized.
+class QuantizedGroupedProducts(nn.Module, GroupedProducts):
+    """The products with each operand quantized.
 
     Rows past the last offset belong to no expert and may hold anything: they are set to zero before a scale is found.
     """
@@ -58,12 +55,12 @@ class QuantizedGroupedProducts(nn.Module):
         return self.scaling.scales(_zero_unowned(amax_R1, offsets_E), operand)
 
     def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> torch.Tensor:
-        rows = self.scaling.activation(_zero_unowned(x_RK, offsets_E), x_scales)
-        return grouped_product(rows, self.scaling.weight(w_ENK, w_scales), offsets_E, x_RK.dtype)
+        rows = self.scaling.quantize(_zero_unowned(x_RK, offsets_E), x_scales, X)
+        return grouped_product(rows, self.scaling.quantize(w_ENK, w_scales, W), offsets_E, x_RK.dtype)
 
     def grad_input(self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales) -> torch.Tensor:
-        rows = self.scaling.gradient(_zero_unowned(grad_RN, offsets_E), grad_scales)
-        columns = transposed(self.scaling.weight(w_ENK, w_scales))
+        rows = self.scaling.quantize(_zero_unowned(grad_RN, offsets_E), grad_scales, GRAD)
+        columns = transposed(self.scaling.quantize(w_ENK, w_scales, W))
         return grouped_product(rows, columns, offsets_E, grad_RN.dtype)
 
     def grad_weight(self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales) -> torch.Tensor:
@@ -71,7 +68,7 @@ class QuantizedGroupedProducts(nn.Module):
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
         columns = self.scaling.gradient_transposed(_spread_rows(grad_RN, place_R, size), grad_scales)
         # Transposed in 8 bits, as in a linear layer: of the numbers that the forward multiplied, not wider ones.
-        rows = self.scaling.activation(_spread_rows(x_RK, place_R, size), x_scales)
+        rows = self.scaling.quantize(_spread_rows(x_RK, place_R, size), x_scales, X)
         return grouped_weight_product(columns, transposed(rows), ends_E, x_RK.dtype)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import Config
@@ -55,15 +54,15 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
         linear.product = QuantizedProduct(_scaling(mode, E5M2, stage, tp if differs else None))
         if linear.rows is not None:
             assert tp is not None
-            linear.product.result = _summing_gradients(linear.rows, linear.weight.shape[0], tp)
+            linear.product.gradient_hook = _sum_of_terms(linear.rows, linear.weight.shape[0], tp)
     for _, layer in model.moe_layers():
         # Gradients in e4m3 too: torch's grouped product knows no other format.
         up, down = _scaling(mode, E4M3, stage, etp), _scaling(mode, E4M3, stage, etp)
         layer.experts.backend = QuantizedExperts(up, down)
 
 
-def _summing_gradients(rows: slice, num_rows: int, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Identity of a product with ``rows`` of a weight of ``num_rows`` that other ranks of the group may use as well.
+def _sum_of_terms(rows: slice, num_rows: int, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of the gradient of a product with ``rows`` of a weight of ``num_rows``, which other ranks of the group may use.
 
     Each has a term of the gradient, from queries of its own. One rank would round their sum to 8 bits, so the first of
     them gets it, and the others, for whose rows it then counts once, zeros.
@@ -77,21 +76,7 @@ def _summing_gradients(rows: slice, num_rows: int, group: dist.ProcessGroup) -> 
         dist.all_reduce(terms, group=group)
         return terms[..., rows] if rank % shared_by == 0 else torch.zeros_like(grad)
 
-    return lambda out: _WithGradient.apply(out, summed)
-
-
-class _WithGradient(torch.autograd.Function):
-    """Identity, whose gradient is what a function makes of it."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        return ctx.change(grad), None
+    return summed
 
 
 def _linears(model: Decoder) -> Iterator[Linear]:
@@ -102,13 +87,14 @@ def _linears(model: Decoder) -> Iterator[Linear]:
 
 
 def _scaling(
-    mode: str, gradients: torch.dtype, stage: dist.ProcessGroup | None, of_weight: dist.ProcessGroup | None
+    mode: str, gradients: torch.dtype, stage: dist.ProcessGroup | None, shards: dist.ProcessGroup | None
 ) -> Scaling:
+    """``stage``: the ranks with the rows of a micro-batch; ``shards``: those with other parts of the weight."""
     if mode == "blockwise":
         return Blockwise()
     if mode == "delayed":
         return Delayed(gradients, _max_over(stage))
-    return Tensorwise(gradients, _max_over(stage), _max_over(of_weight))
+    return Tensorwise(gradients, _max_over(stage), _max_over(shards))
 
 
 def _max_over(group: dist.ProcessGroup | None) -> AmaxReduce:

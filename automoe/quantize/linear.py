@@ -32,7 +32,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
         x_scales, weight_scales = scaling.scales(x.flatten(0, -2), X), scaling.scales(weight, W)
-        rows, columns = scaling.activation(x.flatten(0, -2), x_scales), scaling.weight(weight, weight_scales)
+        rows, columns = scaling.quantize(x.flatten(0, -2), x_scales, X), scaling.quantize(weight, weight_scales, W)
         ctx.save_for_backward(x, weight, x_scales, weight_scales)
         ctx.scaling = scaling
         return scaled_product(rows, columns, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -43,14 +43,14 @@ class _Product(torch.autograd.Function):
         x, weight, x_scales, weight_scales = ctx.saved_tensors
         grad, scaling = grad.reshape(-1, grad.shape[-1]), ctx.scaling
         grad_scales = scaling.scales(grad, GRAD)
-        rows = scaling.gradient(grad, grad_scales)
+        rows = scaling.quantize(grad, grad_scales, GRAD)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            columns = transposed(scaling.weight(weight, weight_scales))
+            columns = transposed(scaling.quantize(weight, weight_scales, W))
             grad_x = scaled_product(rows, columns, grad.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             rows = scaling.gradient_transposed(grad, grad_scales, rows)
-            columns = transposed(scaling.activation(x.flatten(0, -2), x_scales))
+            columns = transposed(scaling.quantize(x.flatten(0, -2), x_scales, X))
             grad_weight = scaled_product(rows, columns, weight.dtype)
         return grad_x, grad_weight, None
 
@@ -58,10 +58,10 @@ class _Product(torch.autograd.Function):
 class QuantizedProduct(nn.Module):
     """A ``Linear.product`` in 8 bits: x [..., K], weight [N, K], bias [N] or None -> [..., N].
 
-    ``result`` is a function of the product before its bias, by which its gradient can be changed too.
+    ``gradient_hook`` changes the gradient of the product, before that is quantized.
     """
 
-    result: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gradient_hook: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, scaling: Scaling) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class QuantizedProduct(nn.Module):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = _Product.apply(x, weight, self.scaling)
-        if self.result is not None:
-            out = self.result(out)
+        if self.gradient_hook is not None and out.requires_grad:
+            out.register_hook(self.gradient_hook)
         return out if bias is None else out + bias
 
 

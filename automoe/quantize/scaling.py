@@ -51,7 +51,8 @@ class Tensorwise(nn.Module):
         self, gradients: torch.dtype, reduce_rows: AmaxReduce = _one_rank, reduce_weight: AmaxReduce = _one_rank
     ) -> None:
         super().__init__()
-        self.gradients, self.reduce_rows, self.reduce_weight = gradients, reduce_rows, reduce_weight
+        self.formats = {X: E4M3, W: E4M3, GRAD: gradients}
+        self.reduce_rows, self.reduce_weight = reduce_rows, reduce_weight
 
     def scales(self, tensor: torch.Tensor, operand: int) -> torch.Tensor:
         """[..., 1, 1] scale of ``tensor``, or of anything with its largest number. Collective: once a product.
@@ -59,7 +60,7 @@ class Tensorwise(nn.Module):
         To quantize the operand a second time, pass the same scale again.
         """
         amax = self.amax(tile_amax(tensor, WHOLE), operand)
-        return scales_for(amax, self.gradients if operand == GRAD else E4M3)
+        return scales_for(amax, self.formats[operand])
 
     def amax(self, local: torch.Tensor, operand: int) -> torch.Tensor:
         """[..., 1, 1] largest number of this rank's part -> the one that the scale of ``operand`` must hold."""
@@ -67,28 +68,19 @@ class Tensorwise(nn.Module):
         local = local.nan_to_num(nan=torch.inf, posinf=torch.inf)
         return self.reduce_weight(local) if operand == W else self.reduce_rows(local)
 
-    def activation(self, x: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        """x [R, C]; ``transposed`` makes the transposed form from it."""
-        return _encode_whole(x, scales, E4M3)
+    def quantize(self, tensor: torch.Tensor, scales: torch.Tensor | None, operand: int) -> Quantized:
+        """x [R, C], w [..., N, K], or grad [R, C] for the product that sums over its columns.
 
-    def weight(self, w: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        """w [..., N, K]."""
-        return _encode_whole(w, scales, E4M3)
-
-    def gradient(self, grad: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        """grad [R, C] for the product that sums over its columns."""
-        return _encode_whole(grad, scales, self.gradients)
+        ``transposed`` makes the transposed form of x and of w from it.
+        """
+        assert scales is not None
+        return encode(tensor, scales, self.formats[operand], WHOLE)
 
     def gradient_transposed(
         self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None
     ) -> Quantized:
-        """[C, R] for the product that sums over rows; ``q``: the result of ``gradient`` for it, if there is one."""
-        return transposed(self.gradient(grad, scales) if q is None else q)
-
-
-def _encode_whole(tensor: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> Quantized:
-    assert scales is not None
-    return encode(tensor, scales, dtype, WHOLE)
+        """[C, R] for the product that sums over rows; ``q``: the result of ``quantize`` for it, if there is one."""
+        return transposed(self.quantize(grad, scales, GRAD) if q is None else q)
 
 
 class Delayed(Tensorwise):
@@ -167,14 +159,8 @@ class Blockwise(nn.Module):
     def scales(self, tensor: torch.Tensor, operand: int) -> None:
         """None: a rank has whole tiles, and finds their scales together with their codes."""
 
-    def activation(self, x: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        return quantize(x, E4M3, LINE)
-
-    def weight(self, w: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        return quantize(w, E4M3, BLOCK)
-
-    def gradient(self, grad: torch.Tensor, scales: torch.Tensor | None) -> Quantized:
-        return quantize(grad, E4M3, LINE)
+    def quantize(self, tensor: torch.Tensor, scales: torch.Tensor | None, operand: int) -> Quantized:
+        return quantize(tensor, E4M3, BLOCK if operand == W else LINE)
 
     def gradient_transposed(
         self, grad: torch.Tensor, scales: torch.Tensor | None, q: Quantized | None = None

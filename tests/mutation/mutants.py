@@ -425,7 +425,7 @@ _QUANTIZE = [
     ("scaling.py", "if remember:", "if True:", FP8),
     ("scaling.py", "self.history[:, :-1]", "self.history[:, 1:]", FP8),
     ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
-    ("scaling.py", "self.gradients if operand == GRAD else E4M3", "E4M3", FP8),
+    ("scaling.py", "GRAD: gradients}", "GRAD: E4M3}", FP8),
 ]
 _FOLDERS = {
     "automoe/optim": _OPTIM,

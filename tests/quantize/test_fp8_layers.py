@@ -138,7 +138,7 @@ def test_a_delayed_scale_is_the_largest_of_the_steps_before() -> None:
     assert scale_of(448.0) == 1.0  # nothing known: its own
     scaling.end_step(remember=True)
     assert scale_of(4480.0) == 1.0  # clipped, and seen
-    clipped = scaling.activation(torch.tensor([[4480.0]]), torch.ones(1, 1))
+    clipped = scaling.quantize(torch.tensor([[4480.0]]), torch.ones(1, 1), X)
     assert dequantize(clipped).item() == 448.0
     scaling.end_step(remember=True)
     assert scale_of(1.0) == 16.0
@@ -195,8 +195,8 @@ def test_what_a_delayed_scale_clips_is_counted(past: float, gradients: torch.dty
     for largest, share in ((0.5 * edge, 0), (edge, 0), (1.2 * edge, 2 / 3), (1e5 * edge, 2 / 3)):
         numbers = torch.tensor([[largest]])
         scaling.seen.zero_()
-        for operand, quantize_one in ((X, scaling.activation), (W, scaling.weight), (GRAD, scaling.gradient)):
-            codes = quantize_one(numbers, scaling.scales(numbers, operand))
+        for operand in (X, W, GRAD):
+            codes = scaling.quantize(numbers, scaling.scales(numbers, operand), operand)
             is_clipped = float(dequantize(codes)) == edge != largest
             assert is_clipped == (share > 0 and operand != W)
         assert float(clipped_share(scaling.history, scaling.seen)) == pytest.approx(share)
