@@ -75,7 +75,7 @@ def products(
         (pre, act),
     )
     expected = by_expert(act, w_down.transpose(1, 2))
-    yield "down", one, lambda b: (launches.down(act, w_down, None, probs, tiles, b),), (expected,)
+    yield "down", one, lambda b: (launches.rows_times_weights("down", act, w_down, tiles, blocks=b),), (expected,)
 
     grad = by_expert(grad_out, w_down).float()
     by_gate, by_up = up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid
@@ -88,8 +88,14 @@ def products(
         return *found, shares.sum(1)
 
     yield "back", one, back, (grad_pre, act, grad_probs)
-    expected = by_expert(grad_pre, w_gate_up.flatten(1, 2))
-    yield "grad_rows", 2 * one, lambda b: (launches.grad_rows(grad_pre, w_gate_up, tiles, b),), (expected,)
+    both = w_gate_up.flatten(1, 2)
+    expected = by_expert(grad_pre, both)
+    yield (
+        "grad_rows",
+        2 * one,
+        lambda b: (launches.rows_times_weights("grad_rows", grad_pre, both, tiles, blocks=b),),
+        (expected,),
+    )
 
     into_down, into_up = torch.full_like(w_down, torch.nan), torch.full_like(w_gate_up, torch.nan)
     yield (

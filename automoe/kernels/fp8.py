@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from automoe.kernels.products import _narrow, _rows_of_tile
-from automoe.kernels.tiling import INTERPRETED, row_tiles, tile_height
+from automoe.kernels.tiling import precision, row_tiles
 
 WARPS, STAGES = 8, 3
 _SIDE = tl.constexpr(128)
@@ -247,10 +247,10 @@ def block_scaled_rows(
     """a [R, K] @ w[e].T -> [R, N] in ``dtype``; shapes as ``rows_by_blocks``, all contiguous."""
     (num_rows, summed), (num_experts, num_cols, _) = a.shape, w.shape
     out = torch.empty(num_rows, num_cols, dtype=dtype, device=a.device)
-    tiles = row_tiles(offsets, num_rows, 16 if INTERPRETED else tile_height(num_rows, num_experts))
+    tiles = row_tiles(offsets, num_rows)
     rows_by_blocks[(tiles.slots * triton.cdiv(num_cols, 128),)](
         a, a_scales, w, w_scales, out, tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, num_experts,
-        summed, num_cols, PRECISION=_precision(), BLOCK_M=tiles.height, num_warps=WARPS, num_stages=STAGES,
+        summed, num_cols, PRECISION=precision(a.dtype), BLOCK_M=tiles.height, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out
 
@@ -269,10 +269,6 @@ def block_scaled_weights(
     grid = offsets.numel() * triton.cdiv(m, 128) * triton.cdiv(n, _COLUMNS.value)
     weights_by_lines[(grid,)](
         a, a_scales, b, b_scales, out, offsets, num_rows, m, n,
-        PRECISION=_precision(), num_warps=WARPS, num_stages=STAGES,
+        PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out
-
-
-def _precision() -> str:
-    return "ieee" if INTERPRETED else "tf32"

@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from automoe.kernels import products
-from automoe.kernels.tiling import INTERPRETED, Blocks, RowTiles, blocks_of
+from automoe.kernels.tiling import Blocks, RowTiles, blocks_of, precision
 
 Clamp = tuple[float, float] | None  # alpha and limit of the clamped SwiGLU; None: plain SwiGLU
 _SUM_COLUMNS = 1024
@@ -47,16 +47,33 @@ def gather_up_activate(
     return pre, act
 
 
-def down(
-    act: torch.Tensor,
-    w_down: torch.Tensor,
-    b_down: torch.Tensor | None,
-    probs: torch.Tensor,
+def rows_times_weights(
+    product: str,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
     tiles: RowTiles,
+    bias: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """[R, H]: act times each row's ``w_down``, and ``probs`` times its bias."""
-    return _rows_times_weights("down", act, w_down, b_down, probs, tiles, blocks)
+    """[R, N]: rows [R, K] times [E, N, K] (``down``) or [E, K, N] (``grad_rows``) of each row's expert.
+
+    ``probs`` [R] times ``bias`` [E, N] is added if there is one.
+    """
+    by_columns = product == "down"
+    num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
+    out = rows.new_empty(rows.shape[0], num_columns)
+    step = _step(rows, weights, out)
+    blocks = blocks or blocks_of(product, rows.dtype, step > 1)
+    if tma := blocks.tma and step > 1:
+        box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
+        described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
+    _over_rows(
+        products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
+        *(described if tma else (rows, weights)), _or(bias, weights), _or(probs, rows), out,
+        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, STEP=step, TMA=tma,
+    )  # fmt: skip
+    return out
 
 
 def grad_down_activate(
@@ -87,13 +104,6 @@ def grad_down_activate(
     return grad_pre, act, shares
 
 
-def grad_rows(
-    grad_pre: torch.Tensor, w_gate_up: torch.Tensor, tiles: RowTiles, blocks: Blocks | None = None
-) -> torch.Tensor:
-    """[R, H]: the gradient of the gathered rows."""
-    return _rows_times_weights("grad_rows", grad_pre, w_gate_up.flatten(1, 2), None, grad_pre, tiles, blocks)
-
-
 def grad_weights(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -109,7 +119,7 @@ def grad_weights(
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
         left, right, _or(gather_idx, offsets), out, offsets, m, n,
-        GATHERED=gathered, STEP=step, PRECISION=_precision(left.dtype),
+        GATHERED=gathered, STEP=step, PRECISION=precision(left.dtype),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_R=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -128,34 +138,8 @@ def sum_of_tokens(rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.T
     if num_tokens:
         grid = (num_tokens, triton.cdiv(hidden, _SUM_COLUMNS))
         products.sum_rows_of_token[grid](
-            rows, order, first, out, hidden, PRECISION=_precision(x.dtype), BLOCK_H=_SUM_COLUMNS
+            rows, order, first, out, hidden, PRECISION=precision(x.dtype), BLOCK_H=_SUM_COLUMNS
         )
-    return out
-
-
-def _rows_times_weights(
-    product: str,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None,
-    probs: torch.Tensor,
-    tiles: RowTiles,
-    blocks: Blocks | None,
-) -> torch.Tensor:
-    """rows [R, K] times [E, N, K] (``down``) or [E, K, N] of each row's expert."""
-    by_columns = product == "down"
-    num_columns, summed = weights.shape[1:] if by_columns else weights.shape[:0:-1]
-    out = rows.new_empty(rows.shape[0], num_columns)
-    step = _step(rows, weights, out)
-    blocks = blocks or blocks_of(product, rows.dtype, step > 1)
-    if tma := blocks.tma and step > 1:
-        box = (blocks.columns, blocks.summed) if by_columns else (blocks.summed, blocks.columns)
-        described = _described(rows, (tiles.height, blocks.summed)), _described(weights, (1, *box))
-    _over_rows(
-        products.rows_times_weights, tiles, num_columns, blocks, rows.dtype,
-        *(described if tma else (rows, weights)), _or(bias, weights), probs, out,
-        sizes=(summed, num_columns), BY_COLUMNS=by_columns, BIASED=bias is not None, STEP=step, TMA=tma,
-    )  # fmt: skip
     return out
 
 
@@ -167,7 +151,7 @@ def _over_rows(
     kernel[(tiles.slots * triton.cdiv(num_columns, blocks.columns),)](
         *operands,
         tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, tiles.offsets.numel(),
-        *sizes, **constants, PRECISION=_precision(dtype),
+        *sizes, **constants, PRECISION=precision(dtype),
         BLOCK_M=tiles.height, BLOCK_N=blocks.columns, BLOCK_K=blocks.summed,
         num_warps=blocks.num_warps, num_stages=blocks.num_stages,
     )  # fmt: skip
@@ -181,15 +165,9 @@ def _step(*tensors: torch.Tensor) -> int:
 
 
 def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    strides = [
-        prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())
-    ]  # of a dim of size 1 its own may be anything
+    # Of a dim of size 1 its own may be anything.
+    strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
     return TensorDescriptor(tensor, list(tensor.shape), strides, list(box))
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """Full float32 for float32 operands; for 16 bits there is only one way on a GPU."""
-    return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -16,20 +16,13 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from automoe.errors import BackendError
+from automoe.kernels import check_served
+from automoe.kernels.products import _narrow
+from automoe.kernels.tiling import precision
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CHOICES = "kernels.rope=triton", "kernels.rope=torch", "kernels.rope=torch"
 _HEADS = 16  # of one program, or of one turn of its loop
 _NUM_WARPS = 4
-
-
-@triton.jit
-def _narrow(value, to: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``value`` (float32) as ``to``, rounded to nearest even as on GPUs; the interpreter's cast truncates bfloat16."""
-    if INTERPRETED and to == tl.bfloat16:
-        bits = value.to(tl.uint32, bitcast=True)
-        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return value.to(to)
 
 
 @triton.jit
@@ -49,7 +42,7 @@ def turn_heads(
     FROM_PAIRS: tl.constexpr,  # pairs (2i, 2i + 1) are read, else (i, i + R/2)
     TO_PAIRS: tl.constexpr,  # the same of what is written
     BACK: tl.constexpr,  # turns the other way
-    INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_KEPT: tl.constexpr,
@@ -75,8 +68,8 @@ def turn_heads(
     first = START + (2 * i if TO_PAIRS else i)
     second = START + (2 * i + 1 if TO_PAIRS else i + HALF)
     to = out.dtype.element_ty
-    tl.store(target + first, _narrow(a * c - b * s, to, INTERPRETED), mask=mask)
-    tl.store(target + second, _narrow(b * c + a * s, to, INTERPRETED), mask=mask)
+    tl.store(target + first, _narrow(a * c - b * s, to, PRECISION), mask=mask)
+    tl.store(target + second, _narrow(b * c + a * s, to, PRECISION), mask=mask)
     if DIM > 2 * HALF:
         kept = tl.arange(0, BLOCK_KEPT)[None, :]
         mask = real & (kept < DIM - 2 * HALF)
@@ -134,7 +127,7 @@ def part_heads(
     KEEP: tl.constexpr,
     TURN: tl.constexpr,
     VALUES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_KEEP: tl.constexpr,
     BLOCK_TURN: tl.constexpr,
@@ -143,8 +136,8 @@ def part_heads(
     """Programs: tokens. Each program sums over all heads of its token."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // seq_len, token % seq_len
-    of_k = grad_k + row * k_stride_b + place * k_stride_s
-    of_v = grad_v + row * v_stride_b + place * v_stride_s
+    grad_k += row * k_stride_b + place * k_stride_s
+    grad_v += row * v_stride_b + place * v_stride_s
     keep, turn, value = tl.arange(0, BLOCK_KEEP), tl.arange(0, BLOCK_TURN), tl.arange(0, BLOCK_VALUES)
     acc = tl.zeros((BLOCK_TURN,), tl.float32)
     for start in range(0, num_heads, HEADS):
@@ -152,15 +145,15 @@ def part_heads(
         real = head < num_heads
         target = grad_kv + (token * num_heads + head) * (KEEP + VALUES)
         mask = real & (keep < KEEP)[None, :]
-        read = tl.load(of_k + head * k_stride_n + keep[None, :], mask=mask)
+        read = tl.load(grad_k + head * k_stride_n + keep[None, :], mask=mask)
         tl.store(target + keep[None, :], read, mask=mask)
         mask = real & (value < VALUES)[None, :]
-        read = tl.load(of_v + head * v_stride_n + value[None, :], mask=mask)
+        read = tl.load(grad_v + head * v_stride_n + value[None, :], mask=mask)
         tl.store(target + KEEP + value[None, :], read, mask=mask)
         mask = real & (turn < TURN)[None, :]
-        read = tl.load(of_k + head * k_stride_n + KEEP + turn[None, :], mask=mask, other=0.0)
+        read = tl.load(grad_k + head * k_stride_n + KEEP + turn[None, :], mask=mask, other=0.0)
         acc += tl.sum(read.to(tl.float32), axis=0)
-    acc = _narrow(acc, grad_k_rope.dtype.element_ty, INTERPRETED)
+    acc = _narrow(acc, grad_k_rope.dtype.element_ty, PRECISION)
     tl.store(grad_k_rope + token * TURN + turn, acc, mask=turn < TURN)
 
 
@@ -170,27 +163,14 @@ def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
     Raises:
         BackendError: tensors on the CPU, or of another dtype.
     """
-    _check(x)
+    check_served(x, *_CHOICES)
     return _RotateHeads.apply(x, cos, sin, interleaved, start)
 
 
 def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as ``rotate_heads``."""
-    _check(kv)
+    check_served(kv, *_CHOICES)
     return _JoinKeys.apply(kv, k_rope, nope_dim)
-
-
-def _check(x: torch.Tensor) -> None:
-    if x.dtype not in _DTYPES:
-        raise BackendError(
-            f"kernels.rope=triton computes in bfloat16, float16 and float32, and the heads are {x.dtype}. "
-            "kernels.rope=torch takes any dtype"
-        )
-    if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise BackendError(
-            f"kernels.rope=triton needs a CUDA device, and the model is on {x.device}. Choose kernels.rope=torch, "
-            "or set TRITON_INTERPRET=1 to try the kernels out, very slowly"
-        )
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -218,7 +198,7 @@ def _turn(
         turn_heads[(batch * seq_len, triton.cdiv(num_heads, _HEADS))](
             x, cos.contiguous(), sin.contiguous(), out, seq_len, num_heads, *x.stride()[:3],
             DIM=dim, START=start, HALF=half, FROM_PAIRS=from_pairs, TO_PAIRS=to_pairs, BACK=back,
-            INTERPRETED=triton.knobs.runtime.interpret, HEADS=_HEADS,
+            PRECISION=precision(x.dtype), HEADS=_HEADS,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_KEPT=triton.next_power_of_2(max(dim - 2 * half, 1)), num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -251,7 +231,7 @@ class _JoinKeys(torch.autograd.Function):
             part_heads[(batch * seq_len,)](
                 grad_k, grad_v, grad_kv, grad_k_rope, seq_len, num_heads,
                 *grad_k.stride()[:3], *grad_v.stride()[:3],
-                KEEP=ctx.nope_dim, TURN=ctx.turn, VALUES=values, INTERPRETED=triton.knobs.runtime.interpret,
+                KEEP=ctx.nope_dim, TURN=ctx.turn, VALUES=values, PRECISION=precision(grad_k.dtype),
                 HEADS=_HEADS, BLOCK_KEEP=triton.next_power_of_2(ctx.nope_dim),
                 BLOCK_TURN=triton.next_power_of_2(ctx.turn), BLOCK_VALUES=triton.next_power_of_2(values),
                 num_warps=_NUM_WARPS,

@@ -89,42 +89,35 @@ def update_part(
     second = second * beta2 + (grad * grad) * beta2_rest
     divisor = tl.sqrt_rn(second * tl.load(second_scales + place)) + eps
     value = value * kept - tl.div_rn(first * tl.load(rates + place), divisor)
-    of_row = (row // num_middle).to(tl.int64) * outer_stride + (row % num_middle).to(tl.int64) * middle_stride
-    bits = random_bits(
-        first_index + of_row[:, None] + col[None, :], random_bits(tl.load(steps + place), key.to(tl.int64))
-    )
+    row_start = (row // num_middle).to(tl.int64) * outer_stride + (row % num_middle).to(tl.int64) * middle_stride
+    index = first_index + row_start[:, None] + col[None, :]
+    bits = random_bits(index, random_bits(tl.load(steps + place), key.to(tl.int64)))
     _store(values, at, value, bits, mask)
     _store(firsts, at, first, bits >> 16, mask)
     _store(seconds, at, second, bits >> 32, mask)
 
 
 def update_in_one_pass(
-    values: torch.Tensor,
-    grads: torch.Tensor,
-    firsts: torch.Tensor,
-    seconds: torch.Tensor,
-    first_index: int,
-    runs: list[tuple[int, int]],
-    numbers: Any,
+    tensors: list[torch.Tensor], first_index: int, runs: list[tuple[int, int]], numbers: Any
 ) -> None:
     """Update a parameter and its moments by its gradient, in one launch; all bfloat16 or float32 and contiguous.
 
     Args:
-        first_index: index of the first element of ``values`` in the whole parameter.
+        tensors: the parameter, its gradient, its first and second moments; this rank's parts.
+        first_index: index of the part's first element in the whole parameter.
         runs: (size, stride in the whole parameter) of its dims, at most three; the last stride is one.
         numbers: ``automoe.optim.stochastic.Numbers``.
     """
-    if not values.numel():
+    num_values = tensors[0].numel()
+    if not num_values:
         return
-    assert all(
-        x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float32) for x in (values, grads, firsts, seconds)
-    )
+    assert all(x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float32) for x in tensors)
     (_, outer), (num_middle, middle), (num_cols, _) = [(1, 0)] * (3 - len(runs)) + runs
-    num_rows = values.numel() // num_cols
+    num_rows = num_values // num_cols
     cols = min(triton.next_power_of_2(num_cols), BLOCK)
     rows = BLOCK // cols
     update_part[(triton.cdiv(num_rows, rows) * triton.cdiv(num_cols, cols),)](
-        values, grads, firsts, seconds, numbers.steps, numbers.rates, numbers.second_scales, numbers.place,
+        *tensors, numbers.steps, numbers.rates, numbers.second_scales, numbers.place,
         numbers.key, first_index, num_rows, num_middle, num_cols, outer, middle,
         numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.eps, numbers.kept,
         ROWS=rows, COLS=cols, num_warps=WARPS, enable_fp_fusion=False,

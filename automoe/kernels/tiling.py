@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
+
+from automoe.kernels import INTERPRETED
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class Blocks:
     tma: bool = False  # copy with the tensor memory accelerator
 
 
-INTERPRETED = triton.knobs.runtime.interpret
+def precision(dtype: torch.dtype) -> str:
+    """How operands of ``dtype`` are multiplied: float32 in full; for narrower ones there is only one way on a GPU."""
+    return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
+
 
 HOPPER = {
     # Gate and up: 256 columns of products.
@@ -99,9 +103,14 @@ class RowTiles:
         return self.expert.numel()
 
 
-def row_tiles(offsets: torch.Tensor, num_rows: int, height: int) -> RowTiles:
-    """Tiles of ``height`` rows for experts that end at ``offsets`` [E] among ``num_rows`` rows."""
+def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -> RowTiles:
+    """Tiles of ``height`` rows for experts that end at ``offsets`` [E] among ``num_rows`` rows.
+
+    The default is ``tile_height``, and 16 in the interpreter.
+    """
     num_experts = offsets.numel()
+    if height is None:
+        height = 16 if INTERPRETED else tile_height(num_rows, num_experts)
     ends = offsets.long()
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     tiles = (ends - starts + height - 1) // height

@@ -11,12 +11,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from automoe.errors import BackendError
-from automoe.kernels import launches
-from automoe.kernels.tiling import INTERPRETED, RowTiles, row_tiles, tile_height
+from automoe.kernels import check_served, launches
+from automoe.kernels.tiling import row_tiles
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAPABILITIES = (9, 10)  # Hopper and datacenter Blackwell: the blocks need their 227 KB of shared memory
 
 
@@ -41,16 +40,7 @@ def triton_experts(
     Raises:
         BackendError: tensors on the CPU, or of another dtype.
     """
-    if x_TH.dtype not in _DTYPES:
-        raise BackendError(
-            f"moe.experts=triton computes in bfloat16, float16 and float32, and the rows are {x_TH.dtype}. "
-            "moe.experts=loop takes any dtype"
-        )
-    if x_TH.device.type != "cuda" and not INTERPRETED:
-        raise BackendError(
-            f"moe.experts=triton needs a CUDA device, and the model is on {x_TH.device}. Choose "
-            "moe.experts=grouped_mm, or set TRITON_INTERPRET=1 to try the kernels out, very slowly"
-        )
+    check_served(x_TH, "moe.experts=triton", "moe.experts=grouped_mm", "moe.experts=loop")
     return _TritonExperts.apply(
         x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH, activation
     )
@@ -68,11 +58,11 @@ class _TritonExperts(torch.autograd.Function):
         if gather_idx_R.numel() == 0:  # an empty grid is an error, but the backward will still run
             pre_RJ, out_RH = x_TH.new_empty(0, 2 * w_down_EHI.shape[2]), x_TH.new_empty(0, x_TH.shape[1])
         else:
-            tiles = _tiles(offsets_E, gather_idx_R)
+            tiles = row_tiles(offsets_E, gather_idx_R.numel())
             pre_RJ, act_RI = launches.gather_up_activate(
                 x_TH, gather_idx_R, w_gate_up_E2IH, b_gate_up_E2I, probs_R, tiles, ctx.clamp
             )
-            out_RH = launches.down(act_RI, w_down_EHI, b_down_EH, probs_R, tiles)
+            out_RH = launches.rows_times_weights("down", act_RI, w_down_EHI, tiles, b_down_EH, probs_R)
         ctx.save_for_backward(*args, pre_RJ)
         return out_RH
 
@@ -84,7 +74,7 @@ class _TritonExperts(torch.autograd.Function):
         if gather_idx_R.numel() == 0:
             return *zero_gradients(*args), None
         grad_out_RH = grad_out_RH.contiguous()
-        tiles = _tiles(offsets_E, gather_idx_R)
+        tiles = row_tiles(offsets_E, gather_idx_R.numel())
         grad_pre_RJ, act_RI, shares = launches.grad_down_activate(
             grad_out_RH, w_down_EHI, probs_R, pre_RJ, tiles, ctx.clamp
         )
@@ -99,14 +89,9 @@ class _TritonExperts(torch.autograd.Function):
             grad_b_down = sum_by_expert(grad_out_RH * probs_R.unsqueeze(1).to(x_TH.dtype), offsets_E)
             bias_RH = repeat_by_expert(b_down_EH, offsets_E, gather_idx_R.numel())
             grad_probs_R += (grad_out_RH * bias_RH).sum(-1, dtype=torch.float32)
-        grad_rows_RH = launches.grad_rows(grad_pre_RJ, w_gate_up_E2IH, tiles)
+        grad_rows_RH = launches.rows_times_weights("grad_rows", grad_pre_RJ, w_gate_up_E2IH.flatten(1, 2), tiles)
         grad_x_TH = launches.sum_of_tokens(grad_rows_RH, gather_idx_R, offsets_E, x_TH)
         return (
             grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up, grad_w_down,
             grad_b_gate_up, grad_b_down, None,
         )  # fmt: skip
-
-
-def _tiles(offsets_E: torch.Tensor, gather_idx_R: torch.Tensor) -> RowTiles:
-    num_rows = gather_idx_R.numel()
-    return row_tiles(offsets_E, num_rows, 16 if INTERPRETED else tile_height(num_rows, offsets_E.numel()))

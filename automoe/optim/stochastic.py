@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from automoe.counter_random import bits_at, stream_key
+from automoe.local_shard import local_shard
 from automoe.model.init import index_runs, indexed_blocks
 
 _DROPPED_BITS = 16  # of a float32's mantissa, in bfloat16
@@ -109,8 +109,7 @@ def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], nu
 
     # At most three runs: an expert's w_down is cut in two of its dims, by ep_shard and by etp.
     first_index, runs = index_runs(parameter)
-    values, grads, firsts, seconds = local_tensors(parameter, state)
-    update_in_one_pass(values, grads, firsts, seconds, first_index, runs, numbers)
+    update_in_one_pass(local_tensors(parameter, state), first_index, runs, numbers)
 
 
 def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
@@ -136,4 +135,4 @@ def local_tensors(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> li
     """This rank's parts of ``parameter``, its gradient and its two moments."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [local_shard(tensor) for tensor in tensors]

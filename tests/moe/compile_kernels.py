@@ -104,13 +104,13 @@ def kernels(everything: bool):
     yield "8 bits, weights", fp8.weights_by_lines, dict(PRECISION="tf32"), blocks
     heads = Blocks(0, num_warps=rope_kernels._NUM_WARPS, num_stages=1)
     shared = dict(HEADS=rope_kernels._HEADS)
-    turn = shared | dict(DIM=192, START=128, HALF=32, BLOCK_HALF=32, BLOCK_KEPT=128, INTERPRETED=False)
+    turn = shared | dict(DIM=192, START=128, HALF=32, BLOCK_HALF=32, BLOCK_KEPT=128, PRECISION="tf32")
     for back in (False, True):
         order = dict(FROM_PAIRS=not back, TO_PAIRS=back, BACK=back)
         yield f"rope turn, back={back}", rope_kernels.turn_heads, turn | order, heads
     join = shared | dict(KEEP=128, TURN=64, BLOCK_KEEP=128, BLOCK_TURN=64)
     yield "rope join", rope_kernels.join_heads, join, heads
-    part = join | dict(VALUES=128, BLOCK_VALUES=128, INTERPRETED=False)
+    part = join | dict(VALUES=128, BLOCK_VALUES=128, PRECISION="tf32")
     yield "rope part", rope_kernels.part_heads, part, heads
     blocks = Blocks(0, num_warps=adamw.WARPS, num_stages=1)
     yield "adamw, dense", adamw.update_part, dict(ROWS=1, COLS=adamw.BLOCK), blocks
