@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 
 class AutomoeError(Exception):
     """Base of every error meant for a person; entry points print it without a traceback."""
@@ -40,3 +43,19 @@ class SaveError(CheckpointError):
 
 class BackendError(AutomoeError, RuntimeError):
     """A backend that this machine does not have; the message names the one that it has."""
+
+
+def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
+    """A module of an optional package.
+
+    Args:
+        choice: the setting that needs it, e.g. ``moe.experts=te``.
+        remedy: sentence that says what to install, or to set instead.
+
+    Raises:
+        BackendError: it does not import.
+    """
+    try:
+        return import_module(module)
+    except Exception as error:  # without CUDA, its driver or a library some raise RuntimeError, OSError and others
+        raise BackendError(f"{choice}: {module} does not import ({type(error).__name__}: {error}). {remedy}") from error

@@ -10,13 +10,12 @@ Shapes: T tokens of this rank, H hidden, K top-k, E experts, R distinct tokens r
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from automoe.errors import BackendError
+from automoe.errors import BackendError, import_backend
 from automoe.moe.dispatch.deepep import Received, TokenExchange
 
 # The group sizes that v1's published tables of settings have.
@@ -30,13 +29,8 @@ def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
     Raises:
         BackendError: DeepEP is not installed, or does not serve this group; names ``alltoall``.
     """
-    try:
-        deep_ep = import_module("deep_ep")
-    except ImportError as error:
-        raise BackendError(
-            f"moe.dispatcher=deepep: deep_ep does not import ({error}). Build DeepEP from its sources, or set "
-            "moe.dispatcher=alltoall"
-        ) from error
+    remedy = "Build DeepEP from its sources, or set moe.dispatcher=alltoall"
+    deep_ep = import_backend("deep_ep", "moe.dispatcher=deepep", remedy)
     return ElasticExchange(deep_ep, group) if hasattr(deep_ep, "ElasticBuffer") else BufferExchange(deep_ep, group)
 
 
@@ -54,9 +48,7 @@ class BufferExchange:
         self._buffer: Any = None
         self._row_bytes = 0
 
-    def dispatch(
-        self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
-    ) -> Received:
+    def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
         buffer = self._buffer_for(x_TH.shape[1] * x_TH.element_size())
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_ids_TK, num_experts)
         x_RH, topk_ids_RK, weights_RK, counts, handle, _ = buffer.dispatch(
@@ -74,9 +66,7 @@ class BufferExchange:
         buffer, layout = handle
         return buffer.dispatch(x_TH, handle=layout)[0]
 
-    def combine(
-        self, rows_RH: torch.Tensor, weights_RK: torch.Tensor | None, handle: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def combine(self, rows_RH, weights_RK, handle: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         buffer, layout = handle
         return buffer.combine(rows_RH, layout, topk_weights=weights_RK)[:2]
 
@@ -100,9 +90,7 @@ class ElasticExchange:
         self._buffer: Any = None
         self._sizes = (0, 0, 0)
 
-    def dispatch(
-        self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
-    ) -> Received:
+    def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
         buffer = self._buffer_for((x_TH.shape[0], x_TH.shape[1], topk_ids_TK.shape[1]))
         x_RH, topk_ids_RK, weights_RK, handle, _ = buffer.dispatch(
             x_TH,

@@ -10,14 +10,14 @@ Shapes: T rows to read from, R computed rows, E experts of this rank, H hidden, 
 
 from __future__ import annotations
 
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from automoe.errors import BackendError
+from automoe.errors import BackendError, import_backend
 from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import zero_gradients
@@ -36,38 +36,29 @@ def experts() -> ExpertFn:
     Raises:
         BackendError: quack does not import, or the GPU is older than Hopper; names the backend that there is.
     """
-    try:
-        ops = import_module("quack.gemm_interface")
-    except Exception as error:  # CuTe DSL raises exceptions of all kinds if it misses a driver or a library
-        raise BackendError(
-            f"moe.experts=quack: quack does not import ({type(error).__name__}: {error}). Install quack-kernels "
-            "0.3.11, or set moe.experts=grouped_mm"
-        ) from error
+    remedy = "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
+    ops = import_backend("quack.gemm_interface", "moe.experts=quack", remedy)
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < MIN_CAPABILITY:
         raise BackendError(
             f"moe.experts=quack has kernels for compute capability {MIN_CAPABILITY}.0 and later, and this GPU has "
             f"{torch.cuda.get_device_capability()}. Set moe.experts=grouped_mm"
         )
-    return _Experts(ops)
+    return partial(_experts, ops)
 
 
-class _Experts:
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
-
-    def __call__(
-        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
-        activation: Activation = SWIGLU,
-    ) -> torch.Tensor:  # fmt: skip
-        if b_gate_up_E2I is not None or b_down_EH is not None or activation is not SWIGLU:
-            raise BackendError("moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm")
-        if x_TH.dtype not in DTYPES:
-            raise BackendError(
-                f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x_TH.dtype}. Set "
-                "moe.experts=grouped_mm"
-            )
-        w_gate_up_EJH = w_gate_up_E2IH.flatten(1, 2)
-        return _QuackExperts.apply(self._ops, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI)
+def _experts(
+    ops: Any, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    activation: Activation = SWIGLU,
+) -> torch.Tensor:  # fmt: skip
+    if b_gate_up_E2I is not None or b_down_EH is not None or activation is not SWIGLU:
+        raise BackendError("moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm")
+    if x_TH.dtype not in DTYPES:
+        raise BackendError(
+            f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x_TH.dtype}. Set "
+            "moe.experts=grouped_mm"
+        )
+    w_gate_up_EJH = w_gate_up_E2IH.flatten(1, 2)
+    return _QuackExperts.apply(ops, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI)
 
 
 class _QuackExperts(torch.autograd.Function):

@@ -6,11 +6,10 @@ Imported only when called: it loads triton and torch's distributed stack.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from automoe.errors import BackendError
+from automoe.errors import import_backend
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +55,9 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def _titan(module: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise BackendError(
-            f"{module} does not import ({error}). torchtitan is used for its table of peak FLOPs and to "
-            "cross-check gradient norms: install torchtitan (and triton, which it needs and does not declare), or "
-            "say cluster.peak_flops, dense bfloat16 FLOP/s of one GPU"
-        ) from error
+    use = "its table of peak FLOPs and to cross-check gradient norms"
+    remedy = (
+        f"torchtitan is used for {use}: install torchtitan (and triton, which it needs and does not declare), or say "
+        "cluster.peak_flops, dense bfloat16 FLOP/s of one GPU"
+    )
+    return import_backend(module, "torchtitan", remedy)

@@ -3,6 +3,7 @@
 The calls follow the signatures of 2.20.2 as published in its sources; this project has not run them on a GPU.
 Parameters stay the model's own, under their own names: a module of transformer-engine is made without storage
 and called with ours in place of its parameters. So checkpoints do not change and get none of its extra state.
+Where it does not import, each of these functions raises ``BackendError`` and names what there is instead.
 
 Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H hidden, I width.
 """
@@ -11,8 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from automoe.errors import BackendError
+from automoe.errors import BackendError, import_backend
 from automoe.model.attention_kernels import AttentionFn
 from automoe.model.norm import RMSNorm
 from automoe.moe.activation import SWIGLU, Activation
@@ -30,21 +30,74 @@ from automoe.moe.grouped_mm import grouped_mm_experts
 
 
 def attention() -> AttentionFn:
-    """Causal attention by ``DotProductAttention``.
+    """Causal attention by ``DotProductAttention``, which raises ``BackendError`` for a mask or sinks."""
+    te = _load("kernels.attention=te", "kernels.attention=sdpa")
+    # Its unfused attention, which keeps every score, would otherwise take what no fused kernel serves.
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"
 
-    Raises:
-        BackendError: transformer-engine does not import; names the kernels that there are.
-    """
-    return _Attention(_load("kernels.attention=te", "kernels.attention=sdpa"))
+    @cache
+    def module(heads: int, groups: int, query_dim: int, value_dim: int, scale: float) -> nn.Module:
+        return te.DotProductAttention(
+            heads,
+            (query_dim, value_dim),
+            num_gqa_groups=groups,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal",
+            softmax_scale=scale,
+        )
+
+    def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
+        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] -> [B, S, N, Dv]."""
+        if mask is not None or sinks is not None:
+            raise BackendError(
+                "kernels.attention=te attends to all of the row before a query, and this layer has "
+                f"{'a mask' if sinks is None else 'sinks'}. Set kernels.attention=sdpa"
+            )
+        out = module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], scale)(q, k, v)
+        return out.view(*q.shape[:3], v.shape[3])  # it was [B, S, N Dv]
+
+    return attend
 
 
 def experts() -> ExpertFn:
-    """The experts' products by ``GroupedLinear``.
+    """The experts' products by ``GroupedLinear``; arguments and result as ``automoe.moe.experts`` says, without biases.
 
-    Raises:
-        BackendError: transformer-engine does not import; names the backend that there is.
+    The host waits once a call for the number of rows of every expert. Gradients of gathered rows are added up by
+    torch, on CUDA with atomics: not in the same order in every run.
+    For biases it raises ``BackendError``.
     """
-    return _Experts(_load("moe.experts=te", "moe.experts=grouped_mm"))
+    te = _load("moe.experts=te", "moe.experts=grouped_mm")
+
+    @cache
+    def module(num_experts: int, size_in: int, size_out: int, dtype: torch.dtype) -> nn.Module:
+        return te.GroupedLinear(num_experts, size_in, size_out, bias=False, params_dtype=dtype, device="meta")
+
+    def multiply(rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
+        """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R, N]."""
+        num_experts, size_out, size_in = weights.shape
+        ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
+        return functional_call(module(num_experts, size_in, size_out, weights.dtype), ours, (rows, splits))
+
+    def te_experts(
+        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+        activation: Activation = SWIGLU,
+    ) -> torch.Tensor:  # fmt: skip
+        if b_gate_up_E2I is not None or b_down_EH is not None:
+            raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
+        ends: list[int] = on_host(offsets_E)
+        splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        num_rows, used = gather_idx_R.shape[0], ends[-1]
+        if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
+            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], w_gate_up_E2IH, w_down_EHI)
+        else:
+            rows = x_TH.index_select(0, gather_idx_R[:used])
+            gate, up = multiply(rows, splits, w_gate_up_E2IH.flatten(1, 2)).chunk(2, dim=-1)
+            act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
+            out = multiply(act, splits, w_down_EHI)
+        return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to no expert
+
+    return te_experts
 
 
 def norm(wait: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., RMSNorm]:
@@ -52,63 +105,13 @@ def norm(wait: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., RMSNorm]
 
     Args:
         wait: gives a tensor whose data is there, for kernels that read by pointer.
-
-    Raises:
-        BackendError: transformer-engine does not import; names the norm that there is.
     """
     return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"), wait)
 
 
 def _load(choice: str, instead: str) -> Any:
-    try:
-        return import_module("transformer_engine.pytorch")
-    except Exception as error:  # without CUDA or cuDNN it raises RuntimeError, OSError and others
-        raise BackendError(
-            f"{choice}: transformer_engine does not import ({type(error).__name__}: {error}). Install "
-            f"transformer-engine with its torch part for this CUDA, or set {instead}"
-        ) from error
-
-
-class _Attention:
-    """The signature of ``automoe.model.attention.attend``, for plain causality."""
-
-    def __init__(self, te: Any) -> None:
-        # Its unfused attention, which keeps every score, would otherwise take what no fused kernel serves.
-        os.environ["NVTE_UNFUSED_ATTN"] = "0"
-        self._te = te
-        self._modules: dict[tuple[int, int, int, int, float], Any] = {}
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] -> [B, S, N, Dv]."""
-        if mask is not None or sinks is not None:
-            raise BackendError(
-                "kernels.attention=te attends to all of the row before a query, and this layer has "
-                f"{'a mask' if sinks is None else 'sinks'}. Set kernels.attention=sdpa"
-            )
-        module = self._module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], scale)
-        return module(q, k, v).view(*q.shape[:3], v.shape[3])  # its result is [B, S, N Dv]
-
-    def _module(self, heads: int, groups: int, query_dim: int, value_dim: int, scale: float) -> Any:
-        key = (heads, groups, query_dim, value_dim, scale)
-        if key not in self._modules:
-            self._modules[key] = self._te.DotProductAttention(
-                heads,
-                (query_dim, value_dim),
-                num_gqa_groups=groups,
-                attention_dropout=0.0,
-                qkv_format="bshd",
-                attn_mask_type="causal",
-                softmax_scale=scale,
-            )
-        return self._modules[key]
+    remedy = f"Install transformer-engine with its torch part for this CUDA, or set {instead}"
+    return import_backend("transformer_engine.pytorch", choice, remedy)
 
 
 class _Norm(RMSNorm):
@@ -127,44 +130,3 @@ class _Norm(RMSNorm):
         # Under tp the first layer's rows may still be on their way.
         x_ready = self._wait(x)
         return functional_call(self._module[0], {"weight": self.weight}, (x_ready,)).to(x.dtype)
-
-
-class _Experts:
-    """See ``automoe.moe.experts`` for arguments and result. No biases.
-
-    The host waits once a call for the number of rows of every expert. Gradients of gathered rows are added up by
-    torch, on CUDA with atomics: not in the same order in every run.
-    """
-
-    def __init__(self, te: Any) -> None:
-        self._te = te
-        self._modules: dict[tuple[int, int, int, torch.dtype], nn.Module] = {}
-
-    def __call__(
-        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
-        activation: Activation = SWIGLU,
-    ) -> torch.Tensor:  # fmt: skip
-        if b_gate_up_E2I is not None or b_down_EH is not None:
-            raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
-        ends: list[int] = on_host(offsets_E)
-        splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        num_rows, used = gather_idx_R.shape[0], ends[-1]
-        if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
-            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], w_gate_up_E2IH, w_down_EHI)
-        else:
-            rows = x_TH.index_select(0, gather_idx_R[:used])
-            gate, up = self._multiply(rows, splits, w_gate_up_E2IH.flatten(1, 2)).chunk(2, dim=-1)
-            act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
-            out = self._multiply(act, splits, w_down_EHI)
-        return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to no expert
-
-    def _multiply(self, rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
-        """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R, N]."""
-        num_experts, size_out, size_in = weights.shape
-        key = (num_experts, size_in, size_out, weights.dtype)
-        if key not in self._modules:
-            self._modules[key] = self._te.GroupedLinear(
-                num_experts, size_in, size_out, bias=False, params_dtype=weights.dtype, device="meta"
-            )
-        ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
-        return functional_call(self._modules[key], ours, (rows, splits))

@@ -45,15 +45,8 @@ class AttentionContext:
     def rotate(self, x_BSND: torch.Tensor, start: int = 0) -> torch.Tensor:
         return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
-    def attend(
-        self,
-        q_BSND: torch.Tensor,
-        k_BRGD: torch.Tensor,
-        v_BRGD: torch.Tensor,
-        scale: float,
-        window: int = 0,
-        sinks_N: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None) -> torch.Tensor:
+        """An ``AttentionFn`` whose mask is that of these rows, and of the layer's ``window`` if it has one."""
         assert window in (0, self.window)
         return self._attend(q_BSND, k_BRGD, v_BRGD, self.window_mask if window else self.mask, scale, sinks_N)
 

@@ -45,7 +45,10 @@ def prepare_cuda() -> None:
     """
     global cudnn_first
     if cudnn_first is None:
-        _settle_torchs_order()
+        # Torch sets up its own order of kernels at its first choice on CUDA, and only then. Were that choice within
+        # ours, leaving ours would restore an order without cuDNN for whoever else computes attention in this process.
+        probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
+        F.scaled_dot_product_attention(probe, probe, probe)
         cudnn_first = cudnn_is_first()
 
 
@@ -55,26 +58,6 @@ def cudnn_is_first() -> bool:
         return False
     version = torch.backends.cudnn.version()
     return version is not None and version >= _MIN_CUDNN
-
-
-def check_cudnn() -> None:
-    """Raise ``BackendError`` where cuDNN is to be forced, and this machine's is wrong."""
-    version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
-    if version is None or version < _MIN_CUDNN:
-        raise BackendError(
-            f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong where the length of a row is not "
-            f"a multiple of 128; {_MIN_CUDNN} or later is not. Set kernels.attention=sdpa"
-        )
-
-
-def _settle_torchs_order() -> None:
-    """Let torch set up its own order of kernels, which it does at its first choice on CUDA and only then.
-
-    Were that choice within ours, leaving ours would restore an order without cuDNN for whoever else computes
-    attention in this process.
-    """
-    probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
-    F.scaled_dot_product_attention(probe, probe, probe)
 
 
 def cuda_order(query_dim: int, value_dim: int) -> list[SDPBackend]:
@@ -140,15 +123,8 @@ def attend(
     return out_BNSD[..., :value_dim].transpose(1, 2)
 
 
-def _with_sink_key(
-    q_BSND: torch.Tensor,
-    k_BRGD: torch.Tensor,
-    v_BRGD: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    sinks_N: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Arguments of an attention without sinks that computes one with them, so that fused kernels serve both.
+def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: torch.Tensor | None, scale: float, sinks_N: torch.Tensor):
+    """q, k, v and mask of an attention without sinks that computes one with them, so that fused kernels serve both.
 
     A key is put in front of all others, with a value of zeros. One more dim of the queries holds the head's
     sink, and is one in that key and zero in the others. Without a mask a query of zeros goes in front as
@@ -173,5 +149,10 @@ def attention_fn(kernel: str) -> AttentionFn:
         BackendError: cuDNN is to be forced, and this machine's is wrong.
     """
     if kernel == "cudnn":
-        check_cudnn()
+        version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
+        if version is None or version < _MIN_CUDNN:
+            raise BackendError(
+                f"kernels.attention=cudnn: this torch has cuDNN {version}, which is wrong where the length of a row is "
+                f"not a multiple of 128; {_MIN_CUDNN} or later is not. Set kernels.attention=sdpa"
+            )
     return partial(attend, kernel=kernel)

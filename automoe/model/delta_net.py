@@ -105,14 +105,6 @@ def causal_conv(x_BSD: torch.Tensor, weight_D1W: torch.Tensor) -> torch.Tensor:
     return sum(padded_BSD[:, i : i + size] * weight_D1W[:, 0, i] for i in range(width))  # type: ignore[return-value]
 
 
-class ShortConv(nn.Module):
-    """The weight [D, 1, W] of ``causal_conv``."""
-
-    def __init__(self, num_channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_channels, 1, width))
-
-
 class GatedDeltaNet(nn.Module):
     """Projections, a short convolution over queries, keys and values, the delta rule, a gated norm.
 
@@ -132,7 +124,8 @@ class GatedDeltaNet(nn.Module):
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
         self.in_proj_ba = Linear(hidden, 2 * self.value_heads)
-        self.conv1d = ShortConv(2 * keys + values, a.linear_conv_kernel_dim)
+        channels = 2 * keys + values
+        self.conv1d = nn.Conv1d(channels, channels, a.linear_conv_kernel_dim, groups=channels, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
         self.norm = runtime.norm(self.value_dim, config.norm_eps)

@@ -92,10 +92,10 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
 
 
 def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
-    """The logarithm of numbers uniform between 0 and 16 (decay rates of a delta net); one dim."""
-    local, (start,) = local_shard(parameter), global_offset(parameter)
-    index = torch.arange(start, start + local.shape[0], device=local.device)
-    local.copy_((16 * uniform_from(bits_at(index, stream_key(name, seed)))).log())
+    """The logarithm of numbers uniform between 0 and 16 (decay rates of a delta net)."""
+    local = local_shard(parameter)
+    for block, index in indexed_blocks(parameter):
+        local[block] = (16 * uniform_from(bits_at(index, stream_key(name, seed)))).log().to(local.dtype)
 
 
 def reset_buffers(model: nn.Module) -> None:

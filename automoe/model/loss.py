@@ -13,11 +13,7 @@ from automoe.config.schema import chunk_tokens
 from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE
 
-# x_TH of one chunk, weight_VH, labels_T, first_id and vocab of ``cross_entropy_sum``, whether a gradient is wanted
-# -> the sum of the chunk's losses, and its gradient by the logits_TV in the dtype of x
-ChunkLoss = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int, Communicator, bool], tuple[torch.Tensor, torch.Tensor | None]
-]
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # ``chunk_loss``, or what computes the same
 
 
 def chunk_loss(
@@ -28,7 +24,10 @@ def chunk_loss(
     vocab: Communicator,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A ``ChunkLoss``, operation by operation."""
+    """The sum of a chunk's losses, and if ``wanted`` its gradient by the logits [T, V] in the dtype of x.
+
+    x, labels [T] and the rest as ``cross_entropy_sum`` takes them.
+    """
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
     # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
     target_T1 = (labels_T - first_id).unsqueeze(1)
@@ -87,15 +86,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total: torch.Tensor):
-        grad_x_TH, grad_weight_VH = ctx.saved_tensors
-        return (
-            None if grad_x_TH is None else grad_x_TH * grad_total.to(grad_x_TH.dtype),
-            None if grad_weight_VH is None else grad_weight_VH * grad_total.to(grad_weight_VH.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        scaled = (None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
+        return *scaled, None, None, None, None
 
 
 def cross_entropy_sum(

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import AttentionConfig, RopeConfig
-from automoe.errors import BackendError
+from automoe.errors import import_backend
 
 
 def rotary_dim(attention: AttentionConfig, rope: RopeConfig) -> int:
@@ -90,25 +90,28 @@ class _Rotation(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.start = interleaved, start
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        before, turned, behind = _thirds(x, start, cos)
-        out_before, out_turned, out_behind = _thirds(out, start, cos)
-        _rotate_pairs(_pairs(turned, interleaved), cos, sin, _pairs(out_turned, False))
-        out_before.copy_(before)
-        out_behind.copy_(behind)
-        return out
+        return _turn(x, cos, sin, start, interleaved, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         cos, sin = ctx.saved_tensors
-        grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        before, turned, behind = _thirds(grad, ctx.start, cos)
-        x_before, x_turned, x_behind = _thirds(grad_x, ctx.start, cos)
-        _rotate_pairs(_pairs(turned, False), cos, -sin, _pairs(x_turned, ctx.interleaved))
-        x_before.copy_(before)
-        x_behind.copy_(behind)
-        return grad_x, None, None, None, None
+        return _turn(grad, cos, -sin, ctx.start, False, ctx.interleaved), None, None, None, None
+
+
+def _turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool
+) -> torch.Tensor:
+    """A copy of x with the dims from ``start`` on turned; read, and written, in pairs (2i, 2i+1) or in halves."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    before, turned, behind = _thirds(x, start, cos)
+    out_before, out_turned, out_behind = _thirds(out, start, cos)
+    (a, b), (out_a, out_b) = _pairs(turned, from_pairs), _pairs(out_turned, to_pairs)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    out_before.copy_(before)
+    out_behind.copy_(behind)
+    return out
 
 
 def _thirds(x: torch.Tensor, start: int, cos: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,13 +121,6 @@ def _thirds(x: torch.Tensor, start: int, cos: torch.Tensor) -> tuple[torch.Tenso
 
 def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
     return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-
-
-def _rotate_pairs(
-    x: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, out: tuple[torch.Tensor, ...]
-) -> None:
-    torch.mul(x[0], cos, out=out[0]).addcmul_(x[1], sin, value=-1)
-    torch.mul(x[1], cos, out=out[1]).addcmul_(x[0], sin)
 
 
 def rotate(
@@ -179,10 +175,7 @@ def rope_fns(kernel: str) -> Rope:
     if kernel == "torch":
         return Rope()
     assert kernel == "triton"
-    try:  # it is heavy and not on every platform
-        from automoe.kernels import rope as rope_kernels
-    except ImportError as error:
-        raise BackendError(
-            f"kernels.rope=triton needs the package triton ({error}). Install it, or set kernels.rope=torch"
-        ) from None
+    import_backend("triton", "kernels.rope=triton", "Install it, or set kernels.rope=torch")
+    from automoe.kernels import rope as rope_kernels
+
     return Rope(rope_kernels.rotate_heads, rope_kernels.join_keys, torch.float32)

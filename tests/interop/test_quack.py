@@ -223,5 +223,7 @@ def test_absence_is_told_before_ranks_start(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no CUDA driver')")
     monkeypatch.syspath_prepend(tmp_path)
     check_backends(chosen, shape, "cuda")
-    with pytest.raises(BackendError, match="quack does not import .*no CUDA driver.*moe.experts=grouped_mm"):
+    with pytest.raises(
+        BackendError, match="moe.experts=quack: .* does not import .*no CUDA driver.*moe.experts=grouped_mm"
+    ):
         quack.experts()
