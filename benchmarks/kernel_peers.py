@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from automoe.errors import BackendError
 from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
 from automoe.moe.experts import expert_backend
+from automoe.parallel.parallelize import FOREIGN_EXPERTS
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -54,7 +55,7 @@ def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
         if backend != "grouped_mm" and ids.device.type != "cuda":
             raise Absent(f"moe.experts={backend} needs CUDA")
         try:
-            dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend)
+            dispatch, experts = LocalDispatcher(shape.experts), expert_backend(backend, FOREIGN_EXPERTS)
         except BackendError as error:
             raise Absent(str(error)) from None
 

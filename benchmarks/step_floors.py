@@ -24,6 +24,7 @@ from train_step import cases
 
 from automoe.config.schema import Config
 from automoe.cost.params import count_params, layer_params, train_flops_per_token
+from automoe.model.loss import chunk_loss
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import Communicator
 from automoe.moe.tokens import TokenCounts
@@ -96,12 +97,11 @@ def elementwise_bytes(config: Config) -> int:
     """Of one micro-batch, forward and backward. Of what ``train.compile`` fuses, the loss alone is counted fused."""
     train = config.train
     moe = replace(config.moe, experts="triton", overlap_shared_experts=False)  # which wants a stream
-    runtime = Runtime(attend=lambda q, k, v, _mask, _scale, _sinks=None: _Scores.apply(q, k, v))
+    loss = _compiled_chunk if train.compile else chunk_loss
+    runtime = Runtime(attend=lambda q, k, v, _mask, _scale, _sinks=None: _Scores.apply(q, k, v), chunk_loss=loss)
     part = build_decoder(config.model, moe, torch.bfloat16, runtime=runtime).train()
     for _, layer in part.moe_layers():
         layer.router.float()
-    if train.compile:
-        part.chunk_loss = _compiled_chunk
     index = torch.empty(train.micro_batch_size, train.seq_len, dtype=torch.int64, device=META)
     counts = TokenCounts(*torch.empty(2, dtype=torch.int64, device=META))
     beside = dict(positions=index, index=index, row_ids=index, not_padding=index >= 0)

@@ -36,7 +36,8 @@ class Block(nn.Module):
             width = config.num_shared_experts * config.moe_intermediate_size
             shared = MLP(hidden, width, config.shared_expert_gate, sequence) if width else None
             moe_index = layer - config.first_k_dense
-            self.mlp = MoE(config, moe, moe_index, shared, runtime.comms, runtime.dispatcher, runtime.seed)
+            given = runtime.comms, runtime.dispatcher, runtime.experts, runtime.seed
+            self.mlp = MoE(config, moe, moe_index, shared, *given)
 
     @property
     def attention(self) -> nn.Module:

@@ -15,7 +15,7 @@ from automoe.local_shard import local_shard
 from automoe.model.attention import AttentionContext
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear
-from automoe.model.loss import ChunkLoss, chunk_loss, cross_entropy_sum
+from automoe.model.loss import cross_entropy_sum
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
 from automoe.moe.layer import MoE
@@ -57,7 +57,6 @@ class Decoder(nn.Module):
         norm = self.runtime.norm
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
-        self.chunk_loss: ChunkLoss = chunk_loss
 
     def moe_layers(self) -> Iterator[tuple[int, MoE]]:
         """(layer number, MoE module) of this part, in order."""
@@ -116,7 +115,7 @@ class Decoder(nn.Module):
         if labels_BS is None:
             return nn.functional.linear(x_BSH, weight_VH)
         x_TH, labels_T = x_BSH.flatten(0, 1), labels_BS.flatten()
-        loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.chunk_loss)
+        loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.runtime.chunk_loss)
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
         return torch.stack([loss / counts.trained.clamp_min(1)])

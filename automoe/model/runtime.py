@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from automoe.model.attention_kernels import AttentionFn, attend
+from automoe.model.loss import ChunkLoss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.communicators import Communicators
-from automoe.moe.dispatch import Dispatcher
+from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.experts import ExpertFn
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,21 @@ class Runtime:
     Attributes:
         comms: the groups of ranks that share rows, weights and micro-batches.
         dispatcher: brings tokens to experts in every MoE layer; None: all experts are on this rank.
+        experts: multiplies by the experts' weights; None: the backend of this package that ``moe.experts`` names.
         attend: softmax attention.
         rope: rotation of heads.
         norm: makes a norm, with the arguments of ``RMSNorm``.
+        chunk_loss: the loss of a chunk of tokens.
         always_masked: rows with document ids get a mask whatever the ids are (``attention_mask``).
         seed: of the router's jitter.
     """
 
     comms: Communicators = field(default_factory=Communicators)
     dispatcher: Dispatcher | None = None
+    experts: ExpertFn | None = None
     attend: AttentionFn = attend
     rope: Rope = field(default_factory=Rope)
     norm: Callable[..., RMSNorm] = RMSNorm
+    chunk_loss: ChunkLoss = chunk_loss
     always_masked: bool = False
     seed: int = 0

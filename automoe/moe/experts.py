@@ -21,34 +21,20 @@ Shapes: T rows to read from, R computed rows, E experts of this rank, I expert w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from automoe.config.plugins import registered
-from automoe.errors import BackendError
-from automoe.moe.activation import SWIGLU, Activation
+from automoe.config.schema import ModelConfig
+from automoe.errors import BackendError, import_backend
+from automoe.local_shard import local_shard
+from automoe.moe.activation import SWIGLU, Activation, expert_activation
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
 
-
-class ExpertFn(Protocol):
-    """See the module's docstring for shapes."""
-
-    def __call__(
-        self,
-        x_TH: torch.Tensor,
-        gather_idx_R: torch.Tensor,
-        offsets_E: torch.Tensor,
-        probs_R: torch.Tensor,
-        w_gate_up_E2IH: torch.Tensor,
-        w_down_EHI: torch.Tensor,
-        b_gate_up_E2I: torch.Tensor | None = None,
-        b_down_EH: torch.Tensor | None = None,
-        activation: Activation = SWIGLU,
-    ) -> torch.Tensor: ...
+ExpertFn = Callable[..., torch.Tensor]  # its arguments are told above
 
 
 def loop_experts(
@@ -72,42 +58,39 @@ def loop_experts(
 
 
 def _triton() -> ExpertFn:
-    try:  # heavy, and not on every platform
-        from automoe.moe.triton_experts import check_gpu, triton_experts
-    except ImportError as error:
-        raise BackendError(
-            f"moe.experts=triton needs the package triton ({error}). Install it, or set moe.experts=grouped_mm"
-        ) from None
+    import_backend("triton", "moe.experts=triton", "Install it, or set moe.experts=grouped_mm")
+    from automoe.moe.triton_experts import check_gpu, triton_experts
+
     check_gpu()
     return triton_experts
 
 
-# What makes each backend; ``automoe.parallel.parallelize`` adds those of other packages.
-BACKENDS: dict[str, Callable[[], ExpertFn]] = {
+BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # what makes each
     "loop": lambda: loop_experts,
     "grouped_mm": lambda: grouped_mm_experts,
     "triton": _triton,
 }
 
 
-def expert_backend(name: str) -> ExpertFn:
-    """The backend called ``name``.
+def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None = None) -> ExpertFn:
+    """The backend called ``name``: of a plugin, of this package, or of ``foreign`` ones that the caller knows.
 
     Raises:
         BackendError: no such backend, or one whose package is missing; names those that there are.
     """
     if name in (plugins := registered("moe.experts")):
         return plugins[name]
-    if name not in BACKENDS:
-        raise BackendError(f"moe.experts={name}: no such expert backend. There are: {', '.join(BACKENDS | plugins)}")
-    return BACKENDS[name]()
+    backends = BACKENDS | (foreign or {})
+    if name not in backends:
+        raise BackendError(f"moe.experts={name}: no such expert backend. There are: {', '.join(backends | plugins)}")
+    return backends[name]()
 
 
 class GroupedExperts(nn.Module):
     """The weights of E experts, w_gate_up [E, 2, I, H] and w_down [E, H, I], and the backend that uses them.
 
     ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank
-    all gates and the other all ups. ``biased`` adds b_gate_up [E, 2, I] and b_down [E, H].
+    all gates and the other all ups. ``config.biased_experts`` adds b_gate_up [E, 2, I] and b_down [E, H].
     """
 
     # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does. Ranks that share
@@ -118,33 +101,25 @@ class GroupedExperts(nn.Module):
     b_gate_up: nn.Parameter | None
     b_down: nn.Parameter | None
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        backend: ExpertFn,
-        biased: bool = False,
-        activation: Activation = SWIGLU,
-    ) -> None:
+    def __init__(self, config: ModelConfig, backend: ExpertFn) -> None:
         super().__init__()
-        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, intermediate_size, hidden_size))
-        self.w_down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        num_experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
+        self.w_down = nn.Parameter(torch.empty(num_experts, hidden, width))
         self.b_gate_up = self.b_down = None
-        if biased:
-            self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, intermediate_size))
-            self.b_down = nn.Parameter(torch.empty(num_experts, hidden_size))
+        if config.biased_experts:
+            self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width))
+            self.b_down = nn.Parameter(torch.empty(num_experts, hidden))
         self.first_bias_column = 0  # of b_down, where this rank has some of its columns
-        # Gives the local shard of a parameter. The dispatcher brings the rows for the experts of this rank alone.
-        self.local_shard: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
-        self.hidden_size, self.backend, self.activation = hidden_size, backend, activation
+        self.hidden_size, self.backend, self.activation = hidden, backend, expert_activation(config)
 
     def forward(
         self, x_TH: torch.Tensor, gather_idx_R: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
     ) -> torch.Tensor:
         """See the module's docstring for shapes."""
+        # Of this rank's experts alone: the dispatcher brings the rows for these.
         parameters = self.w_gate_up, self.w_down, self.b_gate_up, self.b_down
-        *weights, b_down = (None if p is None else self.local_shard(p) for p in parameters)
+        *weights, b_down = (None if p is None else local_shard(p) for p in parameters)
         b_down_EH = None if b_down is None else self._pad_to_hidden(b_down)
         with stage("experts"):
             return self.backend(x_TH, gather_idx_R, offsets_E, probs_R, *weights, b_down_EH, self.activation)

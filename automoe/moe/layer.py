@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.moe.activation import expert_activation
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.communicators import Communicators
-from automoe.moe.dispatch import Dispatcher, LocalDispatcher
-from automoe.moe.experts import GroupedExperts, expert_backend
-from automoe.moe.router import Router
+from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
+from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
+from automoe.moe.router import Router, Routing
 from automoe.moe.tokens import Tokens
 
 
@@ -35,6 +34,7 @@ class MoE(nn.Module):
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
         comms: groups of ranks that share rows and micro-batches; default: one rank.
         dispatcher: brings tokens to experts; default: all experts are on this rank.
+        experts: multiplies by their weights; default: what ``moe.experts`` names.
         seed: of the router's jitter.
     """
 
@@ -46,19 +46,13 @@ class MoE(nn.Module):
         shared_experts: nn.Module | None,
         comms: Communicators | None = None,
         dispatcher: Dispatcher | None = None,
+        experts: ExpertFn | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.comms = comms or Communicators()
         self.router = Router(config, moe, moe_index, self.comms, seed)
-        self.experts = GroupedExperts(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            expert_backend(moe.experts),
-            config.biased_experts,
-            expert_activation(config),
-        )
+        self.experts = GroupedExperts(config, expert_backend(moe.experts) if experts is None else experts)
         self.shared_experts = shared_experts
         self.moe, self.num_experts = moe, config.num_experts
         self.dispatcher = local_dispatcher(config.num_experts, moe) if dispatcher is None else dispatcher
@@ -68,7 +62,7 @@ class MoE(nn.Module):
         routing = self.router(x_BSH, tokens)
         # Started first: the host waits for sizes in the dispatch, with this work already queued.
         shared = self._start_shared_experts(x_BSH)
-        y_BSH = self.run_experts(x_BSH, routing.ids, routing.weights, routing.kept, tokens)
+        y_BSH = self.run_experts(x_BSH, routing, tokens)
         return y_BSH if shared is None else y_BSH + shared()
 
     def _start_shared_experts(self, x_BSH: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -79,22 +73,16 @@ class MoE(nn.Module):
             return run_on_side_stream(self.shared_experts, x_BSH)
         return partial(self.shared_experts, x_BSH)
 
-    def run_experts(
-        self,
-        x_BSH: torch.Tensor,
-        topk_ids_BSK: torch.Tensor,
-        weights_BSK: torch.Tensor,
-        kept_BSK: torch.Tensor | None,
-        tokens: Tokens,
-    ) -> torch.Tensor:
+    def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch, experts and combine: [B, S, H]."""
-        x_TH, ids_TK, weights_TK = x_BSH.flatten(0, 1), topk_ids_BSK.flatten(0, 1), weights_BSK.flatten(0, 1)
+        x_TH, ids_TK, weights_TK = (x.flatten(0, 1) for x in (x_BSH, routing.ids, routing.weights))
+        kept_BSK = routing.kept
         if kept_BSK is None:
             y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
         elif self.moe.pad_to_capacity:
             capacity = rows_per_expert(self.moe, tokens, self.comms, ids_TK.shape[1], self.num_experts)
-            routing = ids_TK, weights_TK, kept_BSK.flatten(0, 1)
-            y_TH = dispatch_padded(self.dispatcher, x_TH, *routing, self.experts, self.num_experts, capacity)
+            chosen = ids_TK, weights_TK, kept_BSK.flatten(0, 1)
+            y_TH = dispatch_padded(self.dispatcher, x_TH, *chosen, self.experts, self.num_experts, capacity)
         else:
             ids_TK = ids_TK.masked_fill(~kept_BSK.flatten(0, 1), self.num_experts)
             y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
@@ -107,24 +95,6 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _WaitInBackward(torch.autograd.Function):
-    """Identity. In the backward the current stream waits here for the side stream.
-
-    Autograd orders the gradient of x by itself, but not the gradients of weights that are accumulated on the side
-    stream: FSDP reads those on the current one as soon as the gradient of x is there.
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
-        ctx.side = side
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        torch.cuda.current_stream(grad.device).wait_stream(ctx.side)
-        return grad, None
-
-
 def run_on_side_stream(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start ``fn(x)`` on the side stream of x's CUDA device, in parallel to the current stream, in both passes.
 
@@ -132,7 +102,11 @@ def run_on_side_stream(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
         A function that makes the current stream wait for the result and returns it; to be called once.
     """
     main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
-    x = _WaitInBackward.apply(x, side)
+    if x.requires_grad:
+        # In the backward autograd orders the gradient of x by itself, but not those of weights that are accumulated on
+        # the side stream: FSDP reads them on the current one as soon as the gradient of x is there.
+        x = x.view_as(x)
+        x.register_hook(lambda grad: torch.cuda.current_stream(grad.device).wait_stream(side))
     side.wait_stream(main)
     # Autograd keeps x for the backward on the side stream too: its memory is free when both streams are done.
     x.record_stream(side)

@@ -36,9 +36,10 @@ VERSIONS = 256
 
 
 def apply_compile(model: Decoder, backend: str = "inductor") -> None:
-    """Compile, at their first call, the methods ``COMPILED`` of the model's modules, its last norm and its loss.
+    """Compile, at their first call, the methods ``COMPILED`` of the model's modules and its last norm.
 
-    Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks stay outside.
+    Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks stay outside. The
+    loss is in the model's runtime, compiled when that was built.
     """
     for module in model.modules():
         for name in COMPILED.get(type(module), ()):
@@ -47,30 +48,30 @@ def apply_compile(model: Decoder, backend: str = "inductor") -> None:
         assert type(model.norm) is RMSNorm
         _compile_method(model.norm, "forward", backend)
     assert model.runtime.always_masked, "a mask is made for some documents and not for others"
-    model.chunk_loss = _compiled(model.chunk_loss, backend)
 
 
 def _compile_method(module: nn.Module, name: str, backend: str) -> None:
-    compiled = _compiled(getattr(type(module), name), backend)
+    method = compiled(getattr(type(module), name), backend)
 
     def call(*args: Any) -> Any:
         # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen in torch 2.13).
-        return compiled(module, *map(wait_tensor, args))
+        return method(module, *map(wait_tensor, args))
 
     setattr(module, name, call)
 
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
-def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """``fn`` compiled at its first call: whole, and once for each dtype and shape of its arguments."""
     from torch._dynamo import config as limits  # takes long to import
 
     # Shapes are constants: they do not change, and a kernel that knows them is better.
-    compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+    code = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: Any) -> Any:
         # At every call: the limit is one of the thread, and autograd recomputes in threads of its own.
         if limits.recompile_limit < VERSIONS:
             limits.recompile_limit = VERSIONS
-        return compiled(*args)
+        return code(*args)
 
     return call

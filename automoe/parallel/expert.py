@@ -5,48 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-
 from automoe.config.plugins import registered
 from automoe.config.schema import MoEConfig
 from automoe.errors import BackendError
 from automoe.interop.deepep import open_deepep
 from automoe.model.decoder import Decoder
-from automoe.moe.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    DeepEPDispatcher,
-    Dispatcher,
-    ExpertTensorDispatcher,
-)
-from automoe.moe.experts import GroupedExperts
+from automoe.moe.dispatch.allgather import AllGatherDispatcher
+from automoe.moe.dispatch.alltoall import AllToAllDispatcher
+from automoe.moe.dispatch.base import Dispatcher
+from automoe.moe.dispatch.deepep import DeepEPDispatcher
+from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.layer import local_dispatcher
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
-
-
-class ExpertParallel(ParallelStyle):
-    """Makes the weights of a ``GroupedExperts`` DTensors: experts over ep, its ``WIDTH_DIMS`` over etp.
-
-    The mesh has one of the two axes or both.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, GroupedExperts)
-        axes = device_mesh.mesh_dim_names or ()
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            dims = {"ep": 0, "etp": module.WIDTH_DIMS[name]}
-            placements = [Shard(dims[axis]) for axis in axes]
-            sharded = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(sharded))
-        module.local_shard = DTensor.to_local
-        if "etp" in axes:
-            etp = device_mesh["etp"]
-            module.first_bias_column = etp.get_local_rank() * module.hidden_size // etp.size()
-        return module
+from automoe.parallel.tensor import shard_parameter
 
 
 def _deepep(ep: ProcessGroupDispatch) -> Callable[[int], Dispatcher]:
@@ -81,7 +53,15 @@ def build_dispatcher(meshes: Meshes, num_experts: int, moe: MoEConfig) -> Dispat
 
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
-    """Shard every MoE layer's experts over ep and etp."""
-    if axes := tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None):
-        for _, layer in model.moe_layers():
-            parallelize_module(layer.experts, meshes.moe[axes], ExpertParallel())
+    """Shard every MoE layer's experts over ep, and their ``WIDTH_DIMS`` over etp."""
+    axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
+    if not axes:
+        return
+    for _, layer in model.moe_layers():
+        experts = layer.experts
+        for name, _ in list(experts.named_parameters(recurse=False)):
+            dims = {"ep": 0, "etp": experts.WIDTH_DIMS[name]}
+            shard_parameter(experts, name, meshes.moe[axes], *(dims[axis] for axis in axes))
+        if "etp" in axes:
+            etp = meshes.moe["etp"]
+            experts.first_bias_column = etp.get_local_rank() * experts.hidden_size // etp.size()

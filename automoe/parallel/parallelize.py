@@ -11,22 +11,23 @@ from automoe.interop import quack, transformer_engine
 from automoe.model.attention_kernels import attention_fn
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
+from automoe.model.loss import chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import SINGLE_RANK, Communicator, Communicators
-from automoe.moe.experts import BACKENDS
+from automoe.moe.experts import expert_backend
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.collectives import GroupCommunicator, wait_tensor
-from automoe.parallel.compile import apply_compile
-from automoe.parallel.context import RingAttention
+from automoe.parallel.compile import apply_compile, compiled
+from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.tensor import apply_tensor_parallel
 
-BACKENDS |= {"te": transformer_engine.experts, "quack": quack.experts}  # of ``moe.experts``
+FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}  # what makes them, for ``moe.experts``
 
 
 def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
@@ -57,9 +58,11 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
     return Runtime(
         comms=Communicators() if meshes is None else _build_communicators(meshes, config.parallel),
         dispatcher=None if meshes is None else build_dispatcher(meshes, config.model.num_experts, config.moe),
-        attend=attend if ring is None else RingAttention(ring),
+        experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS) if config.model.num_moe_layers else None,
+        attend=attend if ring is None else ring_attention(ring),
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm(wait_tensor) if kernels.norm == "te" else RMSNorm,
+        chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
         always_masked=config.train.compile,
         seed=config.train.seed,
     )

@@ -11,48 +11,36 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
+from automoe.model.linear import Linear
 from automoe.model.mlp import MLP
 from automoe.parallel.mesh import Meshes
 
+# The dim of a weight that is sharded: output features, heads or vocabulary rows, and a bias with them; or input
+# features, where a bias stays whole and is added to the sum (``Linear.reduce_scatter``).
+COLWISE, ROWWISE = 0, 1
 
-class ShardWeight(ParallelStyle):
-    """Makes the weight of a linear layer or embedding a DTensor, sharded on one dim over one mesh axis.
-
-    Colwise (dim 0, as torch calls it) shards output features or vocabulary rows, and a bias with them. Rowwise (dim 1)
-    shards input features; a bias then stays whole and is added to the sum (``Linear.reduce_scatter``).
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if self.dim < parameter.dim():
-                _shard(module, name, device_mesh, self.dim)
-        return module
-
-
-def _shard(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Make parameter ``name`` of ``module`` a DTensor, sharded on ``dim``."""
-    sharded = distribute_tensor(getattr(module, name).data, mesh, [Shard(dim)], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(sharded))
-
-
-COLWISE, ROWWISE = ShardWeight(0), ShardWeight(1)
-
-_PLANS: dict[type[nn.Module], dict[str, ParallelStyle]] = {
+_PLANS: dict[type[nn.Module], dict[str, int]] = {
     MLP: {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE},
-    GroupedQueryAttention: {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE},
+    GroupedQueryAttention: {
+        "q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE, "sinks": COLWISE,
+    },
     LatentAttention: {"q_proj": COLWISE, "q_b_proj": COLWISE, "kv_b_proj": COLWISE, "o_proj": ROWWISE},
-    GatedDeltaNet: {"in_proj_qkvz": COLWISE, "in_proj_ba": COLWISE, "out_proj": ROWWISE},
+    GatedDeltaNet: {
+        "in_proj_qkvz": COLWISE, "in_proj_ba": COLWISE, "out_proj": ROWWISE, "A_log": COLWISE, "dt_bias": COLWISE,
+    },
     Decoder: {"embed_tokens": COLWISE, "lm_head": COLWISE},
-}
+}  # fmt: skip
+
+
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) -> None:
+    """Make parameter ``name`` of ``module`` a DTensor, sharded over each axis of ``mesh`` on one of ``dims``."""
+    placements = [Shard(dim) for dim in dims]
+    sharded = distribute_tensor(getattr(module, name).data, mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(sharded))
 
 
 def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
@@ -62,16 +50,13 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
         return
     assert model.runtime.comms.sequence.num_ranks == mesh.size(), "built for another mesh"
     for module in model.modules():
-        plan = _PLANS.get(type(module))
-        if plan is None:
-            continue
-        plan = {name: style for name, style in plan.items() if getattr(module, name, None) is not None}
-        if isinstance(module, GroupedQueryAttention):
-            if module.k_proj.rows is not None:  # fewer heads than ranks: each keeps them all and uses one
-                plan = {name: style for name, style in plan.items() if name not in ("k_proj", "v_proj")}
-            if module.sinks is not None:  # one a query head
-                _shard(module, "sinks", mesh, 0)
-        if isinstance(module, GatedDeltaNet):
-            _shard(module, "A_log", mesh, 0)
-            _shard(module, "dt_bias", mesh, 0)
-        parallelize_module(module, mesh, plan)
+        for name, dim in _PLANS.get(type(module), {}).items():
+            part = getattr(module, name, None)
+            if isinstance(part, nn.Parameter):
+                shard_parameter(module, name, mesh, dim)
+            elif isinstance(part, Linear) and part.rows is not None:
+                continue  # fewer key and value heads than ranks: each keeps them all and uses one
+            elif part is not None:
+                for each, parameter in list(part.named_parameters(recurse=False)):
+                    if dim < parameter.dim():
+                        shard_parameter(part, each, mesh, dim)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import GroupedExperts, expert_backend
@@ -139,7 +140,8 @@ def test_an_unknown_backend_names_those_that_there_are() -> None:
 
 
 def test_gate_and_up_are_a_view_of_their_fused_matrix() -> None:
-    experts = GroupedExperts(E, H, WIDTH, expert_backend("loop"))
+    config = ModelConfig(num_experts=E, hidden_size=H, moe_intermediate_size=WIDTH)
+    experts = GroupedExperts(config, expert_backend("loop"))
     torch.nn.init.normal_(experts.w_gate_up)  # fresh memory may hold NaN, which equals nothing
     fused = experts.w_gate_up.view(E, 2 * WIDTH, H)
     assert torch.equal(fused[:, :WIDTH], experts.w_gate_up[:, 0]) and fused.data_ptr() == experts.w_gate_up.data_ptr()

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.parallel import parallelize
-from automoe.parallel.compile import apply_compile
+from automoe.parallel.compile import apply_compile, compiled
 from automoe.verify.trajectory import Batches, Trajectory
 from tests.support.trajectories import run_trajectory
 
@@ -44,4 +44,5 @@ def run_compiled(
 
 def compiled_by(backend: str):
     """``parallelize`` with another backend than inductor, which takes its time."""
-    return patch.object(parallelize, "apply_compile", partial(apply_compile, backend=backend))
+    by_backend = {fn.__name__: partial(fn, backend=backend) for fn in (apply_compile, compiled)}
+    return patch.multiple(parallelize, **by_backend)
