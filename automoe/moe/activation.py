@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,14 @@ import torch.nn.functional as F
 from automoe.config.schema import ModelConfig
 
 
-class Activation(Protocol):
-    """A function of gate and up."""
+class SwiGLU:
+    """silu(gate) * up (arXiv 2002.05202, eq. 5)."""
 
     def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
         """The activation [R, I], in storage of its own."""
+        silu_RI = F.silu(gate_RI)
+        # With gradients it must stay unchanged for the backward.
+        return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
 
     def backward(
         self,
@@ -41,17 +43,6 @@ class Activation(Protocol):
             act_RI: takes the product.
             grad_scale_R: summed at least as wide as its own dtype.
         """
-
-
-class SwiGLU:
-    """silu(gate) * up (arXiv 2002.05202, eq. 5)."""
-
-    def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
-        silu_RI = F.silu(gate_RI)
-        # With gradients it must stay unchanged for the backward.
-        return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
-
-    def backward(self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R) -> None:
         silu_RI = F.silu(gate_RI)
         torch.mul(silu_RI, up_RI, out=act_RI)
         # ``grad_up`` is scratch until its own value is computed.
@@ -91,6 +82,7 @@ class ClampedSwiGLU:
         torch.mul(grad_RI, raised_RI, out=grad_gate_RI).mul_(slope_RI).mul_(gate_RI <= self.limit)
 
 
+Activation = SwiGLU | ClampedSwiGLU
 SWIGLU = SwiGLU()
 
 

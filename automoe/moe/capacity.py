@@ -92,22 +92,22 @@ def choose_kept(
     """[B, S, K] bool: which choices fit. No host sync."""
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
-    by_probs = moe.drop_policy == "probs"
     if moe.drop_scope == "rank":
-        priority_GN = (weights_BSK / PRIORITY_STEP).round().view(1, -1) if by_probs else None
-        capacity = expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
-        fits_GN = rank_within_expert(ids_BSK.view(1, -1), num_experts, priority_GN) < capacity
-        return fits_GN.view_as(ids_BSK) & (ids_BSK < num_experts)
-    # One collective for both: float64 holds ids exactly.
-    both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
-    ids_BWK, weights_BWK = whole_rows(both, tokens.index, comms).unbind(-1)
-    priority_GN = (weights_BWK / PRIORITY_STEP).round().flatten(1) if by_probs else None
-    capacity = expert_capacity(moe.capacity_factor, ids_BWK.shape[1], top_k, num_experts)
-    fits_GN = rank_within_expert(ids_BWK.to(torch.int64).flatten(1), num_experts, priority_GN) < capacity
-    fits = fits_GN.view_as(ids_BWK)
-    if comms.ranks_per_row > 1:
-        fits = fits.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
-    return fits & (ids_BSK < num_experts)
+        ids_GN, weights_GN = ids_BSK.view(1, -1), weights_BSK.reshape(1, -1)
+        row_size, num_tokens = size, num_rows * size
+    else:
+        # One collective for both: float64 holds ids exactly.
+        both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
+        ids_GN, weights_GN = whole_rows(both, tokens.index, comms).flatten(1, 2).unbind(-1)
+        ids_GN = ids_GN.to(torch.int64)
+        row_size = num_tokens = size * comms.ranks_per_row
+    priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
+    capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
+    fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
+    fits_BWK = fits_GN.view(num_rows, row_size, top_k)
+    if row_size > size:
+        fits_BWK = fits_BWK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
+    return fits_BWK & (ids_BSK < num_experts)
 
 
 def dispatch_padded(

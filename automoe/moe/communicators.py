@@ -1,62 +1,47 @@
 """The groups of ranks that a model's modules talk to, as objects that they are given when they are built.
 
-Shapes: B rows, S positions of one rank, P ranks of the group. A model on one rank is given ``SingleRank`` alone,
+Shapes: B rows, S positions of one rank, P ranks of the group. A model on one rank is given ``SINGLE_RANK`` alone,
 which sends nothing, so the modules read alike on every mesh.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 
-class Communicator(Protocol):
-    """One group of ranks, of which this one is number ``rank``. Positions are dim 1 of what is sent."""
+class Communicator:
+    """One group of ranks, of which this one is number ``rank``: this rank alone, where a subclass does not say more.
 
-    rank: int
-    num_ranks: int
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] -> [B, P S, ...] of all ranks in order; the gradient is reduce-scattered."""
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, P S, ...], this rank's term of a sum over ranks -> its shard [B, S, ...] of the sum."""
-
-    def local_shard(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, P S, ...] that all ranks have -> this rank's [B, S, ...]; nothing is sent."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks; not differentiable."""
-
-    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Maximum over the ranks; not differentiable."""
-
-
-class SingleRank:
-    """A group of this rank alone: nothing to do."""
+    Positions are dim 1 of what is sent.
+    """
 
     rank = 0
     num_ranks = 1
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, ...] -> [B, P S, ...] of all ranks in order; the gradient is reduce-scattered."""
         return x
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, P S, ...], this rank's term of a sum over ranks -> its shard [B, S, ...] of the sum."""
         return x
 
     def local_shard(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, P S, ...] that all ranks have -> this rank's [B, S, ...]; nothing is sent."""
         return x
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks; not differentiable."""
         return x
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """Maximum over the ranks; not differentiable."""
         return x
 
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = Communicator()
 
 
 def first_of_rank(comm: Communicator, total: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from automoe.moe.communicators import Communicator
 from automoe.moe.dispatch.measure import stages_are_timed
 
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -50,8 +51,8 @@ def wait_tensor(x: Any) -> Any:
     return _Wait.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
-class GroupCommunicator:
-    """The ``Communicator`` of a process group: the r-th shard of the positions is on its rank r."""
+class GroupCommunicator(Communicator):
+    """That of a process group: the r-th shard of the positions is on its rank r."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -78,15 +79,8 @@ class GroupCommunicator:
         return x
 
 
-def all_to_all(
-    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send ``input_splits[r]`` rows of ``x`` to rank r and receive ``output_splits[r]``; the gradient goes back."""
-    return functional.all_to_all_single_autograd(x.contiguous(), output_splits, input_splits, group)
-
-
 class ProcessGroupDispatch:
-    """The ``automoe.moe.dispatch.DispatchGroup`` over a process group."""
+    """The ``automoe.moe.dispatch.base.DispatchGroup`` over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -99,7 +93,8 @@ class ProcessGroupDispatch:
         return self._timed(reduce_scatter(x, 0, self.group))
 
     def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
-        return self._timed(all_to_all(x, output_splits, input_splits, self.group))
+        received = functional.all_to_all_single_autograd(x.contiguous(), output_splits, input_splits, self.group)
+        return self._timed(received)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(counts)

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
-from automoe.config.mesh_shape import rank_groups as rank_groups
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
 _ALWAYS_PRESENT = ("dp_shard", "ep_shard")

@@ -6,7 +6,7 @@ Shapes: M micro-batches of B rows, S positions of this rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,20 +79,6 @@ def _whole_over_tp(parameter: torch.Tensor) -> bool:
     return dense and "tp" not in axes
 
 
-class StepRunner(Protocol):
-    """Runs all micro-batches of a step on this rank's part of the model."""
-
-    def train(self, inputs: Inputs) -> torch.Tensor:
-        """Forward and backward; gradients are summed over the global batch when it returns.
-
-        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and on
-        all tp ranks but the first, which have the same.
-        """
-
-    def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        """Forward alone, no gradient, nothing counted; the loss share as ``train``."""
-
-
 class SingleStageRunner:
     """The whole model on this rank: a loop over micro-batches."""
 
@@ -102,6 +88,11 @@ class SingleStageRunner:
         self.reports_loss = meshes.coordinate("tp") == 0
 
     def train(self, inputs: Inputs) -> torch.Tensor:
+        """Forward and backward; gradients are summed over the global batch when it returns.
+
+        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and on
+        all tp ranks but the first, which have the same.
+        """
         micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs["tokens"].device)
         for i, micro_batch in enumerate(micro_batches):
@@ -114,6 +105,7 @@ class SingleStageRunner:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
+        """Forward alone, no gradient, nothing counted; the loss share as ``train``."""
         self.part.eval()
         losses = [self.part(micro_batch.pop("tokens"), **micro_batch).sum() for micro_batch in self._split(inputs)]
         self.part.train()
@@ -128,7 +120,7 @@ class SingleStageRunner:
 
 
 class PipelineRunner:
-    """This rank's stages under one of torch's pipeline schedules.
+    """This rank's stages under one of torch's pipeline schedules; methods as of ``SingleStageRunner``.
 
     Stages get static metadata: left to infer it, torch would run a real forward and backward on
     uninitialised activations and pollute the expert counts.
@@ -142,29 +134,22 @@ class PipelineRunner:
         train = config.train
         num_rows = train.global_batch_size // meshes.shape.dp
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
-        tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            rows,
-            seq // meshes.shape.tp,
-            config.model.hidden_size,
-            dtype=COMPUTE_DTYPES[train.dtype],
-            device="meta",
-            requires_grad=True,
-        )
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
-        stages = [
-            PipelineStage(
-                part,
-                stage,
-                num_stages,
-                device,
-                input_args=tokens if stage == 0 else hidden,
-                output_args=loss if stage == num_stages - 1 else hidden,
-                group=meshes.group("pp"),
+
+        def meta(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+        compute = COMPUTE_DTYPES[train.dtype]
+        tokens = meta(rows, seq, dtype=torch.int64)
+        hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
+        loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
+        stages = []
+        for stage, part in parts.items():
+            given = tokens if stage == 0 else hidden
+            returned = loss if stage == num_stages - 1 else hidden
+            group = meshes.group("pp")
+            stages.append(
+                PipelineStage(part, stage, num_stages, device, input_args=given, output_args=returned, group=group)
             )
-            for stage, part in parts.items()
-        ]
         schedule = SCHEDULES[config.parallel.schedule]
         self.first, self.last = 0 in parts, num_stages - 1 in parts
         self.schedule = schedule(
@@ -200,6 +185,9 @@ class PipelineRunner:
         if not losses or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(torch.float64).sum()
+
+
+StepRunner = SingleStageRunner | PipelineRunner
 
 
 def _reshard(parts) -> None:

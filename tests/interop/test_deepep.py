@@ -21,7 +21,7 @@ from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, Tr
 from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
 from automoe.launch.hardware import check_backends
-from automoe.moe.dispatch import DeepEPDispatcher
+from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.measure import HostSyncs
 
 T, K, H, E, RANKS = 6, 3, 16, 8, 2

@@ -33,7 +33,7 @@ from automoe.model.linear import Linear
 from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.communicators import Communicators
-from automoe.moe.dispatch import ExpertTensorDispatcher
+from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.tokens import IGNORE, TokenCounts
 from automoe.parallel.collectives import GroupCommunicator

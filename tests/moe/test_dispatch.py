@@ -14,8 +14,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automoe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
-from automoe.moe.dispatch.base import group_ends, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.allgather import AllGatherDispatcher
+from automoe.moe.dispatch.alltoall import AllToAllDispatcher
+from automoe.moe.dispatch.base import LocalDispatcher, group_ends, sort_by_expert, sum_to_tokens
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.verify.pool import RankPool
 

@@ -10,7 +10,7 @@ import torch
 
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.data.loader import StepBatch
-from automoe.moe.dispatch import LocalDispatcher
+from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.dispatch.measure import STAGES, HostSyncs, StageTimer
 from automoe.verify.pool import RankPool
 from tests.support.trajectories import run_trajectory

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, rank_groups, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.parallel.fake_world import fake_world
-from automoe.parallel.mesh import build_meshes, rank_groups
+from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
 MESHES = [

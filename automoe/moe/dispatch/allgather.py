@@ -2,15 +2,15 @@
 
 With one expert a rank it sends E/K times the bytes of the all-to-all.
 Shapes: T tokens of a rank (equal on all), K top-k, H hidden, P ranks of the ep axis, L experts of this rank,
-A = P T tokens of all ranks, R rows that this rank computes.
+A = P T tokens of all ranks.
 """
 
 from __future__ import annotations
 
 import torch
 
-from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, sort_by_expert, sum_to_tokens
-from automoe.moe.dispatch.measure import on_host, stage
+from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
+from automoe.moe.dispatch.measure import stage
 
 
 class AllGatherDispatcher:
@@ -33,16 +33,14 @@ class AllGatherDispatcher:
         with stage("permute"):
             local_ids_AK = topk_ids_AK - self.first_expert
             elsewhere_AK = (local_ids_AK < 0) | (local_ids_AK >= self.num_local)
-            order_R, counts_L = sort_by_expert(local_ids_AK.masked_fill(elsewhere_AK, self.num_local), self.num_local)
-            if rows_per_expert is None:
-                num_rows = on_host(counts_L.sum())
-            else:
+            local_ids_AK = local_ids_AK.masked_fill(elsewhere_AK, self.num_local)
+            num_rows = None
+            if rows_per_expert is not None:
                 num_rows = rows_per_expert * self.num_local * self.ep.num_ranks
-            order_R = order_R[:num_rows]
-            token_idx_R = order_R // topk_ids_TK.shape[1]
-            probs_R = weights_AK.flatten()[order_R]
-        rows_RH = experts(self.ep.wait(x_AH), token_idx_R, group_ends(counts_L), probs_R)
-        with stage("unpermute"):
-            partial_AH = sum_to_tokens(rows_RH, token_idx_R, x_AH.shape[0])
+
+        def wait_and_run(x_AH: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+            return experts(self.ep.wait(x_AH), *routing)
+
+        partial_AH = run_choices(x_AH, local_ids_AK, weights_AK, wait_and_run, self.num_local, num_rows)
         with stage("reduce_scatter"):
             return self.ep.reduce_scatter(partial_AH)

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from automoe.moe.dispatch.base import (
-    DispatchGroup,
-    Experts,
-    group_ends,
-    regroup_by_expert,
-    sort_by_expert,
-    sum_to_tokens,
-)
+from automoe.moe.dispatch.base import DispatchGroup, Experts, run_received, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.measure import on_host, stage
 
 
@@ -41,14 +34,7 @@ class AllToAllDispatcher:
         with stage("a2a_dispatch"):
             rows_RH = self.ep.all_to_all(rows_MH, received, sent)
             probs_R = self.ep.all_to_all(weights_M1, received, sent).squeeze(1)
-
-        with stage("permute"):
-            by_expert_R, back_R = regroup_by_expert(counts_PL, rows_RH.shape[0])
-            probs_R = probs_R[by_expert_R]
-        out_RH = experts(self.ep.wait(rows_RH), by_expert_R, group_ends(counts_PL.sum(0)), probs_R)
-
-        with stage("unpermute"):
-            out_RH = out_RH.index_select(0, back_R)
+        out_RH = run_received(rows_RH, probs_R, counts_PL, experts, self.ep)
         with stage("a2a_combine"):
             out_MH = self.ep.all_to_all(out_RH, sent, received)
         with stage("unpermute"):

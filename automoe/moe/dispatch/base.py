@@ -1,4 +1,19 @@
-"""What dispatchers are made of: their signature, the group they send over, index arithmetic; and the one for one rank.
+"""Dispatchers send each token to the ranks of its experts and bring the results back: what all are made of, and the one
+for one rank.
+
+Every dispatcher is an object with one signature:
+
+    x_TH            this rank's tokens
+    topk_ids_TK     int64, chosen experts, numbered over all E of the layer; E: a dropped choice
+    weights_TK      routing weights
+    experts         ``f(x, gather_idx, offsets, probs) -> rows`` over this rank's experts
+    rows_per_expert how many choices every expert gets from every rank, if known (padding to capacity): then
+                    sizes need no host sync. Default None
+    returns [T, H]  sum over k of weights * expert(x)
+
+It is given the group that it sends over (``DispatchGroup``) and knows nothing else of the mesh. One object serves
+every layer and micro-batch, so it keeps nothing from one call to the next. Weights do not depend on the
+dispatcher, so any of them runs on any checkpoint.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, P ranks, M rows of (token, choice) pairs.
 """
@@ -13,19 +28,7 @@ import torch
 from automoe.moe.dispatch.measure import on_host, stage
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Dispatcher(Protocol):
-    """See the package's docstring for shapes."""
-
-    def __call__(
-        self,
-        x_TH: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        experts: Experts,
-        rows_per_expert: int | None = None,
-    ) -> torch.Tensor: ...
+Dispatcher = Callable[..., torch.Tensor]  # its arguments are told above
 
 
 class DispatchGroup(Protocol):
@@ -113,6 +116,45 @@ def sum_to_tokens(rows_MH: torch.Tensor, token_idx_M: torch.Tensor, num_tokens: 
     return _SumToTokens.apply(rows_MH, token_idx_M, num_tokens)
 
 
+def run_choices(
+    x_TH: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts: Experts,
+    num_experts: int,
+    num_rows: int | None = None,
+) -> torch.Tensor:
+    """[T, H]: for each of these tokens the weighted sum of the experts that it chose among the ``num_experts`` here.
+
+    Args:
+        topk_ids_TK: an id of ``num_experts`` or more is a choice of none of them.
+        num_rows: choices of these experts in all; None: they are counted, and the host waits for it.
+    """
+    with stage("permute"):
+        order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
+        order_M = order_M[: on_host(counts_E.sum()) if num_rows is None else num_rows]
+        token_idx_M = order_M // topk_ids_TK.shape[1]
+        probs_M = weights_TK.flatten()[order_M]
+    rows_MH = experts(x_TH, token_idx_M, group_ends(counts_E), probs_M)
+    with stage("unpermute"):
+        return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
+
+
+def run_received(
+    rows_RH: torch.Tensor, probs_R: torch.Tensor, counts_PE: torch.Tensor, experts: Experts, group: DispatchGroup
+) -> torch.Tensor:
+    """[R, H]: outputs of the experts for rows received from every rank of ``group``, in the order they came in.
+
+    ``counts_PE`` as for ``regroup_by_expert``.
+    """
+    with stage("permute"):
+        by_expert_R, back_R = regroup_by_expert(counts_PE, rows_RH.shape[0])
+        probs_R = probs_R[by_expert_R]
+    out_RH = experts(group.wait(rows_RH), by_expert_R, group_ends(counts_PE.sum(0)), probs_R)
+    with stage("unpermute"):
+        return out_RH.index_select(0, back_R)
+
+
 class LocalDispatcher:
     """All experts are on this rank: the expert function reads the tokens themselves, without a copy.
 
@@ -124,12 +166,5 @@ class LocalDispatcher:
         self.num_experts, self.drops = num_experts, drops
 
     def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
-        with stage("permute"):
-            order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
-            if self.drops:
-                order_M = order_M[: on_host(counts_E.sum())]
-            token_idx_M = order_M // topk_ids_TK.shape[1]
-            probs_M = weights_TK.flatten()[order_M]
-        rows_MH = experts(x_TH, token_idx_M, group_ends(counts_E), probs_M)
-        with stage("unpermute"):
-            return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
+        num_rows = None if self.drops else topk_ids_TK.numel()
+        return run_choices(x_TH, topk_ids_TK, weights_TK, experts, self.num_experts, num_rows)

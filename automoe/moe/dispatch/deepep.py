@@ -2,8 +2,7 @@
 
 The library moves rows; this file makes a dispatcher of it. Its combine adds rows without weights, so the experts
 apply the weights. The backward of dispatch is combine, and the backward of combine is dispatch.
-Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R distinct tokens received, M rows of
-(token, choice) pairs that this rank computes.
+Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R distinct tokens received.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from automoe.errors import BackendError
-from automoe.moe.dispatch.base import Experts, group_ends, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.base import Experts, run_choices
 from automoe.moe.dispatch.measure import count_host_sync, stage
 
 
@@ -44,17 +43,14 @@ class TokenExchange(Protocol):
         self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
     ) -> Received:
         """topk_ids int64 with -1 for none, weights float32."""
-        ...
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         """[T, H] -> [R, H], to where ``handle``'s dispatch sent."""
-        ...
 
     def combine(
         self, rows_RH: torch.Tensor, weights_RK: torch.Tensor | None, handle: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and weights -> their sums [T, H] and [T, K] on the ranks they came from."""
-        ...
 
 
 class _Dispatch(torch.autograd.Function):
@@ -93,7 +89,7 @@ class DeepEPDispatcher:
         self.num_experts, self.num_local, self.exchange = num_experts, num_experts // num_ranks, exchange
 
     def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
-        """See the package's docstring for shapes.
+        """See ``automoe.moe.dispatch.base`` for shapes.
 
         Raises:
             BackendError: rows that DeepEP cannot send.
@@ -109,13 +105,8 @@ class DeepEPDispatcher:
         with stage("permute"):
             local_ids_RK = received.topk_ids_RK.to(torch.int64)
             local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
-            order_M, counts_L = sort_by_expert(local_ids_RK, self.num_local)
-            order_M = order_M[: sum(received.counts)]
-            row_idx_M = order_M // topk_ids_TK.shape[1]
-            probs_M = weights_RK.flatten()[order_M]
-        rows_MH = experts(x_RH, row_idx_M, group_ends(counts_L), probs_M)
-        with stage("unpermute"):
-            sums_RH = sum_to_tokens(rows_MH, row_idx_M, x_RH.shape[0])
+        num_rows = sum(received.counts)
+        sums_RH = run_choices(x_RH, local_ids_RK, weights_RK, experts, self.num_local, num_rows)
         with stage("a2a_combine"):
             return _Combine.apply(sums_RH, received.handle, self.exchange)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts, group_ends, regroup_by_expert
+from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts, run_received
 from automoe.moe.dispatch.measure import on_host, stage
 
 
@@ -25,45 +25,29 @@ class ExpertTensorDispatcher:
         self.dispatcher, self.etp = dispatcher, etp
 
     def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
-        def spread(x_XH, gather_idx_R, offsets_E, probs_R):
-            return self._run(x_XH, gather_idx_R, offsets_E, probs_R, experts, even=rows_per_expert is not None)
+        num_ranks = self.etp.num_ranks
+
+        def spread(x_XH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
+            num_rows = gather_idx_R.shape[0]
+            with stage("all_gather"):
+                ends_E = offsets_E.to(torch.int64)
+                counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+                if rows_per_expert is not None:  # then all ranks of the group have the same number
+                    counts_PE, sizes = counts_E.expand(num_ranks, -1), [num_rows] * num_ranks
+                else:
+                    counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))
+                    sizes = on_host(counts_PE.sum(1))
+            with stage("permute"):
+                rows_RH = x_XH.index_select(0, gather_idx_R)
+            with stage("all_gather"):
+                rows_GH = self._gather(rows_RH, sizes)
+                probs_G = self._gather(probs_R.unsqueeze(1), sizes).squeeze(1)
+            out_GH = run_received(rows_GH, probs_G, counts_PE, experts, self.etp)
+            with stage("reduce_scatter"):
+                terms = self.etp.all_to_all(out_GH, [num_rows] * num_ranks, sizes)
+                return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
 
         return self.dispatcher(x_TH, topk_ids_TK, weights_TK, spread, rows_per_expert)
-
-    def _run(
-        self,
-        x_XH: torch.Tensor,
-        gather_idx_R: torch.Tensor,
-        offsets_E: torch.Tensor,
-        probs_R: torch.Tensor,
-        experts: Experts,
-        even: bool,
-    ) -> torch.Tensor:
-        """``even``: all ranks of the group have the same number of rows for each expert."""
-        num_ranks, num_rows = self.etp.num_ranks, gather_idx_R.shape[0]
-        with stage("all_gather"):
-            ends_E = offsets_E.to(torch.int64)
-            counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-            if even:
-                counts_PE, sizes = counts_E.expand(num_ranks, -1), [num_rows] * num_ranks
-            else:
-                counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))
-                sizes = on_host(counts_PE.sum(1))
-        with stage("permute"):
-            rows_RH = x_XH.index_select(0, gather_idx_R)
-        with stage("all_gather"):
-            rows_GH = self._gather(rows_RH, sizes)
-            probs_G = self._gather(probs_R.unsqueeze(1), sizes).squeeze(1)
-
-        with stage("permute"):
-            by_expert_G, back_G = regroup_by_expert(counts_PE, rows_GH.shape[0])
-            probs_G = probs_G[by_expert_G]
-        out_GH = experts(self.etp.wait(rows_GH), by_expert_G, group_ends(counts_PE.sum(0)), probs_G)
-        with stage("unpermute"):
-            out_GH = out_GH.index_select(0, back_G)
-        with stage("reduce_scatter"):
-            terms = self.etp.all_to_all(out_GH, [num_rows] * num_ranks, sizes)
-            return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
 
     def _gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """[R, ...] of each rank -> [sum of sizes, ...], rank after rank."""
