@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-gpu test-meshes test-faults test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,6 +42,9 @@ test: setup ## Run the tests (ARGS='-k mesh')
 
 test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 GB; PYTHON=python3.12)
 	@$(MAKE) test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
+
+test-latest: ## The tests with the newest released versions, in .venv-latest (6 GB; remove it to take newer ones)
+	@$(MAKE) test VENV=.venv-latest CONSTRAINTS=
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -12,12 +12,14 @@ import sys
 from automoe.config.compose import Arguments, parse_arguments
 from automoe.errors import AutomoeError
 from automoe.launch.external import detect_external, left_over
+from automoe.launch.streams import outlive_streams
 
 EXIT_WRONG, EXIT_NO_HARDWARE = 2, 3
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``automoe train``; returns the exit status."""
+    outlive_streams()
     try:
         return _main(parse_arguments(sys.argv[1:] if argv is None else argv))
     except AutomoeError as error:

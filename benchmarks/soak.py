@@ -1,7 +1,7 @@
 """Kill training runs at random moments, for as long as asked, and check that nothing is lost.
 
 One job after the other, on meshes in turn: its uninterrupted record first, then the same command again and again,
-each start killed by SIGKILL at a random moment (a rank, all ranks, torchrun, or the launching process), until one
+each start killed by SIGKILL at a random moment (a rank, all ranks, or the launching process), until one
 comes to its end. Three of four moments are drawn from the time that training takes, which is short beside that of starting
 on a small job; the others from the whole run. After every kill no process may be left and the record so far must be the uninterrupted one's to the
 bit; at the end the whole record must.
@@ -40,7 +40,7 @@ from tests.support.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  
 STEPS, EVERY = 24, 3
 KILLS_A_JOB = 12  # then a start is let alone, so that every mesh has its turn on a slow machine too
 IN_TRAINING = 0.75  # share of the moments that are counted from the start of training
-VICTIMS = ("a rank", "all ranks", "torchrun", "the launcher")
+VICTIMS = ("a rank", "all ranks", "the launcher")
 
 
 class Lost(AssertionError):
@@ -212,15 +212,9 @@ def run_until_done(
 
 
 def strike(command: TrainCommand, process: subprocess.Popen[str], victim: str, pick: float) -> str:
-    """Kill ``victim``, or the launcher where ranks or torchrun have not started yet; who it was, perhaps nobody."""
+    """Kill ``victim``, or the launcher where ranks have not started yet; who it was, perhaps nobody."""
     ranks = command.rank_pids()
-    agents = [pid for pid in command.pids() if pid != process.pid and pid not in ranks]
-    chosen = {
-        "a rank": ranks[int(pick * len(ranks)) :][:1],
-        "all ranks": ranks,
-        "torchrun": agents,
-        "the launcher": [],
-    }[victim]
+    chosen = {"a rank": ranks[int(pick * len(ranks)) :][:1], "all ranks": ranks, "the launcher": []}[victim]
     if not chosen:
         victim, chosen = VICTIMS[-1], [process.pid]
     return victim if any([kill(pid) for pid in chosen]) else "nobody"  # the run ended in this very moment

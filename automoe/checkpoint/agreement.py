@@ -63,7 +63,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="checkpoint")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all(self, action: Callable[[], T]) -> list[T]:

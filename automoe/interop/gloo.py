@@ -22,10 +22,12 @@ _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 class _OneWorker(type):
     """Replaces torch's class where groups are made and recognised; its objects are torch's own."""
 
-    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         options = _Gloo._Options()
         options._threads = 1
         options._timeout = timeout
+        for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
+            setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options._devices = [_Gloo.create_device(interface=name) for name in interfaces] or [
             _Gloo.create_default_device()

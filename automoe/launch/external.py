@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -193,7 +193,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             for note in start_notes(config):
                 print(note, file=sys.stderr, flush=True)
             run_dir = Path(config.run_dir).absolute()
-            held.enter_context(runs.locked(run_dir))
+            run_dir_lost = held.enter_context(runs.locked(run_dir))
         except AutomoeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # now: torch must be imported to tell the others
             _cancel(launch)
@@ -208,7 +208,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             runs.report_error(run_dir, error, launch.rank)
             raise
         store.set(_KEY, json.dumps(message))
-        code = _run_as_rank(message, launch, store)
+        code = _run_as_rank(message, launch, store, run_dir_lost)
         if config.observe.report:  # a rank that fails leaves before this, and writes it as it goes
             from automoe.observe.report import write_report
 
@@ -280,13 +280,16 @@ def _refuse_sweep(args: Arguments, launcher: str) -> None:
         )
 
 
-def _run_as_rank(message: dict[str, Any], launch: ExternalLaunch, store: Store) -> int:
+def _run_as_rank(
+    message: dict[str, Any], launch: ExternalLaunch, store: Store, run_dir_lost: Callable[[], str | None] = lambda: None
+) -> int:
     from automoe.launch.worker import run_rank
 
     config = parse_config(message["config"], plugins=True)
     run_dir = Path(message["run_dir"])
     (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
-    return run_rank(run_dir, launch.rank, launch.world_size, launch.local_rank, config, store)
+    place = (launch.rank, launch.world_size, launch.local_rank)
+    return run_rank(run_dir, *place, config, store, run_dir_lost=run_dir_lost)
 
 
 def _open_store(launch: ExternalLaunch) -> Store:

@@ -1,18 +1,19 @@
-"""Ranks of one machine under torchrun: started, watched, stopped, judged by the status file, and started again."""
+"""Ranks of one machine: started, watched, stopped, judged by the status file, and started again.
+
+There is no agent between this process and its ranks: they are its children.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import json
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -24,11 +25,12 @@ from automoe.config.schema import Config
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.hardware import check_backends, start_notes
+from automoe.launch.worker import STOP_SIGNALS, stop_signals
+from automoe.loopback import LOOPBACK, store_file
 
-_PR_SET_PDEATHSIG = 1
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _NO_ACCIDENT = "another attempt would end the same way"
-_KILL_AFTER_S = 8  # torchrun's patience between SIGTERM and SIGKILL when a rank has failed
+_KILL_AFTER_S = 8  # for the other ranks to leave by themselves once one has failed
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
         print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
     elif result.state == "preempted":
         print("stopped before the last step, as asked", file=sys.stderr)
-    if config.observe.report:
+    if config.observe.report and Path(config.run_dir).is_dir():
         from automoe.observe.report import write_report
 
         write_report(config.run_dir)  # by this process and not by rank 0: a run that died by SIGKILL has a report too
@@ -78,7 +80,7 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
 def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
     """Run every rank of ``shape`` on this machine and wait for the end.
 
-    Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM and Ctrl-C as a request
+    Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM, SIGHUP and Ctrl-C as a request
     to stop (a second Ctrl-C kills, and so does the end of ``launch.grace_s``). A run that fails is started
     again, from its newest checkpoint, up to ``launch.max_restarts`` times. Call it from the main thread:
     ranks die with the thread that made them.
@@ -88,10 +90,10 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
         LaunchError: another run holds it.
     """
     run_dir = Path(config.run_dir).absolute()
-    with runs.locked(run_dir):
+    with runs.locked(run_dir) as run_dir_lost:
         runs.start_run(run_dir)
         save_config(resolved(config, shape, device), run_dir)
-        launch = _Launch(run_dir, shape.world_size, config)
+        launch = _Launch(run_dir, shape.world_size, config, run_dir_lost)
         with launch.forwarding_signals():
             return _attempts(launch, config, shape, device)
 
@@ -102,6 +104,8 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
     started_again = 0
     while True:
         result = launch.attempt()
+        if launch.run_dir_lost() is not None:
+            return result
         if result.error is None or launch.signum is not None:
             break
         why_not = restarts.refusal(result.error)
@@ -122,27 +126,24 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
 
 
 class _Launch:
-    def __init__(self, run_dir: Path, num_ranks: int, config: Config) -> None:
-        self.run_dir, self.num_ranks = run_dir, num_ranks
+    def __init__(self, run_dir: Path, num_ranks: int, config: Config, run_dir_lost: Callable[[], str | None]) -> None:
+        self.run_dir, self.num_ranks, self.run_dir_lost = run_dir, num_ranks, run_dir_lost
         self.saves = config.checkpoint.every > 0
-        self.log = run_dir / runs.LOG_FOLDER / "launcher.log"
         self.grace_s = config.launch.grace_s
         self.signum: int | None = None
-        self.kill_at: float | None = None  # on the monotonic clock, once asked to stop
-        self.agent: subprocess.Popen[bytes] | None = None
-        self.env = without_rendezvous(os.environ)
-        self.env["AUTOMOE_LAUNCHER_PID"] = str(os.getpid())
-        self.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_KILL_AFTER_S)
-        if config.launch.threads_per_rank:
-            self.env["OMP_NUM_THREADS"] = str(config.launch.threads_per_rank)
-        else:
-            # torchrun sets 1 with a warning when the variable is absent; this says it without one.
-            self.env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+        self.kill_at = math.inf  # on the monotonic clock, once asked to stop
+        self.gave_up = False  # on ranks that were asked to stop: they were killed
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.killed: set[int] = set()  # ranks that were ended from here
+        self.env = without_rendezvous(os.environ) | LOOPBACK
+        self.env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        share = str(max(1, (os.cpu_count() or 1) // num_ranks))
+        self.env["OMP_NUM_THREADS"] = str(config.launch.threads_per_rank or self.env.get("OMP_NUM_THREADS", share))
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask the ranks to stop, between two attempts as well."""
-        old = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        """SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, between two attempts as well."""
+        old = {number: signal.signal(number, self._forward) for number in stop_signals()}
         try:
             yield
         finally:
@@ -151,49 +152,60 @@ class _Launch:
 
     def attempt(self) -> RunResult:
         """Start every rank, wait for the end, and say how it ended."""
-        self._start_and_wait()
+        self.ranks, self.killed = [], set()
+        with store_file() as store:
+            try:
+                self._start(store)
+                self._wait()
+            finally:
+                self._kill()
+        if (lost := self.run_dir_lost()) is not None:
+            return RunResult("failed", None, _failure(None, lost))
         return self._judge()
 
-    def _start_and_wait(self) -> None:
-        # --standalone lets the kernel choose the rendezvous port: none to be taken, none to be stale.
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        # A scheduler may send SIGTERM to every process of a job. torchrun would then kill ranks that are saving,
-        # so it ignores it: this process ends torchrun.
-        command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
-        command += ["--nproc-per-node", str(self.num_ranks), "-m", "automoe.launch.worker", str(self.run_dir)]
-        with open(self.log, "w") as log:
-            self.agent = subprocess.Popen(
-                command,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
-                preexec_fn=functools.partial(_prepare_agent, os.getpid()),
-            )
-            try:
-                if self.signum is not None:
-                    self._ask_to_stop()
-                while self.agent.poll() is None:
-                    if self.kill_at is not None and time.monotonic() > self.kill_at:
-                        self._end_grace()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        self.agent.wait(timeout=1)
-            finally:
-                self._kill_everything()
+    def _start(self, store: Path) -> None:
+        command = [sys.executable, "-m", "automoe.launch.worker", str(self.run_dir), str(os.getpid()), str(store)]
+        # Blocked, a signal waits in a rank that has no handler for it yet.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for rank in range(self.num_ranks):
+                env = self.env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                # A session of its own: Ctrl-C in the terminal reaches this process alone.
+                process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+                self.ranks.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self.signum is not None:
+            self._ask_to_stop()
+
+    def _wait(self) -> None:
+        """Until every rank has left; those that outlive a failed one, or a request to stop, are killed in the end."""
+        failed_at = math.inf
+        while any([rank.poll() is None for rank in self.ranks]):
+            now = time.monotonic()
+            if failed_at == math.inf and any(rank.returncode for rank in self.ranks):
+                failed_at = now
+                if (killed := self._killed_rank(None)) is not None:
+                    runs.record_failure(self.run_dir, killed)  # the others see it and leave
+            if now > self.kill_at:
+                self._end_grace()
+            elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:
+                self._kill()
+            time.sleep(0.1)
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None and signum == signal.SIGINT:
-            self._kill_everything()
+            self._give_up()
             return
         if self.signum is None:
             name = signal.Signals(signum).name
             # Not print(): a handler may interrupt one.
             then = "save" if self.saves else "leave without saving (checkpoint.every=0)"
-            os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
+            with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
+                os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
             self.kill_at = time.monotonic() + self.grace_s
         self.signum = signum
-        if self.agent is not None and self.agent.returncode is None:
-            self._ask_to_stop()
+        self._ask_to_stop()
 
     def _end_grace(self) -> None:
         print(
@@ -202,39 +214,35 @@ class _Launch:
             file=sys.stderr,
             flush=True,
         )
-        self.kill_at = None
-        self._kill_everything()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self.gave_up, self.kill_at = True, math.inf
+        self._kill()
 
     def _ask_to_stop(self) -> None:
-        """To the ranks, not to torchrun: that would kill them before they have saved."""
-        (self.run_dir / runs.STOP_FILE).touch()
-        for pid in self._rank_pids():
-            _signal(pid, signal.SIGTERM)
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGTERM)
 
-    def _kill_everything(self) -> None:
-        """No orphan behind: torchrun and every rank, each in a session of its own."""
-        if self.agent is None or self.agent.poll() is not None:
-            return
-        for pid in (*self._rank_pids(), self.agent.pid):
-            _signal(pid, signal.SIGKILL)
-
-    def _rank_pids(self) -> list[int]:
-        texts = [path.read_text() for path in (self.run_dir / runs.LOG_FOLDER).glob("rank*.pid")]
-        return [int(text) for text in texts if text]
+    def _kill(self) -> None:
+        """No orphan behind: whatever rank still lives."""
+        for number, rank in enumerate(self.ranks):
+            if rank.poll() is None:
+                self.killed.add(number)
+                rank.kill()
 
     def _judge(self) -> RunResult:
-        assert self.agent is not None
         status = runs.read_status(self.run_dir)
         killed = self._killed_rank(status.get("error"))
-        if killed is not None:
+        if killed is not None and status["state"] not in ("done", "preempted"):
             # What the other ranks say is a consequence: they lost this one in a collective.
-            runs.record_failure(self.run_dir, _failure(*killed), overrule=True)
+            runs.record_failure(self.run_dir, killed, overrule=True)
         elif status["state"] in ("starting", "running"):
-            if self.signum is not None and not (self.run_dir / runs.ERROR_FILE).exists():
+            if self.gave_up:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
-                tail = " | ".join(self.log.read_text().strip().splitlines()[-3:])
-                message = f"the ranks ended without a result, torchrun with status {self.agent.returncode}: {tail}"
+                codes = ", ".join(str(rank.returncode) for rank in self.ranks)
+                message = f"the ranks ended without a result, with status {codes}; see logs/rank*.log"
                 # Overruled: a report that a rank began and had no room for.
                 failure = runs.read_failure(self.run_dir) or _failure(None, message)
                 runs.record_failure(self.run_dir, failure, overrule=True)
@@ -242,28 +250,22 @@ class _Launch:
         signum = self.signum if status["state"] == "preempted" else None
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
 
-    def _killed_rank(self, recorded: dict[str, Any] | None) -> tuple[int, str] | None:
-        """The rank that a signal ended, and what to say of it, where that is this run's first error.
+    def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The failure of a rank that a signal ended, and not this process, where that is this run's first error.
 
         A rank that dies so cannot report; its peers report that the connection is gone.
         """
-        assert self.agent is not None
-        if self.signum is not None or not self.agent.returncode:
-            return None
         if recorded is not None and recorded["type"] not in _LOST_PEER_TYPES:
             return None
-        # One block per rank in torchrun's closing report: "rank : 1 (local_rank: 1)", next line "exitcode : -9 (...)".
-        block = r"^\s*rank\s*:\s*(\d+) \(local_rank.*\n\s*exitcode\s*:\s*(-?\d+)"
-        failures = re.findall(block, self.log.read_text(), re.MULTILINE)
-        for rank, exit_code in failures:
-            if int(exit_code) in (0, -signal.SIGTERM) or int(exit_code) > 0:
+        for number, rank in enumerate(self.ranks):
+            if number in self.killed or rank.returncode is None or rank.returncode >= 0:
                 continue
-            if recorded is not None and int(exit_code) == -signal.SIGABRT:
+            if recorded is not None and rank.returncode == -signal.SIGABRT:
                 continue  # NCCL's watchdog aborts the ranks that outlive a failure
-            what = f"killed by {signal.Signals(-int(exit_code)).name}"
-            if int(exit_code) == -signal.SIGKILL:
+            what = f"killed by {signal.Signals(-rank.returncode).name}"
+            if rank.returncode == -signal.SIGKILL:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
-            return int(rank), what
+            return _failure(number, what)
         return None
 
 
@@ -324,19 +326,3 @@ def _identity(folder: Path) -> int | None:
 
 def _failure(rank: int | None, message: str) -> dict[str, Any]:
     return {"rank": rank, "type": "LaunchError", "message": message, "for_user": True, "traceback": []}
-
-
-def _prepare_agent(launcher: int) -> None:
-    """In the child, before torchrun: die with the parent, and do not hear SIGTERM. Ranks set handlers of their own."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it has died meanwhile
-        os._exit(1)
-
-
-def _signal(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        pass  # it has ended meanwhile

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automoe.config.schema import LaunchConfig
@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def init_ranks(launch: LaunchConfig, rank: int, world_size: int, local_rank: int, store: Store | None) -> torch.device:
+def init_ranks(
+    launch: LaunchConfig, rank: int, world_size: int, local_rank: int, store: Store | Path | None
+) -> torch.device:
     """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
 
     Args:
         launch: device (resolved), collective timeout, threads per rank.
-        store: where ranks meet; None takes torch's ``env://``.
+        store: where ranks meet; a path is that of a ``FileStore``'s file, None takes torch's ``env://``.
     """
     import torch
     import torch.distributed as dist
@@ -36,6 +38,9 @@ def init_ranks(launch: LaunchConfig, rank: int, world_size: int, local_rank: int
     else:
         device, backend = torch.device("cpu"), "gloo"
     timeout = timedelta(seconds=launch.timeout_s)
+    if isinstance(store, Path):
+        store = dist.FileStore(str(store), world_size)
+        store.set_timeout(timeout)
     if store is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -58,9 +63,3 @@ def close_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()  # no rank closes its sockets while another still reads from them
         dist.destroy_process_group()
-
-
-def local_launcher_pid() -> int | None:
-    """Process id of the parent that started this rank's torchrun, where this project did."""
-    pid = os.environ.get("AUTOMOE_LAUNCHER_PID")
-    return int(pid) if pid else None

@@ -16,7 +16,7 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,15 +26,16 @@ State = Literal["starting", "running", "done", "failed", "preempted"]
 
 STATUS_FILE = "status.json"
 ERROR_FILE = "first_error.json"
-STOP_FILE = "stop_requested"
 STUCK_FILE = "stuck"  # a rank asks all others where they are
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """Hold the directory for one run; the kernel lets go when the holder dies, however it dies.
+
+    Gives a function that says what is wrong once ``run_dir`` is not that directory any more, and None before.
 
     Raises:
         ConfigError: the directory cannot be made or written.
@@ -44,6 +45,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         # Not inherited by children (PEP 446): a stray rank must not keep the lock.
         handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        folder = os.open(run_dir, os.O_DIRECTORY)  # held: while it is open, no other gets its number
     except OSError as error:
         raise ConfigError(
             "run_dir", run_dir, f"cannot be written: {error.strerror} ({error.filename})", "Name a directory that can"
@@ -59,16 +61,28 @@ def locked(run_dir: Path) -> Iterator[None]:
             ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        yield
+        yield lambda: _lost(run_dir, folder)
     finally:
         os.close(handle)
+        os.close(folder)
+
+
+def _lost(run_dir: Path, handle: int) -> str | None:
+    try:
+        if os.path.samestat(os.stat(run_dir), os.fstat(handle)):
+            return None
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:  # a network file system that is away for a moment
+        return None
+    return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
 
 
 def start_run(run_dir: Path) -> None:
     """Forget an earlier run's outcome (its checkpoints and metrics stay) and write ``starting``."""
     logs = run_dir / LOG_FOLDER
     logs.mkdir(exist_ok=True)
-    for name in (ERROR_FILE, STOP_FILE, STUCK_FILE):
+    for name in (ERROR_FILE, STUCK_FILE):
         (run_dir / name).unlink(missing_ok=True)
     for old in logs.glob("rank*"):  # of a run with more ranks, perhaps
         old.unlink(missing_ok=True)
@@ -81,8 +95,8 @@ def start_again(run_dir: Path, attempt: int) -> None:
     """Make room for another attempt of the same run: the logs of ``attempt`` go to ``logs/attempt-N``."""
     logs = run_dir / LOG_FOLDER
     aside = logs / f"attempt-{attempt}"
-    aside.mkdir()
-    for path in [*logs.glob("rank*"), *logs.glob("launcher.log")]:
+    aside.mkdir(parents=True)  # logs may have been removed
+    for path in logs.glob("rank*"):
         path.rename(aside / path.name)
     (run_dir / ERROR_FILE).rename(aside / ERROR_FILE)
     (run_dir / STUCK_FILE).unlink(missing_ok=True)
@@ -120,16 +134,20 @@ def add_to_status(run_dir: Path, **facts: Any) -> None:
 
 def report_error(run_dir: Path, error: BaseException, rank: int | None) -> bool:
     """Record ``error`` as this run's outcome if it is the first; say whether it was."""
+    return record_failure(run_dir, error_report(error, rank))
+
+
+def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
+    """``error`` as ``status.json`` has it."""
     worker = os.path.join("launch", "worker.py")  # the frames above the recipe say nothing
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(worker)]
-    report = {
+    return {
         "rank": rank,
         "type": type(error).__name__,
         "message": str(error),
         "for_user": isinstance(error, AutomoeError),
         "traceback": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames],
     }
-    return record_failure(run_dir, report)
 
 
 def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:

@@ -3,12 +3,14 @@
 Torch's flight recorder (gloo and NCCL) knows which collectives this rank has begun and not finished. A thread of
 every rank looks at it; the first to see one that is nearly its timeout old, or to have one time out, asks
 all ranks where they are. Each answers with a file, so a rank need not be able to communicate to take part, and the
-one that asked puts the answers together. Sends and receives of gloo are not in the recorder: of those the call
+one that asked puts the answers together. A collective that may take longer than those of a step, in a save or a load,
+is only named when it has taken as long; the run goes on. Sends and receives of gloo are not in the recorder: of those the call
 stack tells.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -20,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from automoe.launch import run_dir as runs
 
@@ -39,7 +41,7 @@ class Pending:
     number: int
     group: str
     ranks: list[int]
-    seconds: float  # since it began
+    seconds: float  # since it was first seen, soon after it began
     timeout_s: float  # of the group: one that waits for slow disks has more than those of a step
 
     def __str__(self) -> str:
@@ -54,6 +56,7 @@ class Standing:
     place: str
     communicates: bool  # its main thread is in a function of torch.distributed
     pending: list[Pending] = field(default_factory=list)
+    asked: int | None = None  # which question this answers
 
     @property
     def waits(self) -> bool:
@@ -70,34 +73,50 @@ class StuckWatch:
 
     Args:
         run_dir: seen by all ranks.
+        terminal: where to name what is slow.
     """
 
-    def __init__(self, run_dir: Path, rank: int, num_ranks: int) -> None:
-        self.run_dir, self.rank, self.num_ranks = run_dir, rank, num_ranks
+    def __init__(self, run_dir: Path, rank: int, num_ranks: int, terminal: TextIO) -> None:
+        self.run_dir, self.rank, self.num_ranks, self.terminal = run_dir, rank, num_ranks, terminal
         self.timeout_s: float | None = None  # known once the configuration is read
         self._next_look = 0.0
+        self._first_seen: dict[tuple[str, int], float] = {}
+        self._named: set[str] = set()
         self._answer = threading.Lock()  # the watching thread and a failing main thread may both answer
 
     def look(self) -> None:
         """Answer where another rank has asked; ask where a collective of this rank is nearly out of time."""
-        if self._asked():
+        if self._asked() is not None:
             self._say_where(_live_frames())
         elif self.timeout_s is not None and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + min(30.0, self.timeout_s / 20)
-            late = [one for one in pending_collectives() if one.seconds >= _NEARLY * one.timeout_s]
-            if late and self._ask():
-                self._report(_live_frames(), late[0].seconds)
+            self._next_look = time.monotonic() + min(15.0, self.timeout_s / 40)
+            pending = pending_collectives(self._first_seen)
+            late = [one for one in pending if one.seconds >= _NEARLY * one.timeout_s]
+            slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named]
+            if (late or slow) and self._ask():
+                rank, message = self._find_missing(_live_frames(), (late or slow)[0].seconds)
+                if late:
+                    self._report(rank, message)
+                else:
+                    self._name(str(slow[0]), f"{message} It may take up to {slow[0].timeout_s:.0f} s")
 
     def explain(self, error: BaseException) -> None:
         """If ``error`` is a collective's timeout, see that the outcome on record says who did not join it."""
-        if not self._asked() and _is_timeout(error) and self.timeout_s is not None and self._ask():
-            self._report([frame for frame, _ in traceback.walk_tb(error.__traceback__)], self.timeout_s)
+        if self._asked() is None and _is_timeout(error) and self.timeout_s is not None and self._ask():
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            self._report(*self._find_missing(frames, self.timeout_s))
         deadline = time.monotonic() + 2 * _ANSWER_S
-        while self._asked() and not (self.run_dir / runs.ERROR_FILE).exists() and time.monotonic() < deadline:
+        while (
+            self._asked() is not None and not (self.run_dir / runs.ERROR_FILE).exists() and time.monotonic() < deadline
+        ):
             time.sleep(0.1)  # a rank is asking around: what this one has met is a consequence
 
-    def _asked(self) -> bool:
-        return (self.run_dir / runs.STUCK_FILE).exists()
+    def _asked(self) -> int | None:
+        """What tells the present question from earlier ones; None: nobody asks."""
+        try:
+            return (self.run_dir / runs.STUCK_FILE).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _ask(self) -> bool:
         """Whether this rank is the first to ask."""
@@ -110,23 +129,35 @@ class StuckWatch:
     def _say_where(self, frames: list[FrameType]) -> None:
         target = self._file(self.rank)
         with self._answer:
-            if target.exists():
+            asked = self._asked()
+            if self.rank in self._standings(asked):
                 return
             place, communicates = describe_place(frames)
-            standing = Standing(self.rank, place, communicates, pending_collectives())
+            standing = Standing(self.rank, place, communicates, pending_collectives(self._first_seen), asked)
+            target.parent.mkdir(exist_ok=True)
             scratch = target.with_suffix(".tmp")
             scratch.write_text(json.dumps(asdict(standing), indent=1))
             scratch.rename(target)
 
-    def _report(self, frames: list[FrameType], waited_s: float) -> None:
+    def _find_missing(self, frames: list[FrameType], waited_s: float) -> tuple[int, str]:
         self._say_where(frames)
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline:
-            standings = self._standings()
+            standings = self._standings(self._asked())
             if len(standings) == self.num_ranks:
                 break
             time.sleep(0.1)
-        rank, message = who_is_missing(standings, self.num_ranks, self.rank, waited_s)
+        return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
+
+    def _name(self, what: str, message: str) -> None:
+        """Say what is slow, and take the question back."""
+        self._named.add(what)
+        for stream in (self.terminal, sys.stderr):
+            with contextlib.suppress(OSError):
+                print(f"warning: {message}", file=stream, flush=True)
+        (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
+
+    def _report(self, rank: int, message: str) -> None:
         report = {
             "rank": rank,
             "type": "LaunchError",
@@ -140,13 +171,14 @@ class StuckWatch:
     def _file(self, rank: int) -> Path:
         return self.run_dir / runs.LOG_FOLDER / f"rank{rank}.stuck.json"
 
-    def _standings(self) -> dict[int, Standing]:
+    def _standings(self, asked: int | None) -> dict[int, Standing]:
         found = {}
         for rank in range(self.num_ranks):
             if self._file(rank).exists():
                 facts = json.loads(self._file(rank).read_text())
-                pending = [Pending(**one) for one in facts.pop("pending")]
-                found[rank] = Standing(**facts, pending=pending)
+                if facts["asked"] == asked:
+                    pending = [Pending(**one) for one in facts.pop("pending")]
+                    found[rank] = Standing(**facts, pending=pending)
         return found
 
 
@@ -188,16 +220,20 @@ def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]
             groups.setdefault(what, []).append(standing)
     phrases = []
     for what in sorted(groups, key=lambda what: what != first):
-        those = groups[what]
-        name = _ranks([standing.rank for standing in those]).capitalize()
-        phrases.append(
-            f"{name} {'wait' if len(those) > 1 else 'waits'} in {'it' if what == first else what}, at {those[0].place}"
-        )
+        waiting = groups[what]
+        name = _ranks([standing.rank for standing in waiting]).capitalize()
+        verb = "wait" if len(waiting) > 1 else "waits"
+        phrases.append(f"{name} {verb} in {'it' if what == first else what}, at {waiting[0].place}")
     return phrases
 
 
-def pending_collectives() -> list[Pending]:
-    """Collectives of this process that have begun and not ended, the oldest first."""
+def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:
+    """Collectives of this process that have begun and not ended, the oldest first.
+
+    Args:
+        first_seen: when each of them was first pending here, on the monotonic clock; kept by the caller from call to
+            call and brought up to date. The recorder has times of the wall clock alone, which may jump.
+    """
     if "torch.distributed" not in sys.modules:  # nothing has begun before torch is there
         return []
     import torch._C._distributed_c10d as c10d
@@ -208,19 +244,23 @@ def pending_collectives() -> list[Pending]:
     world = dist.distributed_c10d._world
     # A group has its name before its ranks, and the main thread may be making one.
     ranks = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
-    found = []
+    found = {}
     for dump in ("_dump_fr_trace", "_dump_nccl_trace"):  # gloo's recorder, and NCCL's where torch has it
         if hasattr(c10d, dump):
             record = pickle.loads(getattr(c10d, dump)(True, False, True))
-            found += [_pending(entry, ranks) for entry in record.get("entries", []) if _unfinished(entry)]
-    return sorted(found, key=lambda pending: -pending.seconds)
+            found |= {(dump, entry["record_id"]): entry for entry in record.get("entries", []) if _unfinished(entry)}
+    now = time.monotonic()
+    for key in first_seen.keys() - found.keys():
+        first_seen.pop(key, None)
+    ages = {key: now - first_seen.setdefault(key, now) for key in found}
+    return [_pending(found[key], ranks, ages[key]) for key in sorted(found, key=lambda key: (-ages[key], key))]
 
 
 def _unfinished(entry: Mapping[str, Any]) -> bool:
     return not entry["retired"] and entry["state"] != "completed"
 
 
-def _pending(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) -> Pending:
+def _pending(entry: Mapping[str, Any], ranks: Mapping[str, list[int]], seconds: float) -> Pending:
     name, description = entry["process_group"]
     group = "world" if description == "default_pg" else description.removeprefix("mesh_")
     return Pending(
@@ -228,7 +268,7 @@ def _pending(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) -> Pendin
         number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
         group=group,
         ranks=ranks.get(name, []),
-        seconds=time.time() - entry["time_created_ns"] / 1e9,
+        seconds=seconds,
         timeout_s=entry["timeout_ms"] / 1000,
     )
 

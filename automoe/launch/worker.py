@@ -1,4 +1,4 @@
-"""One rank: frozen configuration in, exit status out. torchrun runs ``python -m automoe.launch.worker RUN_DIR``.
+"""One rank: frozen configuration in, exit status out. ``launch_local`` runs ``python -m automoe.launch.worker``.
 
 Torch is imported late, after signal handlers, log files and the process id are in place: a rank that
 is asked to stop while it is still importing must hear of it.
@@ -15,120 +15,92 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.schema import Config
 from automoe.errors import LaunchError
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
+from automoe.launch.streams import Outlet
 from automoe.shipped import load_recipe
 from automoe.training.context import RunContext, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to save and leave
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0  # for a rank to end on its own once another has failed
 _leaving = threading.Lock()
 
 
-class _Log:
-    """Text stream to this rank's log; a disk that has no room for a line costs the line, and not the run."""
-
-    def __init__(self, log: TextIO) -> None:
-        self._log = log
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._log.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._log.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._log, name)
-
-
-class _Tee:
-    """Text stream to the terminal and to a log; everything else is the terminal's."""
-
-    def __init__(self, terminal: TextIO, log: _Log) -> None:
-        self._terminal, self._log = terminal, log
-
-    def write(self, text: str) -> int:
-        self._log.write(text)
-        return self._terminal.write(text)
-
-    def flush(self) -> None:
-        self._log.flush()
-        self._terminal.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._terminal, name)
+def stop_signals() -> list[signal.Signals]:
+    """Those of ``STOP_SIGNALS`` to handle: nohup has SIGHUP ignored, and that is to stay."""
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def main() -> int:
-    """Run the rank that torchrun's environment describes, in the run directory of the command line."""
-    env = os.environ
-    return run_rank(Path(sys.argv[1]), int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
+    """Run the rank that the environment describes; run directory, launcher and store are on the command line."""
+    run_dir, launcher, store = sys.argv[1:]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return run_rank(Path(run_dir), rank, world_size, rank, store=Path(store), launcher=int(launcher))
 
 
 def run_rank(
-    run_dir: Path, rank: int, world_size: int, local_rank: int, config: Config | None = None, store: Store | None = None
+    run_dir: Path,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    config: Config | None = None,
+    store: Store | Path | None = None,
+    launcher: int | None = None,
+    run_dir_lost: Callable[[], str | None] = lambda: None,
 ) -> int:
     """Run the recipe on this rank and return its exit status; never raises.
 
     Args:
         run_dir: takes logs, status and everything the recipe writes.
         config: resolved configuration; None reads ``run_dir/config.yaml``.
-        store: where ranks meet; None takes torch's ``env://``.
+        store: where ranks meet, as in ``init_ranks``.
+        launcher: process id of ``launch_local``'s process; None under torchrun and srun.
+        run_dir_lost: what is wrong where the run directory is not the one that the run began in.
     """
     terminal = _redirect(run_dir, rank)
     stop = StopRequest()
-    launcher = ranks.local_launcher_pid()
     _handle_signals(stop, launcher)
     pid_file = run_dir / runs.LOG_FOLDER / f"rank{rank}.pid"
     pid_file.write_text(str(os.getpid()))
-    if (run_dir / runs.STOP_FILE).exists():  # asked to stop before this process could listen
-        stop.set()
     # Where this project's launcher outlives the ranks it writes the report, and under torchrun and srun rank 0.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
     stuck.start_recording()
-    watch = stuck.StuckWatch(run_dir, rank, world_size)
-    may_leave = None if launcher is None else stop
-    threading.Thread(target=_watch, args=(run_dir, watch, report, may_leave), daemon=True).start()
+    watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
+    threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
         config = config or load_config(run_dir, plugins=True)
         watch.timeout_s = config.launch.timeout_s
-        objective, preempted = _run_recipe(config, run_dir, rank, world_size, local_rank, store, stop)
+        shape = frozen_shape(config)
+        if shape.world_size != world_size:
+            raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
+        recipe = load_recipe(config.recipe).main
+        device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
+        if rank == 0:
+            runs.write_status(run_dir, "running", pid=launcher or os.getpid())
+        context = RunContext(rank, world_size, local_rank, device, run_dir, stop)
+        objective = recipe(config, shape, context)
+        ranks.close_ranks()
+        if (lost := run_dir_lost()) is not None:
+            raise LaunchError(lost)
+        if rank == 0:
+            outcome = None if objective is None else float(objective)
+            runs.write_status(run_dir, "preempted" if context.preempted else "done", objective=outcome)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk, which _fail survives too
             watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
-    if rank == 0:
-        runs.write_status(run_dir, "preempted" if preempted else "done", objective=objective)
     return 0
-
-
-def _run_recipe(
-    config: Config, run_dir: Path, rank: int, world_size: int, local_rank: int, store: Store | None, stop: StopRequest
-) -> tuple[float | None, bool]:
-    """The recipe's objective, and whether all ranks agreed to leave before its end."""
-    shape = frozen_shape(config)
-    if shape.world_size != world_size:
-        raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
-    recipe = load_recipe(config.recipe).main
-    device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
-    if rank == 0:
-        runs.write_status(run_dir, "running", pid=ranks.local_launcher_pid() or os.getpid())
-    context = RunContext(rank, world_size, local_rank, device, run_dir, stop)
-    objective = recipe(config, shape, context)
-    ranks.close_ranks()
-    return None if objective is None else float(objective), context.preempted
 
 
 def _redirect(run_dir: Path, rank: int) -> TextIO:
@@ -141,12 +113,12 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
     log = open(run_dir / runs.LOG_FOLDER / f"rank{rank}.log", "w", buffering=1)
     terminal = os.fdopen(os.dup(2), "w")
     os.dup2(log.fileno(), 2)
-    sys.stderr = _Log(sys.stderr)
+    sys.stderr = Outlet(sys.stderr)
     if rank == 0:
-        sys.stdout = _Tee(sys.stdout, _Log(log))
+        sys.stdout = Outlet(sys.stdout, log)
     else:
         os.dup2(log.fileno(), 1)
-        sys.stdout = _Log(sys.stdout)
+        sys.stdout = Outlet(sys.stdout)
     faulthandler.enable(log)
     return terminal
 
@@ -156,36 +128,19 @@ def _handle_signals(stop: StopRequest, launcher: int | None) -> None:
         # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
         stop.set()
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
-    signal.signal(signal.SIGINT, ask_to_stop if launcher is None else signal.SIG_IGN)
+    for number in stop_signals():
+        signal.signal(number, ask_to_stop)
     if launcher is not None and sys.platform == "linux":
-        # torchrun puts every rank in a session of its own: if it dies by SIGKILL nobody else ends them.
+        # Every rank is in a session of its own: if the launcher dies by SIGKILL nobody else ends them.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have died before: then whoever adopts orphans is the parent, and not a child of the launcher.
-        if _parent(os.getppid()) != launcher:
+        if os.getppid() != launcher:  # it has died before
             os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with them blocked
 
 
-def _parent(pid: int) -> int | None:
-    """Process id of a process's parent; None where there is no such process (any more)."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
-
-
-def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool, stop: StopRequest | None) -> None:
-    """Leave soon after another rank has failed, even from inside a collective that nobody will join.
-
-    Args:
-        stop: leave also soon after it is set, unless this project's launcher asked for that; None: it may be anybody.
-    """
+def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
+    """Leave soon after another rank has failed, even from inside a collective that nobody will join."""
     while not (run_dir / runs.ERROR_FILE).exists():
-        if stop is not None and stop.since is not None and time.monotonic() - stop.since > _GRACE_S:
-            # torchrun clears up because another rank is gone, and this one may wait for that rank in a collective.
-            # A scheduler that signals every process of a job makes the launcher ask as well.
-            if not (run_dir / runs.STOP_FILE).exists():
-                os._exit(1)
         try:
             watch.look()
         except Exception:
@@ -215,9 +170,12 @@ def _fail(run_dir: Path, rank: int, error: BaseException, terminal: TextIO | Non
 
     ``terminal`` is where to show it if it is the first; None where the launcher does that.
     """
+    failure, first = runs.error_report(error, rank), True
     with contextlib.suppress(OSError):  # a full disk: this rank must leave all the same
-        if runs.report_error(run_dir, error, rank) and terminal is not None:
-            print(f"error: {runs.describe_error(runs.read_status(run_dir)['error'])}", file=terminal, flush=True)
+        first = runs.record_failure(run_dir, failure)
+    if first and terminal is not None:
+        with contextlib.suppress(OSError):
+            print(f"error: {runs.describe_error(failure)}", file=terminal, flush=True)
     traceback.print_exception(error)  # to this rank's log
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a closed terminal must not hide the exit status

@@ -1,7 +1,7 @@
 """One pool of gloo ranks that serves many calls, so that torch is imported once and not once a call.
 
-Workers fork from a server that has torch imported. Each case gets a process group of its own, on a fresh
-store prefix, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
+Workers fork from a server that has torch imported. Each case gets a process group of its own, on a empty
+store, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
 costs dozens of file descriptors and threads a rank, and an equal mesh of a later case would be answered
 with the earlier one's dead groups.
 """
@@ -9,6 +9,7 @@ with the earlier one's dead groups.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -22,7 +23,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
+from pathlib import Path
 from typing import Any
+
+from automoe.loopback import LOOPBACK, store_file
 
 _PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
@@ -61,8 +65,8 @@ class RankPool:
     def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
         self.max_ranks, self.timeout_s = max_ranks, timeout_s
         self._workers: list[_Worker] = []
-        self._store: Any = None
-        self._case = 0
+        self._store = contextlib.ExitStack()
+        self._store_path: Path | None = None
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -78,13 +82,13 @@ class RankPool:
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
         payload = pickle.dumps((fn, args, kwargs))
-        self._start(world_size)
-        self._case += 1
+        store = self._start(world_size)
+        os.truncate(store, 0)
         workers = self._workers[:world_size]
         try:
             for rank, worker in enumerate(workers):
                 # callers may have added directories to sys.path since: ranks import from them too
-                worker.pipe.send((self._case, rank, world_size, self._store.port, sys.path, self.timeout_s))
+                worker.pipe.send((store, rank, world_size, sys.path, self.timeout_s))
                 worker.pipe.send_bytes(payload)
             results = self._gather(workers)
             for worker in workers:  # only now may groups go: a peer could still be reading from this rank
@@ -97,7 +101,7 @@ class RankPool:
 
     def close(self) -> None:
         """Kill the workers. The next ``run`` starts new ones."""
-        workers, self._workers, self._store = self._workers, [], None
+        workers, self._workers = self._workers, []
         for worker in workers:
             worker.process.kill()
         for worker in workers:
@@ -105,12 +109,13 @@ class RankPool:
             worker.process.close()
             worker.pipe.close()
             worker.lifeline.close()
+        self._store.close()
+        self._store_path = None
 
-    def _start(self, world_size: int) -> None:
-        from torch.distributed import TCPStore
-
-        if self._store is None:  # port 0: the system chooses, so that two pools never collide
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def _start(self, world_size: int) -> Path:
+        """See that there are enough workers, and return the path of their store."""
+        if self._store_path is None:
+            self._store_path = self._store.enter_context(store_file())
         context = multiprocessing.get_context("forkserver")
         if len(self._workers) < world_size:
             before = {name: os.environ.get(name) for name in _THREADS}
@@ -127,6 +132,7 @@ class RankPool:
             theirs.close()
             their_lifeline.close()
             self._workers.append(_Worker(process, pipe, lifeline))
+        return self._store_path
 
     def _gather(self, workers: list[_Worker]) -> list[bytes]:
         """One successful answer from each worker, or the first failure."""
@@ -171,13 +177,13 @@ def _work(pipe: connection.Connection, lifeline: connection.Connection) -> None:
     gc.freeze()  # what is imported by now stays: leave it out of the collection after each case
     while True:
         try:
-            case, rank, world_size, port, path, timeout_s = pipe.recv()
+            store, rank, world_size, path, timeout_s = pipe.recv()
         except EOFError:
             return
         payload = pipe.recv_bytes()
         sys.path[:] = path
         try:
-            _join_world(case, rank, world_size, port, timeout_s)
+            _join_world(store, rank, world_size, timeout_s)
             fn, args, kwargs = pickle.loads(payload)
             answer = pickle.dumps(fn(*args, **kwargs))
         except BaseException as error:  # handed to the parent, which ends this process
@@ -198,14 +204,7 @@ def _die_with_parent(lifeline: connection.Connection) -> None:
         os._exit(1)
 
 
-@functools.cache
-def _store_client(port: int) -> Any:
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", port, is_master=False)
-
-
-def _join_world(case: int, rank: int, world_size: int, port: int, timeout_s: float) -> None:
+def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> None:
     from datetime import timedelta
 
     import torch
@@ -216,10 +215,10 @@ def _join_world(case: int, rank: int, world_size: int, port: int, timeout_s: flo
     use_one_worker()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOOPBACK, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"case{case}", _store_client(port)),
+        store=dist.FileStore(str(store), world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from tests.support.command import read_until as read_until
 
 RECIPES = Path(__file__).parent / "recipes"
 TWO_RANKS = ("mesh=fsdp", "launch.num_ranks=2", "launch.device=cpu")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 QUICK = ("data.max_bytes=100000", "observe.report=false")  # the launch is what is tested
 
 
@@ -23,3 +27,20 @@ class Command(TrainCommand):
 
     def start(self, recipe: str, *overrides: str, **options) -> subprocess.Popen[str]:
         return super().start(f"recipe={recipe}", *overrides, **options)
+
+    def listens_at(self) -> set[str]:
+        """Addresses at which the run's processes listen for TCP connections."""
+        sockets = set()
+        for pid in self.pids():
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+                    sockets.add(found[1])
+        addresses = set()
+        for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A" and rest[5] in sockets:
+                    words = re.findall("........", local.partition(":")[0])  # each in the machine's byte order
+                    packed = b"".join(bytes.fromhex(word)[::-1] for word in words)
+                    addresses.add(socket.inet_ntop(family, packed))
+        return addresses

@@ -9,14 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch_command import PATIENCE_S, Command, read_until
+from launch_command import PATIENCE_S, TORCHRUN, Command, read_until
 
 from automoe.config.frozen import load_config
 from automoe.errors import LaunchError
 from automoe.launch.external import check_agent, detect_external, first_host, left_over, without_rendezvous
 from automoe.launch.run_dir import read_status
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 AGENT = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from launch_command import Command
-from test_external_launch import AGENT, SRUN, TORCHRUN
+from launch_command import TORCHRUN, Command
+from test_external_launch import AGENT, SRUN
 
 from automoe.errors import LaunchError
 from automoe.launch.external import check_gpus, detect_external

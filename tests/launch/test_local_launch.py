@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from launch_command import PATIENCE_S, ROOT, TWO_RANKS, Command, read_until
+from launch_command import PATIENCE_S, ROOT, TORCHRUN, TWO_RANKS, Command, read_until
 
 from automoe.config.frozen import load_config
 from automoe.launch.run_dir import locked, read_status, start_run
@@ -33,11 +35,10 @@ def test_a_run_that_ends_well_leaves_status_config_and_logs_even_under_stale_var
 
 
 def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None:
-    code, out, err = command.run("recipe_raises", *TWO_RANKS)
+    code, _, err = command.run("recipe_raises", *TWO_RANKS)
     assert code == 1
     assert err.count("ValueError: the seventh seal is broken") == 1
     assert "error: rank 1: ValueError" in err and "recipe_raises.py:9 in main" in err
-    assert "ChildFailedError" not in err + out, "torchrun's own report stays in its log"
     assert f"{command.run_dir}/logs" in err
     error = read_status(command.run_dir)["error"]
     assert (error["rank"], error["type"]) == (1, "ValueError")
@@ -48,7 +49,7 @@ def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None
 def test_a_failure_that_no_rank_could_write_down_is_told_all_the_same(command: Command) -> None:
     code, _, err = command.run("recipe_raises_without_room", *TWO_RANKS)
     assert code == 1
-    assert "error: LaunchError: the ranks ended without a result, torchrun with status 1" in err
+    assert "error: LaunchError: the ranks ended without a result, with status 1, 1; see logs" in err
     assert read_status(command.run_dir)["state"] == "failed"
 
 
@@ -63,6 +64,7 @@ def test_a_rank_killed_by_a_signal_is_named_although_its_peers_complain_first(co
 def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command: Command) -> None:
     process = command.start("recipe_until_stopped", *TWO_RANKS)
     read_until(process, "stepping")
+    assert command.listens_at() == {"127.0.0.1"}, "nobody outside of this machine can reach a rank"
     code, _, err = command.run("recipe_answers", *TWO_RANKS)
     assert code == 2
     assert f"run_dir={command.run_dir} is in use by another run, process {process.pid}." in err
@@ -79,8 +81,7 @@ def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command
 @pytest.mark.exhaustive
 def test_a_request_to_stop_before_the_ranks_listen_is_not_lost(command: Command) -> None:
     process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=5")
-    read_until(process, "starting 2 ranks")
-    while not (command.run_dir / "logs" / "launcher.log").exists():
+    while len(command.pids()) < 3:
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
@@ -93,7 +94,8 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(command: Command) -> None
     process = command.start("recipe_deaf", *TWO_RANKS)
     read_until(process, "sleeping")
     process.send_signal(signal.SIGINT)
-    while not (command.run_dir / "stop_requested").exists():
+    assert process.stderr is not None
+    while "SIGINT: the ranks finish their step" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate()
@@ -112,10 +114,60 @@ def test_ranks_that_do_not_leave_within_the_grace_period_are_killed(command: Com
     command.wait_until_gone()
 
 
+@pytest.mark.faults
+def test_sighup_saves_though_the_terminal_and_the_logs_are_gone(command: Command) -> None:
+    """A terminal that is closed takes the reader of the output with it."""
+    process = command.start("recipe_until_stopped", *TWO_RANKS)
+    read_until(process, "stepping")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    shutil.rmtree(command.run_dir / "logs")
+    time.sleep(0.5)  # some steps that nobody reads of
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGHUP
+    assert read_status(command.run_dir)["state"] == "preempted"
+    steps = [(command.run_dir / f"stopped{rank}").read_text() for rank in range(2)]
+    assert steps[0] == steps[1] and int(steps[0]) > 1
+    command.wait_until_gone()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">/dev/full 2>/dev/full"])
+def test_a_run_needs_no_standard_streams(command: Command, closed: str) -> None:
+    words = [sys.executable, *command.arguments("recipe=recipe_answers", *TWO_RANKS, "train.steps=5")]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], env=command.env, timeout=PATIENCE_S)
+    assert done.returncode == 0
+    assert read_status(command.run_dir)["objective"] == 15.0
+    assert "hello from rank 0" in (command.run_dir / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.faults
+def test_a_rank_that_is_killed_while_all_are_asked_to_stop_is_a_failure(command: Command) -> None:
+    process = command.start("recipe_deaf", *TWO_RANKS)
+    read_until(process, "sleeping")
+    process.send_signal(signal.SIGTERM)
+    os.kill(command.rank_pids()[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "killed by SIGKILL" in err and read_status(command.run_dir)["state"] == "failed"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("before", [(), TORCHRUN], ids=["here", "torchrun"])
+def test_a_run_directory_that_vanishes_is_an_error(command: Command, before: tuple[str, ...]) -> None:
+    """Another one of the same name, made meanwhile, takes what is written; it does not hold the run."""
+    ranks = () if before else ("launch.num_ranks=2",)
+    code, _, err = command.run("recipe_vanishes", "mesh=fsdp", "launch.device=cpu", *ranks, before=before)
+    assert code not in (0, 143)
+    assert f"run_dir={command.run_dir} was removed or replaced while the run was under way" in err
+    assert command.pids() == []
+
+
 def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
     read_until(process, "sleeping")
-    assert len(command.pids()) == 4, "parent, torchrun, two ranks"
+    assert len(command.pids()) == 3, "parent and two ranks"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     command.wait_until_gone()
@@ -126,13 +178,13 @@ def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     assert read_status(command.run_dir)["state"] == "starting"
 
 
-def test_a_rank_whose_torchrun_died_while_it_started_leaves(tmp_path: Path) -> None:
+def test_a_rank_whose_launcher_died_while_it_started_leaves(tmp_path: Path) -> None:
     """Adopted by another process before it could ask the kernel to end it with its parent."""
     start_run(tmp_path)
-    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    # A rank's parent is torchrun, a child of the launcher; here it is the launcher itself.
-    env = os.environ | rank | {"AUTOMOE_LAUNCHER_PID": str(os.getpid()), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "automoe.launch.worker", str(tmp_path)], env=env, timeout=PATIENCE_S)
+    env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    not_its_parent = str(os.getppid())
+    command = [sys.executable, "-m", "automoe.launch.worker", str(tmp_path), not_its_parent, "/no/store"]
+    done = subprocess.run(command, env=env, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert not (tmp_path / "first_error.json").exists(), "it did not get as far as its configuration"
 

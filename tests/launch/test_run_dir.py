@@ -60,13 +60,13 @@ def test_an_error_meant_for_a_person_is_shown_without_a_traceback(started: Path)
 
 def test_a_new_run_forgets_the_old_outcome_and_keeps_its_files(started: Path) -> None:
     runs.report_error(started, raised(ValueError("old")), 1)
-    (started / runs.STOP_FILE).touch()
+    (started / runs.STUCK_FILE).touch()
     (started / "metrics.jsonl").write_text("{}\n")
     runs.start_run(started)
     assert runs.read_status(started)["state"] == "starting"
     runs.write_status(started, "done", objective=2.0)
     assert runs.read_status(started)["objective"] == 2.0
-    assert not (started / runs.STOP_FILE).exists() and (started / "metrics.jsonl").exists()
+    assert not (started / runs.STUCK_FILE).exists() and (started / "metrics.jsonl").exists()
 
 
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:

@@ -83,3 +83,13 @@ def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> 
     assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err
     assert read_status(command.run_dir)["error"]["rank"] == 1
     assert command.pids() == []
+
+
+@pytest.mark.faults
+def test_a_stall_in_a_save_is_named_and_the_run_goes_on_although_the_clock_jumps(command: Command) -> None:
+    code, _, err = command.run("recipe_waits", *TWO_RANKS, "launch.timeout_s=12")
+    assert code == 0, err
+    assert err.count("warning: rank 1 did not join") == 1
+    assert "of group checkpoint (ranks 0, 1) in 11 s: it is at" in err and "recipe_waits.py:" in err
+    assert "It may take up to 1800 s" in err
+    assert read_status(command.run_dir)["objective"] == 1.0

@@ -16,7 +16,7 @@ MESH = "cp2-ep2"
 
 
 def test_sigterm_in_a_step_and_again_in_the_save_that_follows(straight: Path, tmp_path: Path) -> None:
-    """Sent to every process of the run at once, as a scheduler does: torchrun must not end ranks that save."""
+    """Sent to every process of the run at once, as a scheduler does: nobody may end ranks that save."""
     in_step, in_save = tmp_path / "in_step", tmp_path / "in_save"
     fault = f"hold:at=forward:step=3:until={in_step};hold:rank=1:at=shard_written:step=3:until={in_save}"
     command = job(tmp_path / "run", MESH)

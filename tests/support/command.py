@@ -64,6 +64,10 @@ class TrainCommand:
         path = os.pathsep.join(map(str, (ROOT, *python_path)))
         self.env = kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (env or {})
 
+    def arguments(self, *overrides: str) -> list[str]:
+        """What comes after ``python``."""
+        return ["-m", "automoe.train", f"run_dir={self.run_dir}", *self.overrides, *overrides]
+
     def start(self, *overrides: str, before: Sequence[str] = (), fault: str = "") -> subprocess.Popen[str]:
         """The started process.
 
@@ -71,8 +75,7 @@ class TrainCommand:
             before: goes between Python and ``-m automoe.train``, e.g. torchrun.
             fault: in the language of ``fault_points``; the pretraining recipe runs with it.
         """
-        arguments = [*before, "-m", "automoe.train", f"run_dir={self.run_dir}", *self.overrides, *overrides]
-        arguments += [f"recipe={FAULTY_RECIPE}"] if fault else []
+        arguments = [*before, *self.arguments(*overrides), *([f"recipe={FAULTY_RECIPE}"] if fault else [])]
         return subprocess.Popen(
             [sys.executable, *arguments],
             env=self.env | ({"AUTOMOE_FAULT": fault} if fault else {}),

@@ -8,6 +8,7 @@ def main(config, shape, context):
     step = 0
     while not context.any_rank_stops():
         step += 1
+        print(step, flush=True)
         time.sleep(0.02)
     context.preempted = True
     (context.run_dir / f"stopped{context.rank}").write_text(str(step))
