@@ -5,7 +5,6 @@ Torch is imported late: signals are handled, and their request kept here, before
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class StopRequest:
-    """Set by signal handlers, read by everybody; ``since`` is when it was first set, on the monotonic clock.
+    """Set by signal handlers, read by everybody.
 
     No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and would wait for ever
     for the lock that the interrupted call holds.
     """
 
     def __init__(self) -> None:
-        self.since: float | None = None
+        self._is_set = False
 
     def set(self) -> None:
-        self.since = self.since or time.monotonic()
+        self._is_set = True
 
     def is_set(self) -> bool:
-        return self.since is not None
+        return self._is_set
 
 
 @dataclass
