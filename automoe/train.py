@@ -12,7 +12,7 @@ import sys
 from automoe.config.compose import Arguments, parse_arguments
 from automoe.errors import AutomoeError
 from automoe.launch.external import detect_external, left_over
-from automoe.launch.streams import outlive_streams
+from automoe.launch.worker import end_process, outlive_streams
 
 EXIT_WRONG, EXIT_NO_HARDWARE = 2, 3
 
@@ -38,7 +38,6 @@ def _main(args: Arguments) -> int:
     external = detect_external(os.environ)
     if external is not None:
         from automoe.launch.external import run_external
-        from automoe.launch.worker import end_process
 
         status = run_external(args, external)
         return end_process(status) if "torch" in sys.modules else status  # this process was a rank

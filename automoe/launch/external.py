@@ -32,18 +32,10 @@ _KEY = "automoe/config"
 
 # Variables by which ranks find each other; left over in a shell, they belong to a launch that is gone.
 RENDEZVOUS_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
+    "MASTER_ADDR MASTER_PORT"
+).split()
+_TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _AGENT_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
@@ -61,15 +53,8 @@ class ExternalLaunch:
     agent_store: bool  # the launcher itself serves the rendezvous; otherwise rank 0 does
 
     def variables(self) -> dict[str, str]:
-        """What torch's ``env://`` rendezvous reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        """What torch's ``env://`` rendezvous and libraries read."""
+        return {name: str(getattr(self, name.lower())) for name in _TORCHRUN_SETS}
 
 
 def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
@@ -82,23 +67,15 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
         LaunchError: a torchrun environment without the variables that torchrun always sets.
     """
     if "TORCHELASTIC_RUN_ID" in env:
-        needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if not env.get(name)]
+        missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
         if missing:
             raise LaunchError(
                 f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']} is set as torchrun sets it, but not "
                 f"{', '.join(missing)}: variables of a launch that is gone. {_unset_hint(env)}"
             )
-        return ExternalLaunch(
-            launcher="torchrun",
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-            master_addr=env["MASTER_ADDR"],
-            master_port=int(env["MASTER_PORT"]),
-            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        numbers = {name.lower(): int(env[name]) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"}
+        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return ExternalLaunch("torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers)
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         tasks_here = re.split(r"[^0-9]", env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))[0]
@@ -144,18 +121,16 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
     if not launch.agent_store:
         return
     deadline = time.monotonic() + timeout_s
+    here = launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname())
     while True:
         try:
             socket.create_connection((launch.master_addr, launch.master_port), timeout=timeout_s).close()
             return
-        except ConnectionRefusedError as error:
-            reason: OSError = error
-            if time.monotonic() > deadline or launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname()):
-                break
-            time.sleep(0.5)
         except OSError as error:
             reason = error
+        if here or not isinstance(reason, ConnectionRefusedError) or time.monotonic() > deadline:
             break
+        time.sleep(0.5)
     raise LaunchError(
         f"the environment says torchrun rank {launch.rank} of {launch.world_size}, but nothing answers at "
         f"MASTER_ADDR:MASTER_PORT = {launch.master_addr}:{launch.master_port} ({reason}): variables of a launch "
@@ -164,8 +139,7 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
 
 
 def _unset_hint(env: Mapping[str, str]) -> str:
-    names = [k for k in env if k in RENDEZVOUS_VARIABLES or k.startswith(_AGENT_PREFIXES)]
-    return f"Run `unset {' '.join(sorted(names))}`, or start with torchrun"
+    return f"Run `unset {' '.join(sorted(env.keys() - without_rendezvous(env)))}`, or start with torchrun"
 
 
 def run_external(args: Arguments, launch: ExternalLaunch) -> int:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from math import gcd
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from automoe.shipped import own_recipe
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 # Sandboxes that pass a GPU on may have its device, nvidia0, and not the driver's folder.
 DEVICES = Path("/dev")
+NEWEST_TORCH_TRIED = (2, 15)
 MAX_CPU_RANKS_PER_CORE = 8  # beyond it, importing torch alone takes minutes
 
 
@@ -30,8 +32,8 @@ def torch_has_cuda() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    version = (Path(spec.origin).parent / "version.py").read_text()
-    return re.search(r"^cuda\b[^=]*=\s*['\"]", version, re.MULTILINE) is not None
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, re.MULTILINE) is not None
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
@@ -73,10 +75,22 @@ def cpu_note(config: Config) -> str | None:
     )
 
 
+def torch_note(installed: str) -> str | None:
+    """That the installed torch is newer than any that automoe was tried with; None where it is not."""
+    newest = ".".join(map(str, NEWEST_TORCH_TRIED))
+    if tuple(int(number) for number in installed.split(".")[:2]) <= NEWEST_TORCH_TRIED:
+        return None
+    return f"note: torch {installed} is newer than {newest}, the newest that automoe was tried with"
+
+
 def start_notes(config: Config) -> list[str]:
-    """Lines that a run begins with: a CPU where a GPU was meant, a recipe that is not a shipped one."""
+    """Lines that a run begins with: an untried torch, a CPU where a GPU was meant, a recipe of the user's own."""
     recipe = own_recipe(config.recipe)
-    notes = [cpu_note(config), None if recipe is None else f"note: recipe={config.recipe} is {recipe}"]
+    notes = [
+        torch_note(version("torch")),
+        cpu_note(config),
+        None if recipe is None else f"note: recipe={config.recipe} is {recipe}",
+    ]
     return [note for note in notes if note is not None]
 
 
@@ -113,26 +127,20 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
     if config.train.compile:
         _check_compile(device)
-    for key, package, remedy in _foreign(config, device):
+    deepep = config.moe.dispatcher == "deepep" and shape.ep > 1
+    if deepep and device != "cuda":
+        raise BackendError(
+            f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
+        )
+    for key, package, remedy in _foreign(config, device, deepep):
         if importlib.util.find_spec(package) is None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
     if device == "cuda":
         for key, instead in _launching_triton(config, device):
             _check_compiler(key, device, f"or set {instead}")
-    if config.moe.dispatcher != "deepep" or shape.ep == 1:
-        return
-    if device != "cuda":
-        raise BackendError(
-            f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
-        )
-    if importlib.util.find_spec("deep_ep") is None:
-        raise BackendError(
-            "moe.dispatcher=deepep: the package deep_ep is not installed here. Build DeepEP from its sources (the "
-            "release on the package index does not compile), or set moe.dispatcher=alltoall"
-        )
 
 
-def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
+def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, str, str]]:
     """(key=value, package, remedy) of every package that ``config`` computes with and not every machine has."""
     experts = _experts(config)
     chosen = (
@@ -148,6 +156,9 @@ def _foreign(config: Config, device: str) -> Iterator[tuple[str, str, str]]:
             "torchtitan",
             "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU",
         )
+    if deepep:
+        remedy = "Build DeepEP from its sources (the release on the package index does not compile)"
+        yield "moe.dispatcher=deepep", "deep_ep", f"{remedy}, or set moe.dispatcher=alltoall"
     if experts == "quack":
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in chosen:
@@ -183,8 +194,8 @@ def _experts(config: Config) -> str:
 def _check_compile(device: str) -> None:
     """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's headers."""
     key, remedy = "train.compile=true", "or set train.compile=false"
-    version = sys.version_info
-    if version >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and version < (3, 13, 3)):
+    python = sys.version_info
+    if python >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and python < (3, 13, 3)):
         raise BackendError(
             f"{key}: torch.compile runs on Python 3.11 to 3.14 (without the interpreter lock from 3.13.3 on), and "
             f"this is {sys.version.split()[0]}. Install one of those, {remedy}"

@@ -6,7 +6,6 @@ There is no agent between this process and its ranks: they are its children.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -25,11 +24,10 @@ from automoe.config.schema import Config
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.hardware import check_backends, start_notes
-from automoe.launch.worker import STOP_SIGNALS, stop_signals
-from automoe.loopback import LOOPBACK, store_file
+from automoe.launch.ranks import LOOPBACK, store_file
+from automoe.launch.worker import STOP_SIGNALS
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_NO_ACCIDENT = "another attempt would end the same way"
 _KILL_AFTER_S = 8  # for the other ranks to leave by themselves once one has failed
 
 
@@ -41,7 +39,6 @@ class RunResult:
     objective: float | None
     error: dict[str, Any] | None
     signum: int | None = None  # the signal that ended it early
-    restarts: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -101,7 +98,6 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
 def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device) -> RunResult:
     restarts = Restarts(launch.run_dir, config.launch.max_restarts)
     earlier = _identity(launch.run_dir / "checkpoints")
-    started_again = 0
     while True:
         result = launch.attempt()
         if launch.run_dir_lost() is not None:
@@ -114,15 +110,14 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
                 print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
             break
         print(restarts.describe(), file=sys.stderr, flush=True)
-        started_again += 1
-        runs.start_again(launch.run_dir, started_again)
+        runs.start_again(launch.run_dir, len(restarts.failures))
         if config.checkpoint.resume == "never" and earlier != _identity(launch.run_dir / "checkpoints"):
             # The first attempt has set aside what was there; the next goes on from its checkpoints.
             config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
             save_config(resolved(config, shape, device), launch.run_dir)
     if config.launch.max_restarts:
         runs.add_to_status(launch.run_dir, failed_attempts=restarts.failures)
-    return replace(result, restarts=started_again)
+    return result
 
 
 class _Launch:
@@ -143,7 +138,7 @@ class _Launch:
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
         """SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, between two attempts as well."""
-        old = {number: signal.signal(number, self._forward) for number in stop_signals()}
+        old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield
         finally:
@@ -160,7 +155,7 @@ class _Launch:
             finally:
                 self._kill()
         if (lost := self.run_dir_lost()) is not None:
-            return RunResult("failed", None, _failure(None, lost))
+            return RunResult("failed", None, runs.launch_failure(None, lost))
         return self._judge()
 
     def _start(self, store: Path) -> None:
@@ -186,7 +181,8 @@ class _Launch:
             if failed_at == math.inf and any(rank.returncode for rank in self.ranks):
                 failed_at = now
                 if (killed := self._killed_rank(None)) is not None:
-                    runs.record_failure(self.run_dir, killed)  # the others see it and leave
+                    with contextlib.suppress(OSError):
+                        runs.record_failure(self.run_dir, killed)  # the others see it and leave
             if now > self.kill_at:
                 self._end_grace()
             elif now > failed_at + _KILL_AFTER_S or self.run_dir_lost() is not None:
@@ -208,12 +204,9 @@ class _Launch:
         self._ask_to_stop()
 
     def _end_grace(self) -> None:
-        print(
-            f"the ranks have not left in launch.grace_s={self.grace_s} s and are killed; what they did since the "
-            "newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)",
-            file=sys.stderr,
-            flush=True,
-        )
+        why = f"the ranks have not left in launch.grace_s={self.grace_s} s and are killed; what they did since the "
+        why += "newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)"
+        print(why, file=sys.stderr, flush=True)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -244,7 +237,7 @@ class _Launch:
                 codes = ", ".join(str(rank.returncode) for rank in self.ranks)
                 message = f"the ranks ended without a result, with status {codes}; see logs/rank*.log"
                 # Overruled: a report that a rank began and had no room for.
-                failure = runs.read_failure(self.run_dir) or _failure(None, message)
+                failure = runs.read_failure(self.run_dir) or runs.launch_failure(None, message)
                 runs.record_failure(self.run_dir, failure, overrule=True)
         status = runs.read_status(self.run_dir)
         signum = self.signum if status["state"] == "preempted" else None
@@ -265,7 +258,7 @@ class _Launch:
             what = f"killed by {signal.Signals(-rank.returncode).name}"
             if rank.returncode == -signal.SIGKILL:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
-            return _failure(number, what)
+            return runs.launch_failure(number, what)
         return None
 
 
@@ -291,7 +284,7 @@ class Restarts:
         furthest = max((failure["step"] or 0 for failure in self.failures), default=-1)
         self.failures.append({"attempt": len(self.failures) + 1, "step": step, "error": error})
         if error["for_user"] and error["type"] != "LaunchError":
-            return f"{error['type']}: {_NO_ACCIDENT}"
+            return f"{error['type']}: another attempt would end the same way"
         if len(self.failures) > self.limit:
             return f"launch.max_restarts={self.limit} is used up"
         if step is not None and len(self.failures) > 1 and step <= furthest:
@@ -310,19 +303,13 @@ class Restarts:
 
 def last_step(run_dir: Path) -> int | None:
     """The last step in ``metrics.jsonl``; None without that file, 0 before its first line is complete."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
+    from automoe.observe.metrics import METRICS_FILE, read_metrics
+
+    if not (run_dir / METRICS_FILE).exists():
         return None
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 1_000_000))  # lines are a few kB, and the last may be cut
-        lines = file.read().split(b"\n")[:-1]
-    return int(json.loads(lines[-1])["step"]) if lines else 0
+    records = read_metrics(run_dir)
+    return int(records[-1]["step"]) if records else 0
 
 
 def _identity(folder: Path) -> int | None:
     return folder.stat().st_ino if folder.exists() else None
-
-
-def _failure(rank: int | None, message: str) -> dict[str, Any]:
-    return {"rank": rank, "type": "LaunchError", "message": message, "for_user": True, "traceback": []}

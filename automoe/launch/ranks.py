@@ -1,7 +1,10 @@
-"""The process group's beginning and end on one rank."""
+"""Where ranks of one machine meet, and the process group's beginning and end on one rank."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +14,21 @@ from automoe.config.schema import LaunchConfig
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+
+
+# Of the environment of ranks of one machine: gloo and NCCL listen on loopback alone.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+@contextmanager
+def store_file() -> Iterator[Path]:
+    """Path of an empty file in the memory of this process, for the ``FileStore`` of its children (Linux).
+
+    A ``TCPStore`` listens on all interfaces and asks nobody who he is, and torch unpickles what it delivers. This file
+    has no name; only processes of the same user can open it, and it is gone with this process, however that ends.
+    """
+    with open(os.memfd_create("automoe-store"), "rb") as file:
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def init_ranks(

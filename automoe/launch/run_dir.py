@@ -150,6 +150,11 @@ def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
     }
 
 
+def launch_failure(rank: int | None, message: str) -> dict[str, Any]:
+    """The report of a failure that is no exception of a rank."""
+    return {"rank": rank, "type": "LaunchError", "message": message, "for_user": True, "traceback": []}
+
+
 def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:
     """Write a failure's report unless an earlier one is there; ``overrule`` replaces that one."""
     target = run_dir / ERROR_FILE

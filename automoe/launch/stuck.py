@@ -4,8 +4,8 @@ Torch's flight recorder (gloo and NCCL) knows which collectives this rank has be
 every rank looks at it; the first to see one that is nearly its timeout old, or to have one time out, asks
 all ranks where they are. Each answers with a file, so a rank need not be able to communicate to take part, and the
 one that asked puts the answers together. A collective that may take longer than those of a step, in a save or a load,
-is only named when it has taken as long; the run goes on. Sends and receives of gloo are not in the recorder: of those the call
-stack tells.
+is only named when it has taken as long; the run goes on. Sends and receives of gloo are not in the recorder: of those
+the call stack tells.
 """
 
 from __future__ import annotations
@@ -63,13 +63,8 @@ class Standing:
         return self.communicates or bool(self.pending)
 
 
-def start_recording() -> None:
-    """Switch torch's flight recorder on; before torch makes its first process group."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
-
-
 class StuckWatch:
-    """One rank's part: ``look`` once a second, ``explain`` when a collective has failed.
+    """One rank's part: ``look`` once a second, ``explain`` when a collective has failed. Made before torch is imported.
 
     Args:
         run_dir: seen by all ranks.
@@ -78,6 +73,7 @@ class StuckWatch:
 
     def __init__(self, run_dir: Path, rank: int, num_ranks: int, terminal: TextIO) -> None:
         self.run_dir, self.rank, self.num_ranks, self.terminal = run_dir, rank, num_ranks, terminal
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
         self.timeout_s: float | None = None  # known once the configuration is read
         self._next_look = 0.0
         self._first_seen: dict[tuple[str, int], float] = {}
@@ -105,10 +101,8 @@ class StuckWatch:
         if self._asked() is None and _is_timeout(error) and self.timeout_s is not None and self._ask():
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             self._report(*self._find_missing(frames, self.timeout_s))
-        deadline = time.monotonic() + 2 * _ANSWER_S
-        while (
-            self._asked() is not None and not (self.run_dir / runs.ERROR_FILE).exists() and time.monotonic() < deadline
-        ):
+        deadline, outcome = time.monotonic() + 2 * _ANSWER_S, self.run_dir / runs.ERROR_FILE
+        while self._asked() is not None and not outcome.exists() and time.monotonic() < deadline:
             time.sleep(0.1)  # a rank is asking around: what this one has met is a consequence
 
     def _asked(self) -> int | None:
@@ -127,7 +121,7 @@ class StuckWatch:
         return True
 
     def _say_where(self, frames: list[FrameType]) -> None:
-        target = self._file(self.rank)
+        target = self.run_dir / runs.LOG_FOLDER / f"rank{self.rank}.stuck.json"
         with self._answer:
             asked = self._asked()
             if self.rank in self._standings(asked):
@@ -142,10 +136,7 @@ class StuckWatch:
     def _find_missing(self, frames: list[FrameType], waited_s: float) -> tuple[int, str]:
         self._say_where(frames)
         deadline = time.monotonic() + _ANSWER_S
-        while time.monotonic() < deadline:
-            standings = self._standings(self._asked())
-            if len(standings) == self.num_ranks:
-                break
+        while len(standings := self._standings(self._asked())) < self.num_ranks and time.monotonic() < deadline:
             time.sleep(0.1)
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
@@ -158,27 +149,16 @@ class StuckWatch:
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
-        report = {
-            "rank": rank,
-            "type": "LaunchError",
-            "message": f"{message} Where every rank was is in logs/rank*.stuck.json; raise launch.timeout_s if one "
-            "was only slow",
-            "for_user": True,
-            "traceback": [],
-        }
-        runs.record_failure(self.run_dir, report)
-
-    def _file(self, rank: int) -> Path:
-        return self.run_dir / runs.LOG_FOLDER / f"rank{rank}.stuck.json"
+        message += " Where every rank was is in logs/rank*.stuck.json; raise launch.timeout_s if one was only slow"
+        runs.record_failure(self.run_dir, runs.launch_failure(rank, message))
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
         found = {}
-        for rank in range(self.num_ranks):
-            if self._file(rank).exists():
-                facts = json.loads(self._file(rank).read_text())
-                if facts["asked"] == asked:
-                    pending = [Pending(**one) for one in facts.pop("pending")]
-                    found[rank] = Standing(**facts, pending=pending)
+        for path in (self.run_dir / runs.LOG_FOLDER).glob("rank*.stuck.json"):
+            facts = json.loads(path.read_text())
+            if facts["asked"] == asked:
+                pending = [Pending(**one) for one in facts.pop("pending")]
+                found[facts["rank"]] = Standing(**facts, pending=pending)
         return found
 
 
@@ -244,20 +224,18 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     world = dist.distributed_c10d._world
     # A group has its name before its ranks, and the main thread may be making one.
     ranks = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
-    found = {}
+    found: dict[tuple[str, int], dict[str, Any]] = {}
     for dump in ("_dump_fr_trace", "_dump_nccl_trace"):  # gloo's recorder, and NCCL's where torch has it
         if hasattr(c10d, dump):
             record = pickle.loads(getattr(c10d, dump)(True, False, True))
-            found |= {(dump, entry["record_id"]): entry for entry in record.get("entries", []) if _unfinished(entry)}
+            for entry in record.get("entries", []):
+                if not entry["retired"] and entry["state"] != "completed":
+                    found[dump, entry["record_id"]] = entry
     now = time.monotonic()
     for key in first_seen.keys() - found.keys():
         first_seen.pop(key, None)
     ages = {key: now - first_seen.setdefault(key, now) for key in found}
     return [_pending(found[key], ranks, ages[key]) for key in sorted(found, key=lambda key: (-ages[key], key))]
-
-
-def _unfinished(entry: Mapping[str, Any]) -> bool:
-    return not entry["retired"] and entry["state"] != "completed"
 
 
 def _pending(entry: Mapping[str, Any], ranks: Mapping[str, list[int]], seconds: float) -> Pending:
@@ -301,14 +279,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
 def _live_frames() -> list[FrameType]:
     """The main thread's call stack, outermost first."""
-    main = threading.main_thread().ident
-    assert main is not None
-    frame: FrameType | None = sys._current_frames().get(main)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
+    innermost = sys._current_frames()[threading.main_thread().ident or 0]
+    return [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -17,29 +17,58 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.schema import Config
 from automoe.errors import LaunchError
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
-from automoe.launch.streams import Outlet
 from automoe.shipped import load_recipe
 from automoe.training.context import RunContext, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to save and leave
+# They ask a run to save and leave. nohup has SIGHUP ignored, and that is to stay.
+_HANG_UP = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0  # for a rank to end on its own once another has failed
 _leaving = threading.Lock()
 
 
-def stop_signals() -> list[signal.Signals]:
-    """Those of ``STOP_SIGNALS`` to handle: nohup has SIGHUP ignored, and that is to stay."""
-    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+class Outlet:
+    """Text stream to one or more others. A line that one of them does not take is lost there, and the run goes on.
+
+    Whatever else is asked of it, the first one answers.
+    """
+
+    def __init__(self, *streams: TextIO) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streams[0], name)
+
+
+def outlive_streams() -> None:
+    """From now on neither this process nor its children depend on who reads their standard output and error."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would be every child's standard output
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
+            os.set_inheritable(number, True)
+    sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
 
 
 def main() -> int:
@@ -71,11 +100,9 @@ def run_rank(
     terminal = _redirect(run_dir, rank)
     stop = StopRequest()
     _handle_signals(stop, launcher)
-    pid_file = run_dir / runs.LOG_FOLDER / f"rank{rank}.pid"
-    pid_file.write_text(str(os.getpid()))
+    (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
     # Where this project's launcher outlives the ranks it writes the report, and under torchrun and srun rank 0.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
-    stuck.start_recording()
     watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
     threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
@@ -128,7 +155,7 @@ def _handle_signals(stop: StopRequest, launcher: int | None) -> None:
         # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
         stop.set()
 
-    for number in stop_signals():
+    for number in STOP_SIGNALS:
         signal.signal(number, ask_to_stop)
     if launcher is not None and sys.platform == "linux":
         # Every rank is in a session of its own: if the launcher dies by SIGKILL nobody else ends them.
@@ -177,9 +204,8 @@ def _fail(run_dir: Path, rank: int, error: BaseException, terminal: TextIO | Non
         with contextlib.suppress(OSError):
             print(f"error: {runs.describe_error(failure)}", file=terminal, flush=True)
     traceback.print_exception(error)  # to this rank's log
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a closed terminal must not hide the exit status
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     _leave(run_dir, report)
 
 
@@ -189,9 +215,8 @@ def end_process(status: int) -> NoReturn:
     Seen without this: now and then a thread of the communication library is still there when the
     interpreter goes, and a run that had ended well ends in SIGABRT.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

@@ -26,7 +26,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from automoe.loopback import LOOPBACK, store_file
+from automoe.launch.ranks import LOOPBACK, store_file
 
 _PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine

@@ -20,6 +20,7 @@ from automoe.config.schema import (
 )
 from automoe.errors import BackendError
 from automoe.launch import hardware
+from tests.support.command import ROOT
 
 
 @pytest.fixture
@@ -201,3 +202,13 @@ def test_compilation_needs_the_headers_of_a_python_that_torch_knows(
     assert f"there is no {tmp_path}/Python.h" in refusal("cpu")
     monkeypatch.setattr(hardware.sys, "version_info", (3, 15, 0, "final", 0))
     assert "runs on Python 3.11 to 3.14" in refusal("cpu")
+
+
+def test_a_torch_that_nobody_tried_is_said() -> None:
+    newest = hardware.NEWEST_TORCH_TRIED
+    assert hardware.torch_note(f"{newest[0]}.{newest[1]}.3+cu132") is None and hardware.torch_note("2.11.0") is None
+    note = hardware.torch_note(f"{newest[0]}.{newest[1] + 1}.0")
+    assert note is not None and "is newer than" in note and "\n" not in note
+    tried = ".".join(map(str, newest))
+    for page in ("README.md", "pyproject.toml"):
+        assert f"{tried}" in (ROOT / page).read_text(), f"{page} says what was tried"

@@ -42,7 +42,6 @@ LAYERS = (
         "automoe.trace",
         "automoe.counter_random",
         "automoe.local_shard",
-        "automoe.loopback",
     ),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
