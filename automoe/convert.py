@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from automoe.export import add_options, options_of, report
 
 if TYPE_CHECKING:
-    from automoe.hf.write import Written
+    from automoe.hf.files import Written
 
 
 def main(argv: list[str] | None = None) -> int:

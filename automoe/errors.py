@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 
@@ -59,3 +60,10 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
         return import_module(module)
     except Exception as error:  # without CUDA, its driver or a library some raise RuntimeError, OSError and others
         raise BackendError(f"{choice}: {module} does not import ({type(error).__name__}: {error}). {remedy}") from error
+
+
+def listed(names: Iterable[object], shown: int = 4) -> str:
+    """``a, b, c, d and 12 more``, sorted."""
+    texts = sorted(map(str, names))
+    more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
+    return ", ".join(texts[:shown]) + more

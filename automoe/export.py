@@ -20,7 +20,7 @@ from automoe.errors import AutomoeError, CheckpointError
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
-    from automoe.hf.write import Written
+    from automoe.hf.files import Written
     from automoe.model.decoder import Decoder
 
 
@@ -58,11 +58,11 @@ def export_run(
     if fp8:
         fp8_config(config.model, family_of(config.model).keys)
 
-    from automoe.hf.write import export_model  # torch
+    from automoe.hf.write import to_hf  # torch
 
     model, tokenizer = _load_run(run_dir, config), config.data.tokenizer
     options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer}
-    return export_model(model, out, dtype=dtype, fp8=fp8, **options)
+    return to_hf(model, out, dtype=dtype, fp8=fp8, **options)
 
 
 def _load_run(run_dir: Path, config: Config) -> Decoder:

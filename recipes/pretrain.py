@@ -14,7 +14,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.hf.read import load_hf
-from automoe.hf.write import export_model
+from automoe.hf.write import to_hf
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
@@ -83,6 +83,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         context.preempted = state.step < train.steps or (run.stopping and exports)
         if exports and not run.stopping:
             tokenizer = config.data.tokenizer
-            paths["HF checkpoint"] = export_model(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)
+            paths["HF checkpoint"] = to_hf(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)
         run.finish(paths)
     return run.objective

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from automoe import convert
 from automoe.errors import ConfigError
-from automoe.hf import api, files, rewrite, verify
+from automoe.hf import api, rewrite, verify
 from automoe.hf.api import convert_hf
 from automoe.hf.keys import INDEX_FILE
 from tests.support.hf_models import save_small_hf
@@ -73,7 +73,7 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Every expert's tensor is read when it is written, not its layer's."""
     save_small_hf("qwen3_moe", tmp_path / "in", save_original_format=False)
     events: list[str] = []
-    real_read, real_write = rewrite._assemble, files.FilesWriter.write
+    real_read, real_write = rewrite._assemble, rewrite.write_files
 
     def read(job, *args):
         events.append(f"read {job.item[0].key}")
@@ -81,12 +81,19 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert region.numel() == torch.Size(job.item[0].shape).numel()
         return region
 
-    def write(self, item, tensor):
-        events.append(f"write {item[0].key}")
-        real_write(self, item, tensor)
+    def write(contents, tensors):
+        contents = list(contents)
+        keys = [item[0].key for _, items in contents for item in items]
+
+        def asked_for():
+            for key, tensor in zip(keys, tensors, strict=True):
+                events.append(f"write {key}")
+                yield tensor
+
+        real_write(contents, asked_for())
 
     monkeypatch.setattr(rewrite, "_assemble", read)
-    monkeypatch.setattr(files.FilesWriter, "write", write)
+    monkeypatch.setattr(rewrite, "write_files", write)
     convert_hf(tmp_path / "in", tmp_path / "out")
     written = 2 * len(stored(tmp_path / "out"))
     assert not any(event.startswith("write ") for event in events[written:])  # read back and compared

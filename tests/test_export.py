@@ -18,7 +18,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, DataConfig, MeshConfig
 from automoe.data.loader import Loader
 from automoe.export import export_run, main
-from automoe.hf.write import export_model
+from automoe.hf.write import to_hf
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
@@ -58,7 +58,7 @@ def leave(config: Config, run_dir: Path, steps: list[int], export: bool) -> dict
             loader = Loader(config, meshes.dp_rank, meshes.shape.dp)
             CheckpointStore(config, meshes.shape, run_dir).save(TrainState(parts, optimizer, loader, step=step))
     if export:
-        export_model(parts, run_dir / "hf", tokenizer=config.data.tokenizer)
+        to_hf(parts, run_dir / "hf", tokenizer=config.data.tokenizer)
     return {
         name: parameter.full_tensor().detach() for part in parts.values() for name, parameter in part.named_parameters()
     }

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from automoe.errors import CheckpointError, SaveError
+from automoe.errors import AutomoeError, CheckpointError, SaveError
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Failure:
             reason = error.strerror or str(error)
             text = f"{reason} ({error.filename})" if error.filename else reason
             return Failure(rank, "OSError", text, error.errno or errno.EIO)
-        kind = "CheckpointError" if isinstance(error, CheckpointError) else type(error).__name__
+        kind = "CheckpointError" if isinstance(error, AutomoeError) else type(error).__name__
         return Failure(rank, kind, str(error))
 
     def error(self) -> Exception:
@@ -53,18 +53,23 @@ def worst(failures: Iterable[Failure]) -> Failure:
 
 
 class Ranks:
-    """All ranks of the run, over a gloo group that training's own collectives never use.
-
-    A save in the background talks over it while training talks over the others. Every rank makes it and
-    calls its methods, in the same order.
+    """All ranks of the run; every one of them makes it and calls its methods, in the same order.
 
     Args:
-        timeout_s: longest wait for another rank, which may have a large file to write or to check.
+        timeout_s: longest wait for another rank, which may have a large file to write or to check, over a gloo
+            group that training's own collectives never use: a save in the background talks over it while training
+            talks over the others. None: over the default group.
+        alone: this process for itself, whatever other ranks do; so is one without other ranks.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="checkpoint")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, timeout_s: float | None = None, alone: bool = False) -> None:
+        self.rank, self.size = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and not alone:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            if timeout_s is not None:
+                wait = timedelta(seconds=timeout_s)
+                self.group = dist.new_group(backend="gloo", timeout=wait, group_desc="checkpoint")
 
     def all(self, action: Callable[[], T]) -> list[T]:
         """What ``action`` returned on each rank, in rank order, on every rank.
@@ -73,8 +78,9 @@ class Ranks:
             OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every rank.
         """
         mine, own = _attempt(self.rank, action)
-        outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, mine, group=self.group)
+        outcomes: list[Any] = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(outcomes, mine, group=self.group)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             raise worst(failures).error() from own
@@ -88,7 +94,8 @@ class Ranks:
         """
         outcome, own = _attempt(0, action) if self.rank == 0 else (None, None)
         box: list[Any] = [outcome]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Failure):
             raise box[0].error() from own
         return box[0]
@@ -116,8 +123,8 @@ def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
     """A write error in a save as what the user reads; ``newest`` is the newest step that is there now."""
     reason = error.strerror or os.strerror(error.errno or errno.EIO)
     if newest == f"step-{step}":
-        said = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"
+        outcome = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"
     else:
         kept = f"{newest} stays the newest checkpoint" if newest else "there is no checkpoint yet"
-        said = f"the checkpoint of step {step} was not saved: {reason}; {kept}"
-    return SaveError(f"{said}. Free space or mend the disk")
+        outcome = f"the checkpoint of step {step} was not saved: {reason}; {kept}"
+    return SaveError(f"{outcome}. Free space or mend the disk")

@@ -98,35 +98,30 @@ def superfluous(names: list[str], val_losses: Mapping[str, float], checkpoint: C
     return [name for name in names if name not in kept]
 
 
-def named_source(resume: str) -> Path:
-    """The path of ``checkpoint.resume=PATH``."""
-    return Path(resume).expanduser()
-
-
-def check_source(resume: str, run_dir: Path) -> tuple[Path | None, Path | None]:
-    """The step directory, or else the folder of steps, that ``checkpoint.resume`` names; (None, None): no path.
+def source_steps(resume: str, run_dir: Path) -> list[Path]:
+    """Steps that ``checkpoint.resume`` names, oldest first: a step directory, or those of a run; none if it is no path.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, or it is a step of the run itself.
     """
     if resume in ("auto", "never"):
-        return None, None
-    path = named_source(resume)
-    step_dir = path if (path / MANIFEST).is_file() else None
-    folders = [folder for folder in (path / FOLDER, path) if step_dir is None and committed_steps(folder)]
-    folder = folders[0] if folders else None
-    if step_dir is not None and path.resolve().parent == run_dir.resolve() / FOLDER:
-        raise CheckpointError(
-            f"checkpoint.resume={resume} is a step of this run itself, and later ones would be lost. Set another "
-            "run_dir to branch off there, or remove the steps after it and set checkpoint.resume=auto"
-        )
-    if step_dir is None and folder is None:
-        reason = "has no checkpoint in it" if path.is_dir() else f"is not there (looked from {os.getcwd()})"
-        raise CheckpointError(
-            f"checkpoint.resume={resume} {reason}. Name a run directory with {FOLDER}/step-N, a step directory, "
-            "auto or never"
-        )
-    return step_dir, folder
+        return []
+    path = Path(resume).expanduser()
+    if (path / MANIFEST).is_file():
+        if path.resolve().parent == run_dir.resolve() / FOLDER:
+            raise CheckpointError(
+                f"checkpoint.resume={resume} is a step of this run itself, and later ones would be lost. Set another "
+                "run_dir to branch off there, or remove the steps after it and set checkpoint.resume=auto"
+            )
+        return [path]
+    for folder in (path / FOLDER, path):
+        if names := committed_steps(folder):
+            return [folder / name for name in names]
+    reason = "has no checkpoint in it" if path.is_dir() else f"is not there (looked from {os.getcwd()})"
+    raise CheckpointError(
+        f"checkpoint.resume={resume} {reason}. Name a run directory with {FOLDER}/step-N, a step directory, "
+        "auto or never"
+    )
 
 
 def check_writable(ranks: Ranks, folder: Path) -> None:

@@ -18,7 +18,7 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,15 +31,14 @@ from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
 from automoe.checkpoint.folder import (
     FOLDER,
     LATEST,
-    check_source,
     check_writable,
     clean,
     commit,
     committed_steps,
-    named_source,
     point_to,
     promised_step,
     retain,
+    source_steps,
 )
 from automoe.checkpoint.manifest import changed_settings, check_model, file_damage, read_manifest, write_manifest
 from automoe.config.convert import config_to_dict
@@ -48,26 +47,11 @@ from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.trace import phase
 
+if TYPE_CHECKING:
+    from automoe.training.state import TrainState
+
 _TWISTER_WORDS = 624  # of a Mersenne twister's state
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
-
-
-class Checkpointed(Protocol):
-    """What a checkpoint holds, as ``automoe.training.state.TrainState`` has it."""
-
-    step: int
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name -> tensor of this rank, to be read or written in place."""
-
-    def optional(self) -> set[str]:
-        """Names of those tensors that a checkpoint may lack; then they stay as they are."""
-
-    def counters(self) -> dict[str, Any]:
-        """What is not a tensor, as JSON values, equal on every rank."""
-
-    def load_counters(self, counters: dict[str, Any]) -> None:
-        """Undo ``counters``."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +96,11 @@ class CheckpointStore:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
             check_writable(self.ranks, self.folder)
-        self.ranks.lead(lambda: check_source(self.config.checkpoint.resume, self.run_dir))
+        self.ranks.lead(lambda: source_steps(self.config.checkpoint.resume, self.run_dir))
 
     # ---------------------------------------------------------------- saving
 
-    def save(self, state: Checkpointed, val_loss: float | None = None) -> Path:
+    def save(self, state: TrainState, val_loss: float | None = None) -> Path:
         """Write ``state`` and return its directory; it is there in full or not at all.
 
         A step that is there already is left as it is.
@@ -130,7 +114,7 @@ class CheckpointStore:
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         return self._write(state.tensors() | _generator_tensors(), self._content(state, val_loss), state.step)
 
-    def begin(self, state: Checkpointed, val_loss: float | None = None) -> None:
+    def begin(self, state: TrainState, val_loss: float | None = None) -> None:
         """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
 
         One save is in flight at a time. The copy stays allocated for the next save.
@@ -177,7 +161,7 @@ class CheckpointStore:
         """Whether a save was begun whose end ``poll`` has not returned yet."""
         return self._in_flight is not None
 
-    def _content(self, state: Checkpointed, val_loss: float | None) -> dict[str, Any]:
+    def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
         """The manifest but for the files, of this moment."""
         return {
             "step": state.step,
@@ -235,7 +219,7 @@ class CheckpointStore:
 
     # ---------------------------------------------------------------- resuming
 
-    def load_latest(self, state: Checkpointed) -> Resumed | None:
+    def load_latest(self, state: TrainState) -> Resumed | None:
         """Fill ``state`` from the newest checkpoint that verifies, on whatever mesh it was written.
 
         Those of the run's own directory come first, whatever ``checkpoint.resume`` says, unless that is
@@ -259,7 +243,7 @@ class CheckpointStore:
         self.ranks.lead(lambda: clean(self.folder))
         found, own = self._newest_valid(self.folder, own=True), True
         if resume != "auto":
-            source = named_source(resume)
+            source = Path(resume).expanduser()
             if found is None:
                 found, own = self._from_path(source), False
             elif self.run_dir.resolve() != source.resolve():
@@ -274,7 +258,7 @@ class CheckpointStore:
             self._load(state, step_dir, manifest)
         return Resumed(state.step, step_dir, own)
 
-    def _load(self, state: Checkpointed, step_dir: Path, manifest: dict[str, Any]) -> None:
+    def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
         check_model(step_dir, manifest["config"], self.config)
         then, now = changed_settings(manifest["config"], self.config)
         if then:
@@ -321,25 +305,24 @@ class CheckpointStore:
             return None
         if own:
             newer = steps[steps.index(name) + 1 :]
-            for said in self.ranks.lead(lambda: _make_newest(folder, name, newer, promised)):
-                self._warn(said)
+            for warning in self.ranks.lead(lambda: _make_newest(folder, name, newer, promised)):
+                self._warn(warning)
         return folder / name, manifest
 
     def _from_path(self, source: Path) -> tuple[Path, dict[str, Any]]:
         """The step that ``checkpoint.resume=PATH`` names, verified; nothing there is changed."""
-        step_dir, folder = self.ranks.lead(lambda: check_source(str(source), self.run_dir))
-        if folder is not None:
-            found = self._newest_valid(folder, own=False)
-            assert found is not None, "check_source saw a committed step"
+        steps = self.ranks.lead(lambda: source_steps(str(source), self.run_dir))
+        if steps != [source]:
+            found = self._newest_valid(steps[0].parent, own=False)
+            assert found is not None, "source_steps saw a committed step"
             return found
-        assert step_dir is not None, "check_source found one of the two"
-        manifest, problem = self._verify(step_dir)
+        manifest, problem = self._verify(source)
         if problem is not None:
             raise CheckpointError(
-                f"checkpoint.resume={step_dir} is damaged ({problem}). Name another step, or the run directory "
+                f"checkpoint.resume={source} is damaged ({problem}). Name another step, or the run directory "
                 "to take its newest valid one"
             )
-        return step_dir, manifest
+        return source, manifest
 
     def _verify(self, step_dir: Path) -> tuple[dict[str, Any], str | None]:
         """A step's manifest, and None or what is wrong with the step. Ranks share the files to read."""
@@ -394,10 +377,10 @@ def _give_up(temporary: Path, folder: Path) -> str | None:
 
 
 def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
-    said = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
+    warnings = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
     if promised != name:
         point_to(folder, name)
-    return said
+    return warnings
 
 
 def _dcp_error(error: CheckpointException) -> Exception:

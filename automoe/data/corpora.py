@@ -8,13 +8,13 @@ import inspect
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from automoe.config.plugins import registered
 from automoe.config.schema import DataConfig
-from automoe.errors import ConfigError, DataError
+from automoe.errors import ConfigError, DataError, listed
 
 # Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -27,14 +27,6 @@ class Document:
     text: str
     file: int  # index in the corpus's list of files
     line: int  # 1-based line of a JSONL file or row of a parquet file; 0: the whole file
-
-
-@dataclass(frozen=True)
-class CorpusFiles:
-    """The files of a corpus in their fixed order, and their names relative to what they share."""
-
-    paths: list[Path]
-    names: list[str]
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,8 @@ def reader_digest(kind: str) -> str:
         raise ConfigError("data.kind", kind, rule, "Give its Source a plain function to read with") from error
 
 
-def find_files(data: DataConfig) -> CorpusFiles:
-    """The corpus's files, sorted by name, so that every machine and rank sees one order.
+def find_files(data: DataConfig) -> dict[str, Path]:
+    """The corpus's files by their names relative to what they share, in one order on every machine and rank.
 
     Raises:
         ConfigError: ``data.path`` is not set.
@@ -79,7 +71,7 @@ def find_files(data: DataConfig) -> CorpusFiles:
         paths = [p for p in root.rglob("*.py") if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
         if not paths:
             raise DataError(f"{root}: this Python has no library sources. Set data.kind=text and data.path.")
-        return _ordered(paths, root)
+        return _by_name(paths, root)
     if data.path is None:
         raise ConfigError(
             "data.path",
@@ -89,22 +81,22 @@ def find_files(data: DataConfig) -> CorpusFiles:
         )
     path = Path(data.path).expanduser()
     if path.is_file():
-        return CorpusFiles([path], [path.name])
+        return {path.name: path}
     if path.is_dir():
         suffix = source_of(data.kind).pattern
         paths = [p for p in path.rglob(suffix) if p.is_file() and not _hidden(p.relative_to(path))]
         if not paths:
             raise DataError(f"{path}: no {suffix} file in this directory. Correct data.path or data.kind.")
-        return _ordered(paths, path)
+        return _by_name(paths, path)
     paths = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
     if not paths:
         raise DataError(
             f"{path}: no file, directory or glob match of this name (looked from {Path.cwd()}). Correct data.path."
         )
-    return _ordered(paths, Path(os.path.commonpath([p.parent for p in paths])))
+    return _by_name(paths, Path(os.path.commonpath([p.parent for p in paths])))
 
 
-def read_documents(data: DataConfig, files: CorpusFiles) -> Iterator[Document]:
+def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
     """Every document in order, up to ``data.max_bytes`` of text.
 
     Documents without any text are left out; a file that holds nothing else is an error.
@@ -113,7 +105,7 @@ def read_documents(data: DataConfig, files: CorpusFiles) -> Iterator[Document]:
         DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable file.
     """
     read, left = source_of(data.kind).read, data.max_bytes
-    for index, path in enumerate(files.paths):
+    for index, path in enumerate(paths):
         found = False
         try:
             for line, text in read(path, data.text_key):
@@ -140,9 +132,8 @@ def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
-def _ordered(paths: list[Path], root: Path) -> CorpusFiles:
-    by_name = sorted((p.relative_to(root).as_posix(), p) for p in paths)
-    return CorpusFiles([p for _, p in by_name], [name for name, _ in by_name])
+def _by_name(paths: list[Path], root: Path) -> dict[str, Path]:
+    return dict(sorted((p.relative_to(root).as_posix(), p) for p in paths))
 
 
 def _decode(raw: bytes, path: Path, first_line: int) -> str:
@@ -183,7 +174,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                 )
             if text_key not in record:
                 raise DataError(
-                    f"{path}:{number}: no key {text_key!r}; this line has {_listed(record)}. Set data.text_key to "
+                    f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set data.text_key to "
                     f"the key that holds the text."
                 )
             yield number, _checked(record[text_key], f"{path}:{number}", text_key)
@@ -201,7 +192,7 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
             names = table.schema_arrow.names
             if text_key not in names:
                 raise DataError(
-                    f"{path}: no column {text_key!r}; this file has {_listed(names)}. Set data.text_key to the column "
+                    f"{path}: no column {text_key!r}; this file has {listed(names, 10) or 'none'}. Set data.text_key to the column "
                     f"that holds the text."
                 )
             for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
@@ -237,8 +228,3 @@ def _checked(value: object, where: str, text_key: str) -> str:
             f"{error.start}, which is not text. Correct the escape."
         ) from error
     return value
-
-
-def _listed(names: object) -> str:
-    shown = sorted(str(name) for name in names)  # type: ignore[attr-defined]
-    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "") or "none"

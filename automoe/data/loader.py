@@ -132,7 +132,7 @@ class Loader:
             "data.document_mask": data.document_mask,
             "data.val_fraction": data.val_fraction,
             "split": self.split,
-            "files": len(self.corpus.files.names),
+            "files": len(self.corpus.paths),
             "documents": len(self.corpus.lengths),
             "text_bytes": self.corpus.text_bytes,
             "content": self.corpus.content,
@@ -157,11 +157,6 @@ class Loader:
 
     def _batch(self, packed: PackedRows, first_row: int, indices: np.ndarray) -> StepBatch:
         rows = packed.take(indices)
-        return StepBatch(
-            tokens=torch.from_numpy(rows.tokens),
-            labels=torch.from_numpy(rows.labels),
-            positions=torch.from_numpy(rows.positions),
-            doc_ids=torch.from_numpy(rows.doc_ids),
-            num_bytes=self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE]),
-            first_row=first_row,
-        )
+        num_bytes = self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE])
+        tensors = {name: torch.from_numpy(array) for name, array in vars(rows).items()}
+        return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row)

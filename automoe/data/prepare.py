@@ -9,10 +9,8 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from automoe.config.schema import Config, DataConfig
-from automoe.data.corpora import CorpusFiles, Document, find_files, read_documents, reader_digest
+from automoe.data.corpora import Document, find_files, read_documents, reader_digest
 from automoe.data.tokenizer import Tokenizer, check_vocab_fits, load_tokenizer
 from automoe.errors import DataError
 
@@ -44,13 +42,13 @@ class TokenCorpus:
     hashes: np.ndarray
     file_ids: np.ndarray
     lines: np.ndarray
-    files: CorpusFiles
+    paths: list[Path]  # of the files
     content: str  # digest of all tokens and document lengths, whatever the files are called
     text_bytes: int
 
     def where(self, index: int) -> str:
         """``file`` or ``file:line`` of a document."""
-        path, line = self.files.paths[self.file_ids[index]], int(self.lines[index])
+        path, line = self.paths[self.file_ids[index]], int(self.lines[index])
         return f"{path}:{line}" if line else str(path)
 
 
@@ -72,18 +70,23 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None =
     files = find_files(data)
     cache_dir = default_cache_dir() if cache_dir is None else cache_dir
     entry = cache_dir / f"{data.kind}-{_cache_key(data, files, tokenizer)}"
-    if not entry.is_dir():
-        with _only_writer(entry):
-            if not entry.is_dir():
-                _write(entry, data, files, tokenizer)
-    return _open(entry, files)
+    try:
+        if not entry.is_dir():
+            _write(entry, read_documents(data, files.values()), tokenizer)
+    except OSError as error:
+        if not entry.is_dir():  # another machine on a shared file system may have been faster
+            raise DataError(
+                f"{cache_dir}: the tokenised corpus cannot be written here ({error.strerror}). Make room or make it "
+                f"writable, or set XDG_CACHE_HOME to a directory that is."
+            ) from error
+    return _open(entry, list(files.values()))
 
 
-def _cache_key(data: DataConfig, files: CorpusFiles, tokenizer: Tokenizer) -> str:
+def _cache_key(data: DataConfig, files: dict[str, Path], tokenizer: Tokenizer) -> str:
     key = hashlib.blake2b(digest_size=16)
     key.update(json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode())
     key.update(reader_digest(data.kind).encode())
-    for path, name in zip(files.paths, files.names, strict=True):
+    for name, path in files.items():
         try:
             with path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -96,40 +99,15 @@ def _cache_key(data: DataConfig, files: CorpusFiles, tokenizer: Tokenizer) -> st
     return key.hexdigest()
 
 
-@contextmanager
-def _only_writer(entry: Path) -> Iterator[None]:
-    """Hold the entry's lock, which the system drops when its holder dies."""
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(entry.with_suffix(".lock"), "w")
-    except OSError as error:
-        raise _unwritable(entry.parent, error) from error
-    with lock:
+def _write(entry: Path, documents: Iterable[Document], tokenizer: Tokenizer) -> None:
+    """Make the entry unless another process of the machine does; the system drops the lock of one that dies."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with open(entry.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _unwritable(directory: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{directory}: the tokenised corpus cannot be written here ({error.strerror}). Make room or make it "
-        f"writable, or set XDG_CACHE_HOME to a directory that is."
-    )
-
-
-def _write(entry: Path, data: DataConfig, files: CorpusFiles, tokenizer: Tokenizer) -> None:
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
-    except OSError as error:
-        raise _unwritable(entry.parent, error) from error
-    try:
-        _tokenise(temporary, read_documents(data, files), tokenizer)
-        if not entry.is_dir():  # another machine on a shared file system may have been faster
-            temporary.rename(entry)
-    except OSError as error:
         if not entry.is_dir():
-            raise _unwritable(entry.parent, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as temporary:
+                _tokenise(Path(temporary), documents, tokenizer)
+                os.rename(temporary, entry)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -171,7 +149,7 @@ def _tokenise(directory: Path, documents: Iterable[Document], tokenizer: Tokeniz
     (directory / "meta.json").write_text(json.dumps(meta))
 
 
-def _open(entry: Path, files: CorpusFiles) -> TokenCorpus:
+def _open(entry: Path, paths: list[Path]) -> TokenCorpus:
     try:
         meta: dict[str, Any] = json.loads((entry / "meta.json").read_text())
         columns = np.load(entry / "documents.npy")
@@ -192,7 +170,7 @@ def _open(entry: Path, files: CorpusFiles) -> TokenCorpus:
         hashes=columns[1],
         file_ids=columns[2].astype(np.int64),
         lines=columns[3].astype(np.int64),
-        files=files,
+        paths=paths,
         content=meta["content"],
         text_bytes=meta["text_bytes"],
     )

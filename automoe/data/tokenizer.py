@@ -31,14 +31,12 @@ class Tokenizer:
     """What the data pipeline asks of a tokenizer.
 
     Attributes:
-        name: the spec it was loaded from.
         vocab_size: largest id + 1; an embedding needs at least this many rows.
         eos_id, pad_id: end of a document; filler that is never trained.
         digest: changes when the same text could give other ids.
         byte_lengths: [vocab_size] int64, UTF-8 bytes that each id stands for; 0 for special tokens.
     """
 
-    name: str
     vocab_size: int
     eos_id: int
     pad_id: int
@@ -64,7 +62,7 @@ class ByteTokenizer(Tokenizer):
     """One id per UTF-8 byte; 256 ends a document, 257 pads."""
 
     def __init__(self) -> None:
-        self.name, self.digest = "byte", "byte"
+        self.digest = "byte"
         self.vocab_size, self.eos_id, self.pad_id = BYTE_VOCAB_SIZE, 256, 257
         self.byte_lengths = np.array([1] * 256 + [0, 0], dtype=np.int64)
 
@@ -88,7 +86,6 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, path: str) -> None:
         directory = _directory(path)
-        self.name = path
         if (directory / "tokenizer.json").is_file():
             self._backend, eos_id = _load_fast(directory)
             files = ["tokenizer.json"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.rules_model import model_rows
@@ -15,13 +17,14 @@ from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, M
 from automoe.errors import ConfigError
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.folder import check_conversion, make_folder, working_folder, write_settings
+from automoe.hf.files import Written
+from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.keys import fp8_config
 from automoe.hf.read import load_hf, show_progress
-from automoe.hf.rewrite import Target, compare_rewritten, rewrite_tensors
+from automoe.hf.rewrite import compare_rewritten, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import export_dtype
 from automoe.hf.verify import verify_with_transformers
-from automoe.hf.write import Written, export_model
+from automoe.hf.write import to_hf as to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
 from automoe.parallel.mesh import build_meshes
@@ -103,31 +106,6 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
         )
 
 
-def to_hf(
-    model: Decoder,
-    path: str | Path,
-    *,
-    dtype: str | torch.dtype = "keep",
-    fp8: bool = False,
-    tokenizer: str | None = None,
-    overwrite: bool = False,
-) -> Written:
-    """Write ``model`` as a HuggingFace checkpoint directory, compare it with the model and transformers. Collective.
-
-    Args:
-        dtype: ``keep``, ``bfloat16`` or ``float32``, or torch's own name of these two.
-        fp8: the matrices of layers as block-FP8.
-        tokenizer: directory whose tokenizer files go along; None takes those that the model came with.
-        overwrite: replace a checkpoint directory that is there.
-
-    Raises:
-        ConfigError: another dtype, or ``fp8`` of a family that has no such checkpoints.
-        CheckpointError: it cannot be written, or is not equal; nothing is left under ``path`` then.
-    """
-    dtype = str(dtype).removeprefix("torch.")
-    return export_model(model, path, dtype=dtype, fp8=fp8, tokenizer=tokenizer, overwrite=overwrite)
-
-
 def _expert_backend(config: ModelConfig, dtype: torch.dtype, etp: int = 1) -> Literal["grouped_mm", "loop"]:
     """grouped_mm where it can: it has no float64, and wants rows of a multiple of 16 bytes."""
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
@@ -163,18 +141,13 @@ def convert_hf(
     path = Path(out).expanduser().absolute()
     config = model_config_from_hf(source)
     keys = check_conversion(config, path, fp8=fp8, layout=layout, overwrite=overwrite)
-    target = Target(keys, export_dtype(dtype), fp8, max_shard_bytes)
-    catalog, folder = check_catalog(source, config), working_folder(path)
+    out_dtype, catalog = export_dtype(dtype), check_catalog(source, config)
+    jobs = plan_rewrite(catalog, config, keys, out_dtype, fp8)
     num_bytes = sum(stored.data.num_bytes for stored in catalog.sources.values())
-
-    def fill() -> Written:
-        with show_progress(catalog.folder.name, lambda: num_bytes) as advance:
-            done = rewrite_tensors(catalog, config, folder, target, advance=advance)
-        dtype_name = str(done.dtype).removeprefix("torch.")
-        write_settings(folder, config, dtype_name, None, fp8_config(config, keys) if fp8 else None)
+    with new_folder(path, overwrite, Ranks(alone=True)) as folder:
+        with show_progress(catalog.folder.name, num_bytes) as advance:
+            done = rewrite_tensors(jobs, catalog, folder, max_shard_bytes, advance)
+        write_settings(folder, config, done.dtype, None, fp8_config(config, keys) if fp8 else None)
         written = check_catalog(folder, config)
-        compare_rewritten(catalog, written, config, target)
-        error = verify_with_transformers(config, written)
-        return Written(path, done.num_tensors, done.num_files, done.num_bytes, logits_error=error)
-
-    return make_folder(path, fill, overwrite)
+        compare_rewritten(jobs, catalog, written)
+        return replace(done, path=path, logits_error=verify_with_transformers(config, written))

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch.distributed as dist
-
+from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import ModelConfig
-from automoe.errors import AutomoeError, CheckpointError
+from automoe.errors import CheckpointError, listed
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.files import DTYPES, StoredTensor, listed, read_headers
+from automoe.hf.files import DTYPES, StoredTensor, read_headers
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
 
@@ -37,11 +36,6 @@ class Source(NamedTuple):
     data: StoredTensor
     scales: StoredTensor | None = None
     encoding: Encoding = "plain"
-
-    @property
-    def swapped(self) -> bool:
-        """Stored with the last two dims the other way round."""
-        return self.encoding == "mxfp4"
 
 
 class Quantization(NamedTuple):
@@ -67,19 +61,6 @@ class Catalog:
     sources: dict[str, Source]
     block: tuple[int, int] = FP8_BLOCK
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Named tuples as plain ones: a hundred thousand of them take a third of the time to pickle."""
-        plain = [(s.shape, tuple(s.data), s.scales and tuple(s.scales), s.encoding) for s in self.sources.values()]
-        return _unpack, (self.folder, self.keys, list(self.sources), plain, self.block)
-
-
-def _unpack(folder: Path, keys: KeyMap, names: list[str], plain: list[Any], block: tuple[int, int]) -> Catalog:
-    sources = [
-        Source(shape, StoredTensor(*data), scales and StoredTensor(*scales), encoding)
-        for shape, data, scales, encoding in plain
-    ]
-    return Catalog(folder, keys, dict(zip(names, sources, strict=True)), block)
-
 
 @contextmanager
 def without_collection() -> Iterator[None]:
@@ -93,6 +74,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
+@without_collection()
 def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """Headers of every file, read and checked against the whole model on rank 0, for all ranks. Collective.
 
@@ -100,27 +82,15 @@ def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
         CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys missing or
             unexpected, another shape or number of experts, FP8 without scales, an unknown quantization.
     """
-    if not dist.is_initialized():
-        return check_catalog(path, config)
-    outcome: list[Catalog | AutomoeError] = [CheckpointError("no answer from rank 0")]
-    with without_collection():
-        if dist.get_rank() == 0:
-            try:
-                outcome = [check_catalog(path, config)]
-            except AutomoeError as error:  # the others wait for an answer
-                outcome = [CheckpointError(str(error))]
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], AutomoeError):
-        raise outcome[0]
-    return outcome[0]
+    return Ranks().lead(lambda: check_catalog(path, config))
 
 
+@without_collection()
 def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
     """``open_catalog`` of this process alone."""
     try:
-        with without_collection():
-            return _check(Path(path).expanduser(), config)
-    except OSError as error:  # others may wait for an answer
+        return _check(Path(path).expanduser(), config)
+    except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: {error.strerror}. Make it readable, or copy it again"
         ) from error
@@ -129,7 +99,7 @@ def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 def _check(folder: Path, config: ModelConfig) -> Catalog:
     tensors = read_headers(folder)
     quantization = _quantization(folder)
-    sources = _pair_scales(tensors, quantization)
+    sources = _pair_scales(tensors, quantization.encoding)
     keys = family_of(config).keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
@@ -184,27 +154,22 @@ def _quantization(folder: Path) -> Quantization:
     )
 
 
-def _pair_scales(tensors: dict[str, StoredTensor], quantization: Quantization) -> dict[str, Source]:
+def _pair_scales(tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, Source]:
     """Codes and their scales become one tensor, under the name it has unquantized."""
-    if quantization.encoding == "plain":
-        return {name: Source(data.shape, data) for name, data in tensors.items()}
-    sources = {}
+    sources = {name: Source(data.shape, data) for name, data in tensors.items()}
+    if encoding == "plain":
+        return sources
+    codes_end, scales_end, least_dims = ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
     for name, data in tensors.items():
-        if quantization.encoding == "fp8":
-            owner = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
-            if owner is not None and len(owner.shape) > 1:
-                continue
-            scales = tensors.get(name + SCALE_SUFFIX) if len(data.shape) > 1 else None  # blocks of a matrix
-            sources[name] = Source(data.shape, data, scales, "plain" if scales is None else "fp8")
-        elif (
-            name.endswith("_blocks")
-            and len(data.shape) > 2
-            and (scales := tensors.get(f"{name[:-7]}_scales")) is not None
-        ):
-            *lead, rows, groups, half = data.shape
-            sources[name[:-7]] = Source((*lead, 2 * groups * half, rows), data, scales, "mxfp4")
-        elif not (name.endswith("_scales") and f"{name[:-7]}_blocks" in tensors):
-            sources[name] = Source(data.shape, data)
+        base = name.removesuffix(codes_end)
+        scales = tensors.get(base + scales_end)
+        if name in sources and name.endswith(codes_end) and scales is not None and len(data.shape) >= least_dims:
+            shape = data.shape
+            if encoding == "mxfp4":
+                *lead, rows, groups, half = shape
+                shape = (*lead, 2 * groups * half, rows)
+            del sources[name], sources[base + scales_end]
+            sources[base] = Source(shape, data, scales, encoding)
     return sources
 
 
@@ -222,13 +187,8 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantization: Qua
             f"{folder}: {what}, and their scales are missing: {unscaled[0]}{SCALE_SUFFIX} is in no file. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
-    checked = set()  # thousands of tensors are alike
     for key, source in sources.items():
-        data, scales = source.data, source.scales
-        kind = (source.encoding, data[1:3], data[4], None if scales is None else (scales[1:3], scales[4]))
-        if kind not in checked:
-            checked.add(kind)
-            _check_encoding(folder, key, source, quantization)
+        _check_encoding(folder, key, source, quantization)
 
 
 def _check_encoding(folder: Path, key: str, source: Source, quantization: Quantization) -> None:
@@ -251,7 +211,7 @@ def _check_encoding(folder: Path, key: str, source: Source, quantization: Quanti
                 f"{scales.dtype}, and {quantization.encoding} of it has scales {list(asked)} for "
                 f"{code_dtype}. Compare config.json's quantization_config with the files"
             )
-    for stored in (data, *([scales] if scales is not None else [])):
+    for stored in (data,) if scales is None else (data, scales):
         num_bytes = DTYPES[stored.dtype].itemsize * math.prod(stored.shape)
         if stored.num_bytes != num_bytes:
             raise CheckpointError(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, listed
 from automoe.hf.keys import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
 from automoe.hf.quantized import quantize_fp8
 
@@ -41,13 +41,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     num_bytes: int
-
-
-def listed(names: Iterable[str], shown: int = 4) -> str:
-    """``a, b, c, d and 12 more``."""
-    names = sorted(names)
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 # Reading ------------------------------------------------------------------------------------------
@@ -142,6 +135,37 @@ def _lfs_pointer(file: Path) -> CheckpointError:
 
 
 @dataclass(frozen=True)
+class Written:
+    """What was written, and how it was found equal.
+
+    Attributes:
+        num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
+        dtype: of the first parameter.
+        checked: compared with the live weights and with transformers.
+        fp8: quantized, so equal to the weights only after their quantization.
+        logits_error: relative difference to transformers' logits; None for a model too large to be run twice.
+    """
+
+    path: Path
+    num_tensors: int
+    num_files: int
+    num_bytes: int
+    dtype: torch.dtype
+    checked: bool = False
+    fp8: bool = False
+    logits_error: float | None = None
+
+    def __str__(self) -> str:
+        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
+        text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 1e6:,.1f} MB in {files}"
+        if self.checked:
+            text += "; " + ("FP8 of the weights" if self.fp8 else "equal bit for bit to the weights")
+        if self.logits_error is not None:
+            text += f", logits to transformers' within {self.logits_error:.0e}"
+        return f"{text})"
+
+
+@dataclass(frozen=True)
 class Entry:
     """One tensor as a file holds it."""
 
@@ -186,52 +210,25 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-class FilesWriter:
-    """Appends tensors in order to files whose contents are known beforehand.
+def write_files(contents: Iterable[tuple[Path, list[Item]]], tensors: Iterator[torch.Tensor]) -> None:
+    """Write files of some items each, one tensor of ``tensors`` after the other, quantized where it has scales.
 
-    Args:
-        contents: (file, its items), in the order of writing.
+    Raises:
+        CheckpointError: the disk takes no more.
     """
-
-    def __init__(self, contents: Sequence[tuple[Path, list[Item]]]) -> None:
-        self._first = {items[0][0].key: (file, items) for file, items in contents}
-        self._stream: BinaryIO | None = None
-        self._file = Path()
-
-    def write(self, item: Item, tensor: torch.Tensor) -> None:
-        """The next item's numbers, quantized where it has scales.
-
-        Raises:
-            CheckpointError: the disk takes no more.
-        """
+    for file, items in contents:
+        when = "at its beginning"
         try:
-            if item[0].key in self._first:
-                self.close()
-                self._file, items = self._first[item[0].key]
-                self._stream = open(self._file, "wb")
-                self._stream.write(header_bytes(items))
-            assert self._stream is not None, "items are written in the order they were announced in"
-            for part in [tensor.to(item[0].dtype)] if len(item) == 1 else quantize_fp8(tensor):
-                self._stream.write(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            with open(file, "wb") as stream:
+                stream.write(header_bytes(items))
+                for item, tensor in zip(items, tensors, strict=False):  # what comes after belongs to the next file
+                    when = f"while {item[0].key} was written"
+                    for part in [tensor.to(item[0].dtype)] if len(item) == 1 else quantize_fp8(tensor):
+                        stream.write(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                when = "at its end"
         except OSError as error:
-            raise _disk_error(self._file, error, f"while {item[0].key} was written") from error
-
-    def close(self) -> None:
-        """Close the last file; until then some of it may not have reached the disk.
-
-        Raises:
-            CheckpointError: the disk takes no more.
-        """
-        stream, self._stream = self._stream, None
-        try:
-            if stream is not None:
-                stream.close()
-        except OSError as error:
-            raise _disk_error(self._file, error, "at its end") from error
-
-
-def _disk_error(file: Path, error: OSError, when: str) -> CheckpointError:
-    return CheckpointError(f"{file}: {error.strerror} {when}. Make room or name another directory")
+            remedy = "Make room or name another directory"
+            raise CheckpointError(f"{file}: {error.strerror} {when}. {remedy}") from error
 
 
 def header_bytes(items: list[Item]) -> bytes:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import INDEX_FILE, KeyMap, fp8_config
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    import torch
+
+    from automoe.checkpoint.agreement import Ranks
+
 _TOKENIZER_FILES = (  # patterns
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,8 +65,29 @@ def check_conversion(config: ModelConfig, path: Path, *, fp8: bool, layout: str,
     return keys.in_memory if layout == "fused" else keys
 
 
-def prepare_folder(path: Path, overwrite: bool) -> None:
-    """An empty working folder. Raises ``CheckpointError`` where ``path`` may not be written."""
+@contextmanager
+def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
+    """An empty working folder, which gets its name at the end; all of that or nothing. Collective.
+
+    Raises:
+        CheckpointError: ``path`` may not be written, or the disk takes no more; like what is raised meanwhile, it
+            leaves nothing new under ``path``.
+    """
+    folder = working_folder(path)
+    try:
+        ranks.lead(lambda: _prepare(path, overwrite))
+        yield folder
+        ranks.lead(lambda: _commit(path))
+    except (AutomoeError, OSError) as error:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            reason = f"{error.filename or path}: {error.strerror}"
+            raise CheckpointError(f"{reason}. Make room or name another directory") from error
+        raise
+
+
+def _prepare(path: Path, overwrite: bool) -> None:
     folder = working_folder(path)
     check_target(path, overwrite)
     if folder.exists():  # of an export that was killed
@@ -68,57 +95,30 @@ def prepare_folder(path: Path, overwrite: bool) -> None:
     folder.mkdir(parents=True)
 
 
-def commit_folder(path: Path) -> None:
+def _commit(path: Path) -> None:
     """Everything in the working folder onto the disk, then its name; what was there before goes last."""
+    from automoe.checkpoint.files import flush
+
     folder = working_folder(path)
     for file in folder.iterdir():
-        _sync(file)
-    _sync(folder)
+        flush(file)
+    flush(folder)
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
     os.rename(folder, path)
-    _sync(path.parent)
+    flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def make_folder(path: Path, fill: Callable[[], Result], overwrite: bool) -> Result:
-    """``fill`` the working folder in this process and give it its name; all of that or nothing.
-
-    Raises:
-        CheckpointError: what ``fill`` raised, or the disk; nothing new is left under ``path`` then.
-    """
-    try:
-        prepare_folder(path, overwrite)
-        result = fill()
-        commit_folder(path)
-    except OSError as error:
-        shutil.rmtree(working_folder(path), ignore_errors=True)
-        raise CheckpointError(
-            f"{error.filename or path}: {error.strerror}. Make room or name another directory"
-        ) from error
-    except AutomoeError:
-        shutil.rmtree(working_folder(path), ignore_errors=True)
-        raise
-    return result
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_settings(
-    folder: Path, config: ModelConfig, dtype: str, tokenizer: str | None, quantization: dict[str, Any] | None = None
+    folder: Path, config: ModelConfig, dtype: torch.dtype, tokenizer: str | None, quantization: HFConfig | None = None
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files.
 
     Args:
-        dtype: of the parameters, as config.json spells it.
+        dtype: of the parameters.
         tokenizer: ``byte`` or a directory; None: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
     """
@@ -127,7 +127,7 @@ def write_settings(
     hf = family_of(config).write_config(config, base)
     if base is None:
         hf |= _token_ids(tokenizer)
-    hf["dtype"] = dtype
+    hf["dtype"] = str(dtype).removeprefix("torch.")
     if quantization is not None:
         hf["quantization_config"] = quantization
     write_json(folder / "config.json", hf)

@@ -18,21 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from automoe.checkpoint.agreement import Ranks
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog, Source, open_catalog, without_collection
 from automoe.hf.files import DTYPES, StoredTensor
 from automoe.hf.keys import Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
-from automoe.hf.shards import (
-    LocalShard,
-    Parts,
-    all_gather_object,
-    as_parts,
-    config_of,
-    is_first_rank,
-    local_shards,
-    on_every_rank,
-)
+from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 
@@ -42,7 +34,6 @@ DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progr
 # its own for every row takes as long as copying about that many bytes.
 GAP_BYTES = 8 << 10
 MAX_OPEN = 4  # files
-PROGRESS_S = 0.1  # between two drawings of the bar
 
 
 @dataclass(frozen=True)
@@ -80,18 +71,18 @@ def load_hf(
     parts = as_parts(parts)
     for part in parts.values():
         reset_buffers(part)
-    collective = catalog is None
+    ranks = Ranks(alone=catalog is not None)
     with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
         ranges = reader.plan(local_shards(parts))
-        shown = progress and is_first_rank()
+        shown = progress and ranks.rank == 0
 
-        def fill() -> None:
-            with show_progress(Path(path).name, lambda: sum(one.num_bytes for one in ranges), shown) as reader.advance:
+        def fill() -> tuple[int, float]:
+            total = sum(one.num_bytes(one.place) for one in ranges)
+            with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(ranges)
+            return reader.bytes_read, time.perf_counter() - started
 
-        on_every_rank(fill) if collective else fill()
-    mine = (reader.bytes_read, time.perf_counter() - started)
-    read, seconds = zip(*(all_gather_object(mine) if collective else [mine]), strict=True)
+        read, seconds = zip(*ranks.all(fill), strict=True)
     return Loaded(Path(path), sum(read), max(seconds))
 
 
@@ -116,10 +107,9 @@ class Range(NamedTuple):
     place: torch.Tensor
     row_unit: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Stored bytes, without scales."""
-        return _stored_bytes(self.source, self.place)
+    def num_bytes(self, place: torch.Tensor) -> int:
+        """Stored bytes of a part of ``place``, without scales."""
+        return place.numel() * self.source.data.num_bytes // math.prod(self.source.shape)
 
     def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """(matrix, first row, last row, their place), about ``num_rows`` rows of one matrix at a time."""
@@ -143,17 +133,11 @@ def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
     if len(spans) == 2:
         spans, place = [(0, 1), *spans], place.unsqueeze(0)
     matrices, rows, cols = spans
-    if source.swapped:
+    swapped = source.encoding == "mxfp4"  # stored with the last two dims the other way round
+    if swapped:
         rows, cols, place = cols, rows, place.movedim(1, -1)
-    row_unit = place.shape[2] if source.swapped and piece.merged else 1
+    row_unit = place.shape[2] if swapped and piece.merged else 1
     return Range(shard, piece.key, source, matrices, rows, cols, place, row_unit)
-
-
-def _stored_bytes(source: Source, place: torch.Tensor) -> int:
-    return place.numel() * source.data.num_bytes // math.prod(source.shape)
-
-
-Use = Callable[[Range, torch.Tensor, torch.Tensor], object]
 
 
 class Reader:
@@ -175,18 +159,18 @@ class Reader:
         while self._open:
             os.close(self._open.popitem()[1])
 
+    @without_collection()
     def plan(self, shards: Iterable[LocalShard]) -> list[Range]:
         """All that ``shards`` need, in file order."""
         ranges = []
-        with without_collection():
-            for shard in shards:
-                if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
-                    continue
-                experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
-                for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), self.catalog.keys, experts):
-                    if (one := _range(shard, piece, self.catalog.sources[piece.key])) is not None:
-                        ranges.append(one)
-            return sorted(ranges, key=lambda one: (one.source.data.file, one.source.data.start))
+        for shard in shards:
+            if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
+                continue
+            experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
+            for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), self.catalog.keys, experts):
+                if (one := _range(shard, piece, self.catalog.sources[piece.key])) is not None:
+                    ranges.append(one)
+        return sorted(ranges, key=lambda one: (one.source.data.file, one.source.data.start))
 
     def fill(self, ranges: Iterable[Range]) -> None:
         """Copy every range into its place.
@@ -205,11 +189,11 @@ class Reader:
             ):
                 for matrix, begin, end, part in one.chunks(DIRECT_BYTES // stored.width):
                     self._read(one, stored, matrix, (begin, end), part.view(-1).view(torch.uint8))
-                    self.advance(_stored_bytes(one.source, part))
+                    self.advance(one.num_bytes(part))
             else:
                 self.visit([one], lambda _, numbers, part: part.copy_(numbers))
 
-    def visit(self, ranges: Iterable[Range], use: Use) -> None:
+    def visit(self, ranges: Iterable[Range], use: Callable[[Range, torch.Tensor, torch.Tensor], object]) -> None:
         """``use(range, numbers, place)`` for some rows at a time; both tensors have the same shape.
 
         ``numbers`` is on the CPU, in the checkpoint's dtype, float32 where that is quantized.
@@ -220,7 +204,7 @@ class Reader:
         for one in ranges:
             for matrix, begin, end, part in one.chunks(CHUNK_BYTES // _Rows.of_data(one).width):
                 use(one, self._numbers(one, matrix, begin, end).view(part.shape), part)
-                self.advance(_stored_bytes(one.source, part))
+                self.advance(one.num_bytes(part))
 
     def _numbers(self, one: Range, matrix: int, begin: int, end: int) -> torch.Tensor:
         """[rows, columns] of one matrix."""
@@ -310,35 +294,22 @@ class _Rows(NamedTuple):
 
 
 @contextmanager
-def show_progress(name: str, num_bytes: Callable[[], int], shown: bool = True) -> Iterator[Callable[[int], None]]:
+def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A function to tell of bytes read, and a bar with GB/s on a terminal; nothing in a log.
 
     Args:
         name: of the checkpoint.
-        num_bytes: of all that will be read, asked for where a bar is drawn.
+        num_bytes: of all that will be read.
         shown: whether this rank may show something.
     """
-    if not shown:
-        yield lambda num_bytes: None
-        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not (shown and console.is_terminal):
         yield lambda num_bytes: None
         return
     columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(name, total=num_bytes())
-        waiting, drawn = 0, time.monotonic()
-
-        def advance(num_bytes: int) -> None:
-            nonlocal waiting, drawn
-            waiting += num_bytes
-            if time.monotonic() - drawn > PROGRESS_S:
-                progress.update(task, advance=waiting)
-                waiting, drawn = 0, time.monotonic()
-
-        yield advance
-        progress.update(task, advance=waiting)
+        task = progress.add_task(name, total=num_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)

@@ -6,17 +6,16 @@ files as a rank's shard is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
-from automoe.hf.files import DTYPES, FilesWriter, Item, file_names, item_of, split
+from automoe.hf.files import DTYPES, Item, Written, file_names, item_of, split, write_files
 from automoe.hf.folder import write_index
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
@@ -24,33 +23,8 @@ from automoe.hf.read import Reader
 from automoe.hf.shards import LocalShard
 
 
-class Target(NamedTuple):
-    """What tensors are to become.
-
-    Attributes:
-        keys: layout to write.
-        dtype: of parameters; None keeps each one's own, bfloat16 for quantized ones. Buffers keep theirs.
-        fp8: quantize what block-FP8 checkpoints quantize.
-        max_shard_bytes: largest file, unless one tensor alone is larger.
-    """
-
-    keys: KeyMap
-    dtype: torch.dtype | None = None
-    fp8: bool = False
-    max_shard_bytes: int = 5 << 30
-
-
-class Rewritten(NamedTuple):
-    """What was written; ``dtype`` is the first parameter's."""
-
-    num_tensors: int
-    num_files: int
-    num_bytes: int
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One tensor to be written, and the parts of ours that it is made of."""
 
     name: str
@@ -60,42 +34,65 @@ class _Job:
     item: Item
 
 
-def rewrite_tensors(
-    catalog: Catalog,
-    config: ModelConfig,
-    folder: Path,
-    target: Target,
-    advance: Callable[[int], None] = lambda num_bytes: None,
-) -> Rewritten:
-    """Write every tensor of ``catalog`` into safetensors files in ``folder``, with an index where they are several.
+def plan_rewrite(
+    catalog: Catalog, config: ModelConfig, keys: KeyMap, dtype: torch.dtype | None = None, fp8: bool = False
+) -> list[Job]:
+    """Every tensor of ``catalog`` in the layout ``keys``, in the order of writing.
 
     Args:
+        dtype: of parameters; None keeps each one's own, bfloat16 for quantized ones. Buffers keep theirs.
+        fp8: quantize what block-FP8 checkpoints quantize.
+    """
+    jobs = []
+    for name, shape in our_tensors(config):
+        by_key: dict[str, list[Piece]] = {}
+        for piece in hf_pieces(name, shape, keys):
+            by_key.setdefault(piece.key, []).append(piece)
+        for key, pieces in by_key.items():
+            stored = pieces[0].shape
+            quantized = fp8 and is_quantized_in_fp8(key, stored, keys)
+            own = _own_dtype(catalog, name, shape, pieces[0])
+            if quantized:  # rounded once, to FP8
+                out = torch.float32 if own == torch.bfloat16 else own
+            else:
+                out = own if dtype is None or name.endswith(".expert_bias") else dtype
+            jobs.append(Job(name, shape, pieces, out, item_of(key, stored, out, quantized)))
+    return jobs
+
+
+@torch.no_grad()
+def rewrite_tensors(
+    jobs: list[Job],
+    catalog: Catalog,
+    folder: Path,
+    max_shard_bytes: int = 5 << 30,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Written:
+    """Write the tensors of ``catalog`` into safetensors files in ``folder``, with an index where they are several.
+
+    Args:
+        max_shard_bytes: largest file, unless one tensor alone is larger.
         advance: told of every number of bytes read.
     """
-    jobs = list(_jobs(catalog, config, target))
-    contents = split((job.item for job in jobs), target.max_shard_bytes)
+    contents = split((job.item for job in jobs), max_shard_bytes)
     names = file_names(len(contents))
-    files = FilesWriter([(folder / name, items) for name, items in zip(names, contents, strict=True)])
-    try:
-        with torch.no_grad(), Reader(catalog, advance) as reader:
-            for job in jobs:
-                files.write(job.item, _assemble(job, reader))
-    finally:
-        files.close()
+    with Reader(catalog, advance) as reader:
+        paths = (folder / name for name in names)
+        write_files(zip(paths, contents, strict=True), (_assemble(job, reader) for job in jobs))
     weight_map = {e.key: name for name, items in zip(names, contents, strict=True) for item in items for e in item}
     total = sum(entry.num_bytes for job in jobs for entry in job.item)
     write_index(folder, weight_map, total)
-    return Rewritten(len(weight_map), len(names), total, jobs[0].item[0].dtype)
+    return Written(folder, len(weight_map), len(names), total, jobs[0].item[0].dtype)
 
 
-def compare_rewritten(source: Catalog, written: Catalog, config: ModelConfig, target: Target) -> None:
+def compare_rewritten(jobs: list[Job], source: Catalog, written: Catalog) -> None:
     """Every number of ``written``, read back from its files, against the one of ``source`` that it was made from.
 
     Raises:
         CheckpointError: the first tensor that differs; in FP8, from what rounding the source gives.
     """
     with Reader(source) as from_source, Reader(written) as from_written:
-        for job in _jobs(source, config, target):
+        for job in jobs:
             wanted, found = _assemble(job, from_source), _assemble(job, from_written)
             if len(job.item) > 1:
                 wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
@@ -106,22 +103,6 @@ def compare_rewritten(source: Catalog, written: Catalog, config: ModelConfig, ta
                 )
 
 
-def _jobs(catalog: Catalog, config: ModelConfig, target: Target) -> Iterator[_Job]:
-    for name, shape in our_tensors(config):
-        by_key: dict[str, list[Piece]] = {}
-        for piece in hf_pieces(name, shape, target.keys):
-            by_key.setdefault(piece.key, []).append(piece)
-        for key, pieces in by_key.items():
-            stored = pieces[0].shape
-            quantized = target.fp8 and is_quantized_in_fp8(key, stored, target.keys)
-            own = _own_dtype(catalog, name, shape, pieces[0])
-            if quantized:  # rounded once, to FP8
-                out = torch.float32 if own == torch.bfloat16 else own
-            else:
-                out = own if target.dtype is None or name.endswith(".expert_bias") else target.dtype
-            yield _Job(name, shape, pieces, out, item_of(key, stored, out, quantized))
-
-
 def _own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece) -> torch.dtype:
     """Of the source's tensor that holds the first number of ``piece``; bfloat16 for a quantized one."""
     expert = next((at for at in piece.select if at is not None), 0)
@@ -129,7 +110,7 @@ def _own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece
     return DTYPES[source.data.dtype] if source.encoding == "plain" else torch.bfloat16
 
 
-def _assemble(job: _Job, reader: Reader) -> torch.Tensor:
+def _assemble(job: Job, reader: Reader) -> torch.Tensor:
     """The tensor to be written, each of its parts read as the shard of a rank that holds just that."""
     whole = torch.empty(job.pieces[0].shape, dtype=job.dtype)
     for piece in job.pieces:

@@ -1,22 +1,19 @@
-"""This rank's part of a model's tensors, and errors that every rank raises together."""
+"""This rank's part of a model's tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from automoe.config.schema import ModelConfig
-from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.errors import ConfigError
 from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
 from automoe.parallel.fsdp import fsdp_modules
 
 Parts = dict[int, Decoder]
-Value = TypeVar("Value")
 
 # What parameters may become in an export; None keeps each one's own dtype.
 EXPORT_DTYPES: dict[str, torch.dtype | None] = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -77,46 +74,3 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
 def _shard(name: str, tensor: torch.Tensor, **facts: bool) -> LocalShard:
     tensor = tensor.detach()
     return LocalShard(name, tensor, local_shard(tensor), global_offset(tensor), **facts)
-
-
-def raise_everywhere(error: CheckpointError | None) -> None:
-    """Raise the first rank's error on all ranks, or return on all. Collective.
-
-    A rank that raised alone would leave the others waiting for it.
-    """
-    for first in all_gather_object(error):
-        if first is not None:
-            raise first
-
-
-def all_gather_object(value: Value) -> list[Value]:
-    """``value`` of every rank, in order. Collective."""
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return values
-
-
-def on_every_rank(action: Callable[[], Any]) -> None:
-    """Run ``action``; if it failed anywhere, raise that error everywhere, as ``CheckpointError``. Collective."""
-    failure = None
-    try:
-        action()
-    except CheckpointError as error:
-        failure = error
-    except AutomoeError as error:
-        failure = CheckpointError(str(error))
-    except OSError as error:
-        failure = CheckpointError(f"{error.filename}: {error.strerror}. Make room or name another directory")
-    raise_everywhere(failure)
-
-
-def on_first_rank(action: Callable[[], Any]) -> None:
-    """``on_every_rank`` of an action that is rank 0's alone. Collective."""
-    on_every_rank(action if is_first_rank() else lambda: None)
-
-
-def is_first_rank() -> bool:
-    """Rank 0, or a process without ranks."""
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -16,18 +16,18 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.params import count_params
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.files import listed
 from automoe.hf.folder import write_settings
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Range, Reader, load_hf
-from automoe.hf.rewrite import Target, rewrite_tensors
-from automoe.hf.shards import EXPORT_DTYPES, Parts, as_parts, config_of, local_shards, on_every_rank, on_first_rank
+from automoe.hf.rewrite import plan_rewrite, rewrite_tensors
+from automoe.hf.shards import EXPORT_DTYPES, Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.moe.recording import recorded_choices
 from automoe.parallel.parallelize import build_decoder
@@ -49,18 +49,16 @@ def verify_hf(parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep"
         fp8: it is in block-FP8, whose codes are then compared as far as they can be equal.
 
     Returns:
-        Relative error of the logits; None on ranks other than the first, and for a model too large.
+        Relative error of the logits; None for a model too large.
 
     Raises:
         CheckpointError: on every rank alike: the first difference, by name.
     """
     parts = as_parts(parts)
-    config = config_of(parts)
+    config, ranks = config_of(parts), Ranks()
     catalog = open_catalog(folder, config)
-    on_every_rank(lambda: _compare_shards(parts, catalog, EXPORT_DTYPES[dtype], fp8))
-    errors: list[float | None] = []
-    on_first_rank(lambda: errors.append(verify_with_transformers(config, catalog)))
-    return errors[0] if errors else None
+    ranks.all(lambda: _compare_shards(parts, catalog, EXPORT_DTYPES[dtype], fp8))
+    return ranks.lead(lambda: verify_with_transformers(config, catalog))
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
@@ -195,8 +193,8 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
         yield catalog.folder
         return
     with TemporaryDirectory(prefix=f".{catalog.folder.name}.", dir=catalog.folder.parent) as copy:
-        rewrite_tensors(catalog, config, Path(copy), Target(family_of(config).keys, torch.float32))
-        write_settings(Path(copy), replace(config, hf_path=str(catalog.folder)), "float32", None)
+        rewrite_tensors(plan_rewrite(catalog, config, family_of(config).keys, torch.float32), catalog, Path(copy))
+        write_settings(Path(copy), replace(config, hf_path=str(catalog.folder)), torch.float32, None)
         yield Path(copy)
 
 
@@ -211,8 +209,7 @@ def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise CheckpointError(
-                f"{folder}: transformers reports {len(info[kind])} {kind.replace('_', ' ')}: "
-                f"{listed(map(str, info[kind]))}"
+                f"{folder}: transformers reports {len(info[kind])} {kind.replace('_', ' ')}: {listed(info[kind])}"
             )
     constants = config.swiglu_alpha, config.swiglu_limit
     for module in model.modules():

@@ -6,179 +6,100 @@ once is one tensor of the checkpoint. The directory gets its name when everythin
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from automoe.errors import AutomoeError, CheckpointError
+from automoe.checkpoint.agreement import Ranks
 from automoe.hf.families.registry import family_of
-from automoe.hf.files import FilesWriter, Item, file_names, item_of, split
-from automoe.hf.folder import commit_folder, prepare_folder, working_folder, write_index, write_settings
+from automoe.hf.files import Item, Written, file_names, item_of, split, write_files
+from automoe.hf.folder import new_folder, write_index, write_settings
 from automoe.hf.keys import KeyMap, Piece, fp8_config, hf_pieces, is_quantized_in_fp8
-from automoe.hf.shards import (
-    LocalShard,
-    Parts,
-    all_gather_object,
-    as_parts,
-    config_of,
-    export_dtype,
-    is_first_rank,
-    local_shards,
-    on_every_rank,
-    on_first_rank,
-    raise_everywhere,
-)
+from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written, and how it was found equal.
-
-    Attributes:
-        num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
-        checked: compared with the live weights and with transformers.
-        fp8: quantized, so equal to the weights only after their quantization.
-        logits_error: relative difference to transformers' logits; None for a model too large to be run
-            twice, and on ranks other than the first.
-    """
-
-    path: Path
-    num_tensors: int
-    num_files: int
-    num_bytes: int
-    checked: bool = False
-    fp8: bool = False
-    logits_error: float | None = None
-
-    def __str__(self) -> str:
-        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
-        text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 1e6:,.1f} MB in {files}"
-        if self.checked:
-            text += "; " + ("FP8 of the weights" if self.fp8 else "equal bit for bit to the weights")
-        if self.logits_error is not None:
-            text += f", logits to transformers' within {self.logits_error:.0e}"
-        return f"{text})"
-
-
-def export_model(
-    parts: Parts | Decoder, path: str | Path, *, dtype: str = "keep", fp8: bool = False, **options: Any
-) -> Written:
-    """Write a HuggingFace checkpoint of a model and prove it; only then it gets its name. Collective.
-
-    Args:
-        options: those of ``save_hf``.
-
-    Raises:
-        ConfigError, CheckpointError: as ``save_hf``, and when the checkpoint is not equal to the model.
-    """
-    errors: list[float | None] = []
-
-    def check(folder: Path) -> None:
-        errors.append(verify_hf(parts, folder, dtype=dtype, fp8=fp8))
-
-    written = save_hf(parts, path, dtype=dtype, fp8=fp8, check=check, **options)
-    return replace(written, checked=True, logits_error=errors[0], fp8=fp8)
-
-
-def save_hf(
-    parts: Parts | Decoder,
+def to_hf(
+    model: Parts | Decoder,
     path: str | Path,
     *,
-    dtype: str = "keep",
+    dtype: str | torch.dtype = "keep",
     fp8: bool = False,
     max_shard_bytes: int = 5 << 30,
     tokenizer: str | None = None,
     overwrite: bool = False,
-    check: Callable[[Path], None] | None = None,
+    verify: bool = True,
 ) -> Written:
-    """Write a checkpoint directory that ``transformers`` loads. Collective; ranks share the file system.
+    """Write ``model`` as a HuggingFace checkpoint directory, which gets its name when it is complete and proven.
 
-    ``model.hf_path`` of the model's configuration, where it is set, gives what weights cannot tell:
-    token ids, generation settings, tokenizer files.
+    Collective; ranks share the file system. ``model.hf_path`` of the model's configuration, where it is set,
+    gives what weights cannot tell: token ids, generation settings, tokenizer files.
 
     Args:
-        parts: the model, or this rank's pipeline stages of it.
-        dtype: ``keep`` (the parameters' own), ``bfloat16`` or ``float32``; buffers keep theirs.
+        model: the model, or this rank's pipeline stages of it.
+        dtype: ``keep`` (the parameters' own), ``bfloat16`` or ``float32``, or torch's own name of these two;
+            buffers keep theirs.
         fp8: the matrices of layers as block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         tokenizer: ``byte`` or a directory whose tokenizer files are copied; None: those of hf_path.
         overwrite: replace a checkpoint directory that is there.
-        check: called on every rank with the finished directory before it gets its name.
+        verify: compare every number with the model, and the whole with transformers (``verify_hf``).
 
     Raises:
         ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype.
-        CheckpointError: on every rank alike: the directory exists or cannot be written, or what
-            ``check`` raised. Nothing is left under ``path`` then, and an older export stays.
+        CheckpointError: on every rank alike: the directory exists or cannot be written, or is not equal to the
+            model. Nothing is left under ``path`` then, and an older export stays.
     """
-    parts, path = as_parts(parts), Path(path).expanduser().absolute()
-    config, folder = config_of(parts), working_folder(path)
+    dtype = str(dtype).removeprefix("torch.")
+    parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
+    config = config_of(parts)
     keys = family_of(config).keys
     quantization = fp8_config(config, keys) if fp8 else None
     out_dtype = export_dtype(dtype)
-    try:
-        on_first_rank(lambda: prepare_folder(path, overwrite))
+    with new_folder(path, overwrite, ranks) as folder:
         plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8)
-        written = _write_tensors(plan, folder, max_shard_bytes)
-        dtype_name = str(next(out.dtype for out in plan if out.shard.trained)).removeprefix("torch.")
-        on_first_rank(lambda: write_settings(folder, config, dtype_name, tokenizer, quantization))
-        if check is not None:
-            on_every_rank(lambda: check(folder))
-        on_first_rank(lambda: commit_folder(path))
-    except AutomoeError:
-        if is_first_rank():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        written = _write_tensors(plan, ranks, folder, max_shard_bytes)
+        ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization))
+        if verify:
+            error = verify_hf(parts, folder, dtype=dtype, fp8=fp8)
+            written = replace(written, checked=True, fp8=fp8, logits_error=error)
     return replace(written, path=path)
 
 
-def _write_tensors(plan: list[Outgoing], folder: Path, max_shard_bytes: int) -> Written:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = split((out.item for out in plan if out.writer == rank), max_shard_bytes)
+def _write_tensors(plan: list[Outgoing], ranks: Ranks, folder: Path, max_shard_bytes: int) -> Written:
+    mine = split((out.item for out in plan if out.writer == ranks.rank), max_shard_bytes)
     keys = [[entry.key for item in file for entry in item] for file in mine]
     num_bytes = sum(entry.num_bytes for file in mine for item in file for entry in item)
-    ranks = all_gather_object((keys, num_bytes))
-    names = file_names(sum(len(theirs) for theirs, _ in ranks))
-    first = sum(len(theirs) for theirs, _ in ranks[:rank])
+    everyone = ranks.all(lambda: (keys, num_bytes))
+    names = file_names(sum(len(theirs) for theirs, _ in everyone))
+    first = sum(len(theirs) for theirs, _ in everyone[: ranks.rank])
     paths = [folder / name for name in names[first : first + len(mine)]]
-    _stream(plan, rank, FilesWriter(list(zip(paths, mine, strict=True))))
-    contents = [file for theirs, _ in ranks for file in theirs]
+    ranks.all(lambda: _stream(plan, ranks.rank, list(zip(paths, mine, strict=True))))
+    contents = [file for theirs, _ in everyone for file in theirs]
     weight_map = {key: name for name, file in zip(names, contents, strict=True) for key in file}
-    total = sum(their_bytes for _, their_bytes in ranks)
-    on_first_rank(lambda: write_index(folder, weight_map, total))
-    return Written(folder, len(weight_map), len(names), total)
+    total = sum(their_bytes for _, their_bytes in everyone)
+    ranks.lead(lambda: write_index(folder, weight_map, total))
+    dtype = next(out.dtype for out in plan if out.shard.trained)
+    return Written(folder, len(weight_map), len(names), total, dtype)
 
 
-def _stream(plan: list[Outgoing], rank: int, files: FilesWriter) -> None:
+def _stream(plan: list[Outgoing], rank: int, contents: list[tuple[Path, list[Item]]]) -> None:
     """Gather tensor after tensor; whoever writes one appends it to its file.
 
     A rank that cannot write any more still takes part in gathering, and says so at the end.
     """
-    failure: CheckpointError | None = None
-    for out in plan:
-        if rank not in out.holders:
-            continue
-        with torch.no_grad():
-            tensor = gather(out)
-        if out.writer != rank or failure is not None:
-            continue
-        try:
-            files.write(out.item, tensor)
-        except CheckpointError as error:
-            failure = error
+    gathered = ((out, gather(out)) for out in plan if rank in out.holders)
+    mine = (tensor for out, tensor in gathered if out.writer == rank)
     try:
-        files.close()
-    except CheckpointError as error:
-        failure = failure or error
-    raise_everywhere(failure)
+        write_files(contents, mine)
+    finally:
+        for _ in gathered:
+            pass
 
 
 # Gathering ----------------------------------------------------------------------------------------
@@ -189,8 +110,10 @@ class Outgoing:
     """One tensor of the checkpoint to be.
 
     Attributes:
+        dtype: that it is gathered in.
         holders: ranks that together hold it, and take part in gathering it.
         writer: the one of them that writes it.
+        item: what the files hold for it.
     """
 
     shard: LocalShard
@@ -198,12 +121,7 @@ class Outgoing:
     dtype: torch.dtype
     holders: tuple[int, ...]
     writer: int
-    fp8: bool = False
-
-    @property
-    def item(self) -> Item:
-        """What the files hold for it."""
-        return item_of(self.piece.key, self.piece.shape, self.dtype, self.fp8)
+    item: Item
 
 
 def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bool = False) -> list[Outgoing]:
@@ -228,11 +146,13 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
             quantized = fp8 and is_quantized_in_fp8(piece.key, piece.shape, keys)
             kept = quantized or not shard.trained  # quantized: rounded once, to FP8
             out_dtype = shard.tensor.dtype if dtype is None or kept else dtype
-            plan.append(Outgoing(shard, piece, out_dtype, holders, writer, quantized))
-            load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in plan[-1].item)
+            item = item_of(piece.key, piece.shape, out_dtype, quantized)
+            plan.append(Outgoing(shard, piece, out_dtype, holders, writer, item))
+            load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in item)
     return plan
 
 
+@torch.no_grad()
 def gather(outgoing: Outgoing) -> torch.Tensor:
     """The whole tensor in its checkpoint dtype; every rank of ``holders`` calls this together."""
     shard, piece = outgoing.shard, outgoing.piece

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from automoe.checkpoint.store import Checkpointed, CheckpointStore, Resumed
+from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.cost.params import train_flops_per_token
@@ -208,7 +208,7 @@ class Saver:
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or self._is_last(step, stopping))
 
-    def save(self, state: Checkpointed, val_loss: float | None, stopping: bool) -> None:
+    def save(self, state: TrainState, val_loss: float | None, stopping: bool) -> None:
         """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after it.
 
         A save that is still in flight is waited for.

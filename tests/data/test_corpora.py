@@ -17,7 +17,7 @@ from automoe.errors import ConfigError, DataError
 
 def read(kind: str, path: Path | str | None, **options) -> list[Document]:
     data = DataConfig(kind=kind, path=None if path is None else str(path), **options)
-    return list(read_documents(data, find_files(data)))
+    return list(read_documents(data, find_files(data).values()))
 
 
 def write_jsonl(path: Path, records: list) -> Path:
@@ -33,9 +33,9 @@ def write_parquet(path: Path, **columns) -> Path:
 def test_stdlib_is_megabytes_of_library_and_no_tests():
     data = DataConfig()
     files = find_files(data)
-    assert files.names == sorted(files.names) and "argparse.py" in files.names
-    assert not [name for name in files.names if {"test", "site-packages"} & set(name.split("/"))]
-    documents = list(read_documents(data, files))
+    assert list(files) == sorted(files) and "argparse.py" in files
+    assert not [name for name in files if {"test", "site-packages"} & set(name.split("/"))]
+    documents = list(read_documents(data, files.values()))
     assert sum(len(document.text) for document in documents) > 5e6
     assert all(document.text for document in documents)
 
@@ -147,4 +147,4 @@ def test_unreadable_file_is_named(tmp_path):
     files = find_files(data)
     os.remove(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"a\.txt: cannot be read \(No such file or directory\)"):
-        list(read_documents(data, files))
+        list(read_documents(data, files.values()))

@@ -17,7 +17,7 @@ from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.api import convert_hf
 from automoe.hf.quantized import dequantize_fp8, dequantize_mxfp4, quantize_fp8
 from automoe.hf.verify import verify_hf
-from automoe.hf.write import save_hf
+from automoe.hf.write import to_hf
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 
@@ -129,7 +129,7 @@ def test_every_mxfp4_code_and_scale_as_in_transformers() -> None:
 
 def round_trip(path: Path, out: Path, mesh: MeshConfig) -> None:
     parts, _, _ = load_on_mesh(path, mesh)
-    save_hf(parts, out)
+    to_hf(parts, out, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_mxfp4_converts_to_bfloat16_without_ranks(mxfp4: Path, tmp_path: Path) -
 
 
 def export_fp8(path: Path, out: Path, mesh: MeshConfig) -> float | None:
-    from automoe.hf.write import export_model
+    from automoe.hf.write import to_hf
 
     parts, _, _ = load_on_mesh(path, mesh)
-    return export_model(parts, out, fp8=True).logits_error
+    return to_hf(parts, out, fp8=True).logits_error
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(pp=2, dp_shard=2, ep_shard=2)], ids=mesh_name)
@@ -285,7 +285,7 @@ def test_transformers_itself_dequantizes_an_fp8_export(tmp_path: Path) -> None:
 def test_a_weight_that_is_not_its_quantization_is_found(tmp_path: Path) -> None:
     save_small_hf("qwen3_moe", tmp_path / "in")
     model = automoe.from_hf(tmp_path / "in")
-    save_hf(model, tmp_path / "out", fp8=True)
+    to_hf(model, tmp_path / "out", fp8=True, verify=False)
     assert verify_hf(model, tmp_path / "out", fp8=True) < 1e-5
     with torch.no_grad():
         model.layers["2"].mlp.experts.w_down[5] *= 1.2

@@ -140,7 +140,6 @@ def test_a_terminal_sees_a_bar_and_a_log_sees_none(
     assert capfd.readouterr() == ("", "")
     screen, real = io.StringIO(), rich.console.Console
     monkeypatch.setattr(rich.console, "Console", lambda **_: real(file=screen, force_terminal=True, width=100))
-    monkeypatch.setattr(read, "PROGRESS_S", 0.0)
     load_hf(model, tmp_path / "checkpoint", progress=True)
     shown = screen.getvalue()
     # The bytes of the files, all of them arrived; how fast depends on the machine.

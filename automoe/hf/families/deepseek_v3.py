@@ -10,7 +10,6 @@ FAMILY = Family(
     fields=common_fields(norm_eps=1e-6)
     | {
         "num_experts": Field("n_routed_experts", aliases=("num_local_experts",)),
-        "moe_intermediate_size": Field("moe_intermediate_size"),
         "num_shared_experts": Field("n_shared_experts"),
         "first_k_dense": Field("first_k_dense_replace"),
         "attention.q_lora_rank": Field("q_lora_rank"),

@@ -46,6 +46,9 @@ _ALIASES = (
     "quantization_config",
     "transformers_version",
 )
+# Numbers of rope_scaling: of YaRN, with transformers' defaults, and of Llama 3, which has none.
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True)
@@ -196,23 +199,16 @@ class Family:
         if kind == "default":
             return rope
         original = int(params.get("original_max_position_embeddings") or max_positions)
-        rope = replace(rope, original_seq_len=original)
+        numbers: dict[str, Any]
         if kind == "llama3":
-            keys = ("factor", "low_freq_factor", "high_freq_factor")
-            if absent := [key for key in keys if key not in params]:
+            if absent := [key for key in _LLAMA3 if key not in params]:
                 raise _damaged(path, f"no {' and no '.join(absent)} for rope type llama3")
-            factors: dict[str, Any] = {key: float(params[key]) for key in keys}
-            return replace(rope, scaling="llama3", **factors)
-        return replace(
-            rope,
-            scaling="yarn",
-            factor=float(params.get("factor") or max_positions / original),
-            beta_fast=float(params.get("beta_fast") or 32),
-            beta_slow=float(params.get("beta_slow") or 1),
-            mscale=float(params.get("mscale") or 0),
-            mscale_all_dim=float(params.get("mscale_all_dim") or 0),
-            truncate=params.get("truncate") is not False,
-        )
+            numbers = {key: float(params[key]) for key in _LLAMA3}
+        else:
+            defaults = {"factor": max_positions / original} | _YARN
+            numbers = {key: float(params.get(key) or default) for key, default in defaults.items()}
+            numbers["truncate"] = params.get("truncate") is not False
+        return replace(rope, scaling=kind, original_seq_len=original, **numbers)
 
 
 @contextmanager
@@ -237,38 +233,28 @@ def _damaged(path: str, what: str) -> ConfigError:
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     """The published spelling: older readers take the default theta where they find ``rope_parameters`` alone."""
-    if rope.scaling == "none":
-        return {
-            "rope_theta": rope.theta,
-            "rope_scaling": None,
-            "max_position_embeddings": max_positions or rope.original_seq_len,
-        }
-    scaling = {
-        "type": rope.scaling,
-        "rope_type": rope.scaling,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_seq_len,
-    }
+    scaling: HFConfig = {}
+    factor = 1.0
+    if rope.scaling != "none":
+        factor = rope.factor
+        scaling = {"type": rope.scaling, "rope_type": rope.scaling, "factor": factor}
+        scaling |= {"original_max_position_embeddings": rope.original_seq_len}
     if rope.scaling == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    else:
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        scaling |= {key: getattr(rope, key) for key in ("mscale", "mscale_all_dim") if getattr(rope, key)}
+        scaling |= {key: getattr(rope, key) for key in _LLAMA3}
+    if rope.scaling == "yarn":
+        scaling |= {key: getattr(rope, key) for key in _YARN if getattr(rope, key)}
         scaling |= {} if rope.truncate else {"truncate": False}
     return {
         "rope_theta": rope.theta,
-        "rope_scaling": scaling,
-        "max_position_embeddings": max_positions or round(rope.factor * rope.original_seq_len),
+        "rope_scaling": scaling or None,
+        "max_position_embeddings": max_positions or round(factor * rope.original_seq_len),
     }
 
 
 def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> Iterator[str]:
     """Dotted keys that a checkpoint of ``family`` states and that have two values; not those that no layer uses."""
-    scalings = {
-        "none": (),
-        "yarn": ("factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-        "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
-    }
+    scalings = {"none": (), "yarn": ("factor", "original_seq_len", *_YARN, "truncate")}
+    scalings["llama3"] = ("original_seq_len", *_LLAMA3)
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
     names = ("theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[ours.rope.scaling])
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
@@ -287,31 +273,6 @@ def value_of(config: ModelConfig, key: str) -> Any:
 def _set(config: ModelConfig, key: str, value: Any) -> None:
     group, _, name = key.rpartition(".")
     setattr(getattr(config, group) if group else config, name, value)
-
-
-def _leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
-    """How many layers ``mlp_only_layers`` makes dense; this decoder has them before all others.
-
-    Raises:
-        ConfigError: they are elsewhere.
-    """
-    layers = layers or []
-    if sorted(layers) != list(range(len(layers))):
-        rule = f"mlp_only_layers={layers}, and dense layers here come before all others"
-        raise not_computed(hf["model_type"], rule)
-    return len(layers)
-
-
-def _num_shared(width: int, hf: HFConfig) -> int:
-    """Shared experts: the width of the shared FFN in routed ones."""
-    unit = hf["moe_intermediate_size"]
-    if width % unit:
-        raise not_computed(
-            hf["model_type"],
-            f"shared_expert_intermediate_size={width}, and the shared FFN here is a "
-            f"multiple of moe_intermediate_size={unit}: {width} % {unit} = {width % unit}",
-        )
-    return width // unit
 
 
 def layer_types(other: str, default: int) -> Field:
@@ -347,8 +308,12 @@ def _kind(layer: int, interval: int, other: str) -> str:
 
 
 def common_fields(norm_eps: float) -> dict[str, Field]:
-    """What every family spells alike; ``norm_eps`` is the family's default."""
-    return dense_fields(norm_eps) | {"num_experts_per_token": Field("num_experts_per_tok")}
+    """The spelling of most families, which state what they spell otherwise; ``norm_eps`` is the family's default."""
+    return dense_fields(norm_eps) | {
+        "num_experts_per_token": Field("num_experts_per_tok"),
+        "num_experts": Field("num_experts", aliases=("num_local_experts",)),
+        "moe_intermediate_size": Field("moe_intermediate_size"),
+    }
 
 
 def dense_fields(norm_eps: float) -> dict[str, Field]:
@@ -368,12 +333,6 @@ def dense_fields(norm_eps: float) -> dict[str, Field]:
 
 # Fields and fixed values of more than one family.
 HEAD_DIM = Field("head_dim", None, read=lambda size, hf: size or hf["hidden_size"] // hf["num_attention_heads"])
-LEADING_DENSE = Field("mlp_only_layers", None, read=_leading_dense, write=lambda count, config: list(range(count)))
-SHARED_EXPERTS = Field(
-    "shared_expert_intermediate_size",
-    read=_num_shared,
-    write=lambda count, config: count * config.moe_intermediate_size,
-)
 GQA = {"attention.kind": "gqa", "rope.interleaved": False}
 SOFTMAX_ROUTER = {
     "router.score": "softmax",

@@ -9,11 +9,21 @@ from typing import Any
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe, qwen3_next
+from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
 from automoe.hf.families.family import Family
 
-_MODULES = (deepseek_v3, qwen3_moe, qwen2_moe, mixtral, glm4_moe, gpt_oss, qwen3_next, llama, qwen3)
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+_SHIPPED = (
+    deepseek_v3.FAMILY,
+    qwen.QWEN3_MOE,
+    qwen.QWEN2_MOE,
+    mixtral.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
+    qwen.QWEN3_NEXT,
+    llama.FAMILY,
+    qwen.QWEN3,
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _SHIPPED}
 
 
 def known_families() -> dict[str, Family]:
@@ -45,19 +55,17 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     file = Path(path).expanduser() / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+        rule, remedy = "its config.json is not a JSON object", "Copy it again"
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(
-            "model.hf_path", path, "there is no config.json in it", "Name a HuggingFace checkpoint directory"
-        ) from None
+        rule, remedy = "there is no config.json in it", "Name a HuggingFace checkpoint directory"
     except OSError as error:
-        rule = f"its config.json cannot be read: {error.strerror}"
-        raise ConfigError("model.hf_path", path, rule, "Make it readable") from None
+        rule, remedy = f"its config.json cannot be read: {error.strerror}", "Make it readable"
     except ValueError as error:
+        rule = f"its config.json is not JSON: {error}"
         remedy = "Copy it again; a Git LFS pointer in its place needs `git lfs pull`"
-        raise ConfigError("model.hf_path", path, f"its config.json is not JSON: {error}", remedy) from None
-    if not isinstance(content, dict):
-        raise ConfigError("model.hf_path", path, "its config.json is not a JSON object", "Copy it again")
-    return content
+    raise ConfigError("model.hf_path", path, rule, remedy)
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:
