@@ -36,8 +36,8 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.files import file_names, header_bytes, item_of, split, write_files
-from automoe.hf.folder import write_index, write_settings
+from automoe.hf.files import file_names, header_bytes, item_of, split, write_files, write_index
+from automoe.hf.folder import write_settings
 from automoe.hf.keys import fp8_config, hf_pieces, hf_tensors, is_quantized_in_fp8
 from automoe.hf.read import Reader, load_hf
 from automoe.hf.rewrite import plan_rewrite, rewrite_tensors
@@ -85,7 +85,7 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     generator = torch.Generator().manual_seed(0)
     tensors = (torch.randn(item[0].shape, generator=generator) * item[0].shape[-1] ** -0.5 for item in items)
     write_files([(bf16 / name, one) for name, one in zip(names, bins, strict=True)], tensors)
-    write_index(bf16, {item[0].key: name for name, one in zip(names, bins, strict=True) for item in one}, limit * 8)
+    write_index(bf16, names, bins, torch.bfloat16)
     write_settings(bf16, config, torch.bfloat16, None)
     catalog, keys = check_catalog(bf16, config), family_of(config).keys
     rewrite_tensors(plan_rewrite(catalog, config, keys, fp8=True), catalog, fp8, limit // 2)
@@ -108,10 +108,8 @@ def write_headers(folder: Path) -> int:
         header = header_bytes(one)
         (folder / name).write_bytes(header)
         os.truncate(folder / name, len(header) + sum(entry.num_bytes for item in one for entry in item))
-    weight_map = {e.key: name for name, one in zip(names, bins, strict=True) for item in one for e in item}
-    write_index(folder, weight_map, 0)
     write_settings(folder, config, torch.bfloat16, None, fp8_config(config, keys))
-    return len(weight_map)
+    return write_index(folder, names, bins, torch.bfloat16).num_tensors
 
 
 # What ranks do --------------------------------------------------------------------------------------

@@ -22,34 +22,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """What an action raised on one rank, in a form that travels; errors themselves do not all pickle."""
+    """What an action raised on one rank, as an error that travels (not all pickle) and says the same on every rank."""
 
     rank: int
-    kind: str
-    text: str
-    errno: int | None = None  # of an OSError
+    error: Exception  # OSError, CheckpointError, else RuntimeError
 
     @staticmethod
     def of(rank: int, error: BaseException) -> Failure:
         if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            text = f"{reason} ({error.filename})" if error.filename else reason
-            return Failure(rank, "OSError", text, error.errno or errno.EIO)
-        kind = "CheckpointError" if isinstance(error, AutomoeError) else type(error).__name__
-        return Failure(rank, kind, str(error))
-
-    def error(self) -> Exception:
-        """An error that says the same on every rank: OSError, CheckpointError, else RuntimeError."""
-        if self.errno is not None:
-            return OSError(self.errno, f"{self.text} on rank {self.rank}")
-        if self.kind == "CheckpointError":
-            return CheckpointError(self.text)
-        return RuntimeError(f"rank {self.rank}: {self.kind}: {self.text}")
+            file = f" ({error.filename})" if error.filename else ""
+            reason = f"{error.strerror or error}{file} on rank {rank}"
+            return Failure(rank, OSError(error.errno or errno.EIO, reason))
+        if isinstance(error, AutomoeError):
+            return Failure(rank, CheckpointError(str(error)))
+        return Failure(rank, RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
 
 
-def worst(failures: Iterable[Failure]) -> Failure:
-    """The failure that decides for all ranks: one that is no write error if there is any, of the lowest rank."""
-    return min(failures, key=lambda failure: (failure.errno is not None, failure.rank))
+def worst(failures: Iterable[Failure]) -> Exception:
+    """The error that decides for all ranks: one that is no write error if there is any, of the lowest rank."""
+    return min(failures, key=lambda failure: (isinstance(failure.error, OSError), failure.rank)).error
 
 
 class Ranks:
@@ -83,7 +74,7 @@ class Ranks:
             dist.all_gather_object(outcomes, mine, group=self.group)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
-            raise worst(failures).error() from own
+            raise worst(failures) from own
         return outcomes
 
     def lead(self, action: Callable[[], T]) -> T:
@@ -97,7 +88,7 @@ class Ranks:
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Failure):
-            raise box[0].error() from own
+            raise box[0].error from own
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import FileFacts, sha256, write_durably
 from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config, ModelConfig
@@ -61,19 +62,27 @@ def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> s
     return None
 
 
-def damage(step_dir: Path, content: bool = True) -> str | None:
-    """What is wrong with a committed step, or None: every listed file is there, whole and unchanged.
+def verify_step(step_dir: Path, ranks: Ranks, content: bool = True) -> tuple[dict[str, Any], str | None]:
+    """A committed step's manifest, and None or what is wrong: every listed file is to be there, whole and unchanged.
 
-    One process reads all of it; ranks share the work in ``CheckpointStore``. ``content=False`` compares
-    sizes alone.
+    Ranks share the files to read. ``content=False`` compares sizes alone.
     """
-    manifest, problem = read_manifest(step_dir)
+    manifest, problem = ranks.lead(lambda: read_manifest(step_dir))
     if problem is not None:
-        return problem
-    for name, facts in manifest["files"].items():
-        if (problem := file_damage(step_dir / name, facts, content)) is not None:
-            return problem
-    return None
+        return manifest, problem
+    files = manifest["files"]
+    mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
+
+    def check() -> list[str]:
+        return [found for name in mine if (found := file_damage(step_dir / name, files[name], content)) is not None]
+
+    found = [text for damaged in ranks.all(check) for text in damaged]
+    return manifest, min(found, default=None)
+
+
+def damage(step_dir: Path, content: bool = True) -> str | None:
+    """What ``verify_step`` finds in one process that reads all of it."""
+    return verify_step(step_dir, Ranks(alone=True), content)[1]
 
 
 def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> None:

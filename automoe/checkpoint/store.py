@@ -40,7 +40,7 @@ from automoe.checkpoint.folder import (
     retain,
     source_steps,
 )
-from automoe.checkpoint.manifest import changed_settings, check_model, file_damage, read_manifest, write_manifest
+from automoe.checkpoint.manifest import changed_settings, check_model, verify_step, write_manifest
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
@@ -50,7 +50,6 @@ from automoe.trace import phase
 if TYPE_CHECKING:
     from automoe.training.state import TrainState
 
-_TWISTER_WORDS = 624  # of a Mersenne twister's state
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 
 
@@ -290,7 +289,7 @@ class CheckpointStore:
             )
         damaged: list[str] = []
         for name in reversed(steps):
-            manifest, problem = self._verify(folder / name)
+            manifest, problem = verify_step(folder / name, self.ranks)
             if problem is None:
                 break
             damaged.append(f"{name} ({problem})")
@@ -316,27 +315,13 @@ class CheckpointStore:
             found = self._newest_valid(steps[0].parent, own=False)
             assert found is not None, "source_steps saw a committed step"
             return found
-        manifest, problem = self._verify(source)
+        manifest, problem = verify_step(source, self.ranks)
         if problem is not None:
             raise CheckpointError(
                 f"checkpoint.resume={source} is damaged ({problem}). Name another step, or the run directory "
                 "to take its newest valid one"
             )
         return source, manifest
-
-    def _verify(self, step_dir: Path) -> tuple[dict[str, Any], str | None]:
-        """A step's manifest, and None or what is wrong with the step. Ranks share the files to read."""
-        manifest, problem = self.ranks.lead(lambda: read_manifest(step_dir))
-        if problem is not None:
-            return manifest, problem
-        files = manifest["files"]
-        mine = self.ranks.share({name: facts["bytes"] for name, facts in files.items()})
-
-        def check() -> list[str]:
-            return [found for name in mine if (found := file_damage(step_dir / name, files[name])) is not None]
-
-        found = [text for damaged in self.ranks.all(check) for text in damaged]
-        return manifest, min(found, default=None)
 
     def _start_over(self) -> None:
         if self.folder.exists() and any(self.folder.iterdir()):
@@ -385,7 +370,7 @@ def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None
 
 def _dcp_error(error: CheckpointException) -> Exception:
     """What torch.distributed.checkpoint wraps, as one error that is the same on every rank."""
-    return worst(Failure.of(rank, wrapped[0]) for rank, wrapped in error.failures.items()).error()
+    return worst(Failure.of(rank, wrapped[0]) for rank, wrapped in error.failures.items())
 
 
 # ---------------------------------------------------------------- random generators
@@ -398,10 +383,11 @@ def rng_state() -> dict[str, torch.Tensor]:
     _, words, gauss = random.getstate()  # words: the state and the position in it
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", kind
+    numpy_words = (*map(int, keys), int(position))
     state = {
         "torch": torch.get_rng_state(),
-        "python": _twister(words, gauss is not None, gauss or 0.0),
-        "numpy": _twister((*map(int, keys), int(position)), bool(has_gauss), float(cached)),
+        "python": _twister(words, gauss),
+        "numpy": _twister(numpy_words, float(cached) if has_gauss else None),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -413,22 +399,20 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:
-        words, has_gauss, gauss = _from_twister(state["python"])
-        random.setstate((3, tuple(words), gauss if has_gauss else None))
+        words, gauss = _from_twister(state["python"])
+        random.setstate((3, tuple(words), gauss))
     if "numpy" in state:
-        words, has_gauss, gauss = _from_twister(state["numpy"])
-        keys = np.array(words[:_TWISTER_WORDS], dtype=np.uint32)
-        np.random.set_state(("MT19937", keys, words[_TWISTER_WORDS], int(has_gauss), gauss))
+        (*keys, position), gauss = _from_twister(state["numpy"])
+        np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _twister(words: tuple[int, ...], has_gauss: bool, gauss: float) -> torch.Tensor:
-    bits = torch.tensor(gauss, dtype=torch.float64).view(torch.int64).item()
-    return torch.tensor([*words, int(has_gauss), bits], dtype=torch.int64)
+def _twister(words: tuple[int, ...], gauss: float | None) -> torch.Tensor:
+    bits = torch.tensor(gauss or 0.0, dtype=torch.float64).view(torch.int64).item()
+    return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
 
 
-def _from_twister(state: torch.Tensor) -> tuple[list[int], bool, float]:
-    numbers: list[Any] = state.tolist()
-    gauss = torch.tensor(numbers[-1], dtype=torch.int64).view(torch.float64).item()
-    return numbers[: _TWISTER_WORDS + 1], bool(numbers[-2]), gauss
+def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
+    *words, has_gauss, _ = state.tolist()
+    return words, state[-1:].view(torch.float64).item() if has_gauss else None

@@ -21,9 +21,8 @@ from automoe.moe.tokens import IGNORE
 class StepBatch:
     """All micro-batches of one step for one data-parallel rank, on the CPU.
 
-    R rows = num_micro_batches * micro_batch_size, in micro-batch order; S = seq_len. Data-parallel
-    rank d of D holds rows [d*R, (d+1)*R) of the step's global batch, so the global batch does not
-    depend on the mesh.
+    R rows = num_micro_batches * micro_batch_size = global_batch_size / D, in micro-batch order; S = seq_len.
+    Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's global batch.
     """
 
     tokens: torch.Tensor  # [R, S] int64
@@ -37,8 +36,7 @@ class StepBatch:
 class Loader:
     """Steps of training rows, and validation batches, for data-parallel rank ``dp_rank`` of ``dp_size``.
 
-    Rank d of D gets rows [d*R, (d+1)*R) of every global batch, R = global_batch_size / D; the global
-    batches themselves depend on data, tokenizer, seq_len and seed alone.
+    Global batches depend on data, tokenizer, seq_len and seed alone.
 
     Args:
         split: what ``next_step`` walks through.

@@ -19,7 +19,7 @@ import numpy as np
 
 from automoe.config.schema import Config, DataConfig
 from automoe.data.corpora import Document, find_files, read_documents, reader_digest
-from automoe.data.tokenizer import Tokenizer, check_vocab_fits, load_tokenizer
+from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -189,11 +189,16 @@ def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokeniz
         ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
         DataError: text that cannot be read, a document too long under ``on_long=error``, or an empty split.
     """
-    check_vocab_fits(config)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = fitting_tokenizer(config)
     corpus = open_corpus(config.data, tokenizer, cache_dir)
-    if config.data.on_long == "error":
-        _refuse_long(corpus, config.train.seq_len)
+    too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
+    if len(too_long) and config.data.on_long == "error":
+        raise DataError(
+            f"{corpus.where(too_long[0])}: a document of {corpus.lengths[too_long[0]]} tokens, its end-of-text token "
+            f"counted, does not fit train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
+            f"{len(corpus.lengths)} documents do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
+            f"train.seq_len, or set data.on_long=split."
+        )
     split_documents(corpus, config.data.val_fraction, "train")
     if config.train.val_every:
         split_documents(corpus, config.data.val_fraction, "validation")
@@ -228,14 +233,3 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> t
             f"split set train.val_every=0."
         )
     return starts[chosen], lengths[chosen]
-
-
-def _refuse_long(corpus: TokenCorpus, seq_len: int) -> None:
-    too_long = np.flatnonzero(corpus.lengths > seq_len)
-    if len(too_long):
-        raise DataError(
-            f"{corpus.where(too_long[0])}: a document of {corpus.lengths[too_long[0]]} tokens, its end-of-text token "
-            f"counted, does not fit train.seq_len={seq_len} under data.on_long=error ({len(too_long)} of "
-            f"{len(corpus.lengths)} documents do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
-            f"train.seq_len, or set data.on_long=split."
-        )

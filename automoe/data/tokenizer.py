@@ -85,7 +85,14 @@ class HFTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str) -> None:
-        directory = _directory(path)
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            raise ConfigError(
+                "data.tokenizer",
+                path,
+                "a tokenizer is 'byte' or a local directory, and this directory does not exist",
+                "Set data.tokenizer=byte or the path of a directory with a tokenizer.json; nothing is downloaded.",
+            )
         if (directory / "tokenizer.json").is_file():
             self._backend, eos_id = _load_fast(directory)
             files = ["tokenizer.json"]
@@ -125,49 +132,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return ByteTokenizer() if spec == "byte" else HFTokenizer(spec)
 
 
-def tokenizer_vocab_size(spec: str) -> int:
-    """Largest id + 1 of a tokenizer, read from its JSON without loading it where there is one.
-
-    Raises:
-        ConfigError: no such directory, or a file in it that cannot be read.
-    """
-    if spec == "byte":
-        return BYTE_VOCAB_SIZE
-    directory = _directory(spec)
-    if not (directory / "tokenizer.json").is_file():
-        return HFTokenizer(spec).vocab_size
-    content = _read_json(directory / "tokenizer.json")
-    try:
-        vocab = content["model"]["vocab"]
-        # Unigram models list [piece, score] pairs in id order; the others map pieces to ids.
-        size = len(vocab) if isinstance(vocab, list) else max(vocab.values(), default=-1) + 1
-        return max([size] + [token["id"] + 1 for token in content.get("added_tokens", [])])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(directory / "tokenizer.json", f"no vocabulary in it ({error!r})") from error
-
-
-def check_vocab_fits(config: Config) -> None:
-    """Refuse a tokenizer with more ids than the model's embedding has rows. Raises ConfigError."""
+def fitting_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of ``config``. Raises ConfigError, also where it has more ids than the model's embedding has rows."""
     name, path = config.data.tokenizer, config.model.hf_path
-    size, rows = tokenizer_vocab_size(name), config.model.vocab_size
+    tokenizer = load_tokenizer(name)
+    size, rows = tokenizer.vocab_size, config.model.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:  # its embedding has the rows it has
             remedy = f"Set data.tokenizer={path} for the checkpoint's own, or a smaller one"
         rule = f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}"
         raise ConfigError("model.vocab_size", rows, rule, remedy)
-
-
-def _directory(path: str) -> Path:
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        raise ConfigError(
-            "data.tokenizer",
-            path,
-            "a tokenizer is 'byte' or a local directory, and this directory does not exist",
-            "Set data.tokenizer=byte or the path of a directory with a tokenizer.json; nothing is downloaded.",
-        )
-    return directory
+    return tokenizer
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:

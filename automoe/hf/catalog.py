@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,13 +39,6 @@ class Source(NamedTuple):
     encoding: Encoding = "plain"
 
 
-class Quantization(NamedTuple):
-    """``quantization_config`` of a config.json: the encoding of tensors that have scales."""
-
-    encoding: Encoding = "plain"
-    block: tuple[int, int] = FP8_BLOCK
-
-
 @dataclass(frozen=True)
 class Catalog:
     """Every tensor that a model needs from a checkpoint directory, in file order.
@@ -63,15 +57,19 @@ class Catalog:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
-    """For a hundred thousand new objects Python would look through all of torch's again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
+def switched_off(is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]) -> Iterator[None]:
+    """Something of the whole process that is off meanwhile, and on again after it where it was."""
+    was_on = is_on()
+    off()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        if was_on:
+            on()
+
+
+# For a hundred thousand new objects Python would look through all of torch's again and again.
+without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
@@ -98,8 +96,8 @@ def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
 
 def _check(folder: Path, config: ModelConfig) -> Catalog:
     tensors = read_headers(folder)
-    quantization = _quantization(folder)
-    sources = _pair_scales(tensors, quantization.encoding)
+    encoding, block = _quantization(folder)
+    sources = _pair_scales(tensors, encoding)
     keys = family_of(config).keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
@@ -125,16 +123,15 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
         )
     order = sorted(wanted, key=lambda key: (sources[key].data.file, sources[key].data.start))
     used = {key: sources[key] for key in order}
-    _check_encodings(folder, used, quantization)
-    return Catalog(folder, keys, used, quantization.block)
+    _check_encodings(folder, used, encoding, block)
+    return Catalog(folder, keys, used, block)
 
 
-def _quantization(folder: Path) -> Quantization:
-    if not (folder / "config.json").is_file():
-        return Quantization()
-    stated = read_hf_config(folder).get("quantization_config")
+def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
+    """The encoding of tensors that have scales, and the block under one, by config.json's ``quantization_config``."""
+    stated = read_hf_config(folder).get("quantization_config") if (folder / "config.json").is_file() else None
     if stated is None:
-        return Quantization()
+        return "plain", FP8_BLOCK
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method == "fp8" and isinstance(stated, dict):
         block: Any = stated.get("weight_block_size")
@@ -145,9 +142,9 @@ def _quantization(folder: Path) -> Quantization:
                 f"weight_block_size={stated.get('weight_block_size')}, and FP8 is read here as e4m3 with scales a "
                 "block, such as [128, 128]. Convert it to bfloat16"
             )
-        return Quantization("fp8", (block[0], block[1]))
+        return "fp8", (block[0], block[1])
     if method == "mxfp4":
-        return Quantization("mxfp4")
+        return "mxfp4", FP8_BLOCK
     raise CheckpointError(
         f"{folder}/config.json: quantization_config has quant_method={method}, and fp8 and mxfp4 are read here. "
         "Convert it to bfloat16"
@@ -173,12 +170,12 @@ def _pair_scales(tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[s
     return sources
 
 
-def _check_encodings(folder: Path, sources: dict[str, Source], quantization: Quantization) -> None:
+def _check_encodings(folder: Path, sources: dict[str, Source], encoding: Encoding, block: tuple[int, int]) -> None:
     """Every tensor has a dtype that is read, its scales the shape that its blocks ask for."""
     unscaled = [key for key, s in sources.items() if s.encoding == "plain" and s.data.dtype not in FLOAT_DTYPES]
     if unscaled:
         what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].data.dtype}): {listed(unscaled)}"
-        if quantization.encoding == "plain":
+        if encoding == "plain":
             raise CheckpointError(
                 f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
                 "checkpoint's own config.json, or convert it to bfloat16"
@@ -188,15 +185,15 @@ def _check_encodings(folder: Path, sources: dict[str, Source], quantization: Qua
             "scales the numbers are unknown: copy the checkpoint again"
         )
     for key, source in sources.items():
-        _check_encoding(folder, key, source, quantization)
+        _check_encoding(folder, key, source, block)
 
 
-def _check_encoding(folder: Path, key: str, source: Source, quantization: Quantization) -> None:
+def _check_encoding(folder: Path, key: str, source: Source, block: tuple[int, int]) -> None:
     data, scales = source.data, source.scales
     if scales is not None:
         if source.encoding == "fp8":
             *lead, rows, cols = data.shape
-            asked = (*lead, -(-rows // quantization.block[0]), -(-cols // quantization.block[1]))
+            asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
             code_dtype, scale_dtypes = "F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}
         else:
             asked, code_dtype, scale_dtypes = data.shape[:-1], "U8", {"U8"}
@@ -208,7 +205,7 @@ def _check_encoding(folder: Path, key: str, source: Source, quantization: Quanti
         if scales.shape != asked or data.dtype != code_dtype or scales.dtype not in scale_dtypes:
             raise CheckpointError(
                 f"{folder}: {key} is {list(data.shape)} {data.dtype} with scales {list(scales.shape)} "
-                f"{scales.dtype}, and {quantization.encoding} of it has scales {list(asked)} for "
+                f"{scales.dtype}, and {source.encoding} of it has scales {list(asked)} for "
                 f"{code_dtype}. Compare config.json's quantization_config with the files"
             )
     for stored in (data,) if scales is None else (data, scales):

@@ -231,6 +231,18 @@ def write_files(contents: Iterable[tuple[Path, list[Item]]], tensors: Iterator[t
             raise CheckpointError(f"{file}: {error.strerror} {when}. {remedy}") from error
 
 
+def write_index(folder: Path, names: list[str], contents: list[list[Item]], dtype: torch.dtype) -> Written:
+    """The index (tensor -> file) of the files ``names``, where they are several; ``dtype`` is the first parameter's."""
+    files = zip(names, contents, strict=True)
+    placed = [(entry, name) for name, items in files for item in items for entry in item]
+    total = sum(entry.num_bytes for entry, _ in placed)
+    if len(names) > 1:
+        weight_map = {entry.key: name for entry, name in sorted(placed, key=lambda one: one[0].key)}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return Written(folder, len(placed), len(names), total, dtype)
+
+
 def header_bytes(items: list[Item]) -> bytes:
     """Length and JSON header of a safetensors file with these tensors, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -14,7 +14,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.keys import INDEX_FILE, KeyMap, fp8_config
+from automoe.hf.keys import KeyMap, fp8_config
 
 if TYPE_CHECKING:
     import torch
@@ -130,18 +130,22 @@ def write_settings(
     hf["dtype"] = str(dtype).removeprefix("torch.")
     if quantization is not None:
         hf["quantization_config"] = quantization
-    write_json(folder / "config.json", hf)
+    _write_json(folder / "config.json", hf)
     if source is not None and (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     else:
         ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+        _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     tokenizer_dir = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
     if tokenizer_dir is not None and not tokenizer_dir.is_dir():
         raise ConfigError("tokenizer", tokenizer_dir, "there is no such directory", "Name one with a tokenizer's files")
     for pattern in _TOKENIZER_FILES:
         for file in tokenizer_dir.glob(pattern) if tokenizer_dir is not None else ():
             shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
@@ -152,15 +156,3 @@ def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
 
     loaded = load_tokenizer(tokenizer)
     return {"bos_token_id": None, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}
-
-
-def write_index(folder: Path, weight_map: dict[str, str], num_bytes: int) -> None:
-    """The index of a checkpoint of several files: tensor -> file."""
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX_FILE, index)
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """``content`` as a file for people too."""
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

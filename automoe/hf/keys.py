@@ -99,8 +99,6 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         Returns:
             (slices of the HuggingFace tensor, index into the shard), or None where they do not meet.
         """
-        if self.order:
-            return self._reordered(start, extent), tuple(slice(0, count) for count in extent)
         select = self.select + (None,) * (len(start) - len(self.select))
         source: list[slice] = []
         target: list[int | slice] = []
@@ -113,15 +111,13 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
                 target.append(at - first)
             else:
                 return None
-        return tuple(source), tuple(target)
-
-    def _reordered(self, start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[slice, ...]:
-        ranges = [(start[dim], start[dim] + extent[dim]) for dim in self.order]
+        if self.order:
+            source = [source[dim] for dim in self.order]
         if self.merged:
             width = self.size[self.order[-1]]
-            assert ranges.pop() == (0, width), "a dim that the checkpoint keeps together is cut"
-            ranges[-1] = (ranges[-1][0] * width, ranges[-1][1] * width)
-        return tuple(slice(*bounds) for bounds in ranges)
+            assert source.pop() == slice(0, width), "a dim that the checkpoint keeps together is cut"
+            source[-1] = slice(source[-1].start * width, source[-1].stop * width)
+        return tuple(source), tuple(target)
 
     def from_stored(self, tensor: Any) -> Any:
         """A range of the HuggingFace tensor, a torch tensor, as the range of ours that it is; a view."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from automoe.hf.keys import FP8_BLOCK
+from automoe.quantize.formats import E4M3, LARGEST, encode, tile_amax
 
-FP8_MAX = 448.0  # largest number of float8_e4m3fn
 MXFP4_BLOCK = 32  # numbers under one scale, 16 bytes
 
 
@@ -53,21 +53,15 @@ def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in ((0, head), (head, tail), (tail, size)) if begin < end]
 
 
-def quantize_fp8(numbers: torch.Tensor, block: tuple[int, int] = FP8_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [R, C] float8_e4m3fn and scales [ceil(R/128), ceil(C/128)] float32 of a matrix [R, C].
+def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [R, C] float8_e4m3fn and scales [ceil(R/128), ceil(C/128)] float32 of a matrix [R, C], on the CPU.
 
     A block's scale takes its largest magnitude to 448; a block of zeros has scale one.
     """
-    num_rows, num_cols = numbers.shape
-    grid = (-(-num_rows // block[0]), -(-num_cols // block[1]))
-    padded = numbers.new_zeros((grid[0] * block[0], grid[1] * block[1]), dtype=torch.float32)
-    padded[:num_rows, :num_cols] = numbers
-    tiles = padded.view(grid[0], block[0], grid[1], block[1])
-    scales = tiles.abs().amax(dim=(1, 3)) / FP8_MAX
+    numbers = numbers.cpu()
+    scales = tile_amax(numbers, FP8_BLOCK) / LARGEST[E4M3]
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    tiles /= scales[:, None, :, None]
-    codes = padded.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return codes[:num_rows, :num_cols].contiguous(), scales
+    return encode(numbers, scales, E4M3, FP8_BLOCK).codes, scales
 
 
 def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

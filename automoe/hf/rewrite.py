@@ -15,8 +15,7 @@ import torch
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
-from automoe.hf.files import DTYPES, Item, Written, file_names, item_of, split, write_files
-from automoe.hf.folder import write_index
+from automoe.hf.files import DTYPES, Item, Written, file_names, item_of, split, write_files, write_index
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.hf.read import Reader
@@ -79,10 +78,7 @@ def rewrite_tensors(
     with Reader(catalog, advance) as reader:
         paths = (folder / name for name in names)
         write_files(zip(paths, contents, strict=True), (_assemble(job, reader) for job in jobs))
-    weight_map = {e.key: name for name, items in zip(names, contents, strict=True) for item in items for e in item}
-    total = sum(entry.num_bytes for job in jobs for entry in job.item)
-    write_index(folder, weight_map, total)
-    return Written(folder, len(weight_map), len(names), total, jobs[0].item[0].dtype)
+    return write_index(folder, names, contents, jobs[0].dtype)
 
 
 def compare_rewritten(jobs: list[Job], source: Catalog, written: Catalog) -> None:

@@ -20,7 +20,7 @@ from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.params import count_params
 from automoe.errors import CheckpointError, listed
-from automoe.hf.catalog import Catalog, open_catalog
+from automoe.hf.catalog import Catalog, open_catalog, switched_off
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
@@ -163,14 +163,13 @@ def _compare_logits(catalog: Catalog) -> float | None:
     model.eval()
     with torch.no_grad(), recorded_choices(model) as free:
         model(tokens)
+    forced = None
     if config.num_moe_layers:
         chosen = free()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:
             raise CheckpointError(f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts")
         forced = torch.stack((choices, choices), dim=3)
-    else:
-        forced = None
     with torch.no_grad():
         ours = model(tokens, forced_ids=forced)
     error = float((ours - theirs).norm() / theirs.norm())
@@ -201,8 +200,10 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
 def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [B, S, V] and the experts chosen, [B, S, moe layers, K]."""
     from transformers import AutoModelForCausalLM, __version__
+    from transformers.utils import logging as bars
 
-    with _quiet():
+    # No progress bars of transformers across this run's own line.
+    with switched_off(bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
@@ -227,17 +228,3 @@ def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -
     with torch.no_grad():
         logits = model.eval()(tokens).logits
     return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of transformers across this run's own line."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

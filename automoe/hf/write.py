@@ -11,17 +11,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automoe.checkpoint.agreement import Ranks
 from automoe.hf.families.registry import family_of
-from automoe.hf.files import Item, Written, file_names, item_of, split, write_files
-from automoe.hf.folder import new_folder, write_index, write_settings
+from automoe.hf.files import Item, Written, file_names, item_of, split, write_files, write_index
+from automoe.hf.folder import new_folder, write_settings
 from automoe.hf.keys import KeyMap, Piece, fp8_config, hf_pieces, is_quantized_in_fp8
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
+from automoe.parallel.collectives import all_gather
 
 
 def to_hf(
@@ -73,19 +75,14 @@ def to_hf(
 
 def _write_tensors(plan: list[Outgoing], ranks: Ranks, folder: Path, max_shard_bytes: int) -> Written:
     mine = split((out.item for out in plan if out.writer == ranks.rank), max_shard_bytes)
-    keys = [[entry.key for item in file for entry in item] for file in mine]
-    num_bytes = sum(entry.num_bytes for file in mine for item in file for entry in item)
-    everyone = ranks.all(lambda: (keys, num_bytes))
-    names = file_names(sum(len(theirs) for theirs, _ in everyone))
-    first = sum(len(theirs) for theirs, _ in everyone[: ranks.rank])
+    everyone = ranks.all(lambda: mine)
+    contents = [items for theirs in everyone for items in theirs]
+    names = file_names(len(contents))
+    first = sum(len(theirs) for theirs in everyone[: ranks.rank])
     paths = [folder / name for name in names[first : first + len(mine)]]
     ranks.all(lambda: _stream(plan, ranks.rank, list(zip(paths, mine, strict=True))))
-    contents = [file for theirs, _ in everyone for file in theirs]
-    weight_map = {key: name for name, file in zip(names, contents, strict=True) for key in file}
-    total = sum(their_bytes for _, their_bytes in everyone)
-    ranks.lead(lambda: write_index(folder, weight_map, total))
     dtype = next(out.dtype for out in plan if out.shard.trained)
-    return Written(folder, len(weight_map), len(names), total, dtype)
+    return ranks.lead(lambda: write_index(folder, names, contents, dtype))
 
 
 def _stream(plan: list[Outgoing], rank: int, contents: list[tuple[Path, list[Item]]]) -> None:
@@ -169,17 +166,10 @@ def gather(outgoing: Outgoing) -> torch.Tensor:
 
 def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate parts cut as ``torch.chunk`` does; the last ones may be short or empty."""
-    num_parts = dist.get_world_size(group)
-    longest = -(-size // num_parts)
-    padded = local
-    if local.shape[dim] < longest:  # gloo gathers equal sizes alone
-        shape = list(local.shape)
-        shape[dim] = longest
-        padded = local.new_zeros(shape)
-        padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(num_parts)]
-    dist.all_gather(parts, padded.contiguous(), group=group)
-    return torch.cat(parts, dim).narrow(dim, 0, size)
+    longest = -(-size // dist.get_world_size(group))
+    missing = longest - local.shape[dim]  # gloo gathers equal sizes alone
+    padded = F.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
+    return all_gather(padded, dim, group).narrow(dim, 0, size)
 
 
 def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
@@ -188,7 +178,7 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
     Where FSDP cuts a dim that tp or etp has already cut, its placement is strided and it is joined first.
     """
     mesh = tensor.device_mesh
-    steps: list[tuple[int, int, int]] = []
+    outer_first: list[tuple[int, int, int]] = []
     for dim in range(tensor.dim()):
         if _selected(piece, dim) is not None:
             continue
@@ -197,14 +187,12 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
         assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
         hf_dim = dim - sum(_selected(piece, before) is not None for before in range(dim))
         extent = piece.size[hf_dim]
-        inner_first: list[tuple[int, int, int]] = []
         for axis in reversed(axes):
-            inner_first.insert(0, (axis, hf_dim, extent))
+            outer_first.append((axis, hf_dim, extent))
             # What the outer cut leaves of the dim on this rank is what the inner one has cut.
             longest = -(-extent // mesh.size(axis))
             extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
-        steps += inner_first
-    return steps
+    return outer_first[::-1]
 
 
 def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:

@@ -49,9 +49,9 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
         ConfigError: the first rule that is broken.
     """
     shape = validate(config, num_ranks, device)
-    from automoe.data.tokenizer import check_vocab_fits
+    from automoe.data.tokenizer import fitting_tokenizer
 
-    check_vocab_fits(config)
+    fitting_tokenizer(config)
     if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
         from automoe.hf.families.registry import check_exportable
 

@@ -147,14 +147,14 @@ def make_runnable(
     Raises:
         ConfigError: the configuration is not valid, or depends on the mesh by intention.
     """
-    from automoe.data.tokenizer import tokenizer_vocab_size
+    from automoe.data.tokenizer import load_tokenizer
 
     check_rows(config, _mesh_dependent_rows(config))
     shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
     here = _for_a_cpu(sized)
     if force_proxy or too_large(config, shape):
-        here, shape = make_proxy(here, shape, tokenizer_vocab_size(here.data.tokenizer))
+        here, shape = make_proxy(here, shape, load_tokenizer(here.data.tokenizer).vocab_size)
     assert check(here, None, "cpu") == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
     return here, shape, cuts

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from automoe.config.schema import Config
-from automoe.data.tokenizer import ByteTokenizer, check_vocab_fits, load_tokenizer, tokenizer_vocab_size
+from automoe.data.tokenizer import ByteTokenizer, fitting_tokenizer, load_tokenizer
 from automoe.errors import ConfigError
 
 
@@ -93,14 +93,16 @@ def test_directory_without_tokenizer_json_goes_through_transformers(byte_level_d
     loaded, reference = load_tokenizer(str(tmp_path)), load_tokenizer(str(byte_level_dir))
     assert loaded.encode(library_texts[0]).tolist() == reference.encode(library_texts[0]).tolist()
     assert loaded.eos_id == reference.eos_id
-    assert tokenizer_vocab_size(str(tmp_path)) == 400
+    assert loaded.vocab_size == 400
 
 
 @pytest.mark.parametrize("kind", ["byte_level_dir", "byte_fallback_dir"])
-def test_vocab_size_from_json_is_the_loaded_one(kind, request):
-    directory = str(request.getfixturevalue(kind))
-    assert tokenizer_vocab_size(directory) == load_tokenizer(directory).vocab_size
-    assert tokenizer_vocab_size("byte") == ByteTokenizer().vocab_size == 258
+def test_vocab_size_is_that_of_the_json(kind, request):
+    directory = request.getfixturevalue(kind)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])]
+    assert load_tokenizer(str(directory)).vocab_size == max(ids) + 1
+    assert ByteTokenizer().vocab_size == 258
 
 
 def test_vocab_size_counts_the_largest_id_of_a_unigram_with_added_tokens(tmp_path, library_texts):
@@ -112,12 +114,12 @@ def test_vocab_size_counts_the_largest_id_of_a_unigram_with_added_tokens(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id("</s>"), 1]}))
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.eos_id == tokenizer.token_to_id("</s>")
-    assert tokenizer_vocab_size(str(tmp_path)) == loaded.vocab_size == loaded.eos_id + 1
+    assert loaded.vocab_size == loaded.eos_id + 1
 
 
 def test_byte_case_loads_nothing_heavy():
     code = (
-        "import sys, automoe.data.tokenizer as t; t.tokenizer_vocab_size('byte'); t.load_tokenizer('byte').encode('a')\n"
+        "import sys, automoe.data.tokenizer as t; t.load_tokenizer('byte').encode('a')\n"
         "print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -126,35 +128,33 @@ def test_byte_case_loads_nothing_heavy():
 
 def test_tokenizer_larger_than_the_embedding_is_refused(byte_level_dir):
     config = Config()
-    check_vocab_fits(config)
+    fitting_tokenizer(config)
     config.data.tokenizer = str(byte_level_dir)
     config.model.vocab_size = 399
     with pytest.raises(
         ConfigError, match=r"model\.vocab_size=399: .* ids up to 399, .* ends at 398\. .*vocab_size=400"
     ):
-        check_vocab_fits(config)
+        fitting_tokenizer(config)
     config.model.vocab_size = 400
-    check_vocab_fits(config)
+    fitting_tokenizer(config)
 
 
-@pytest.mark.parametrize("ask", [load_tokenizer, tokenizer_vocab_size])
-def test_missing_directory(ask, tmp_path):
+def test_missing_directory(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer=.*gone: .*does not exist.*data\.tokenizer=byte"):
-        ask(str(tmp_path / "gone"))
+        load_tokenizer(str(tmp_path / "gone"))
 
 
-@pytest.mark.parametrize("ask", [load_tokenizer, tokenizer_vocab_size])
 @pytest.mark.parametrize("content", ["version https://git-lfs.github.com/spec/v1", "[]", '{"model": {}}'])
-def test_unreadable_tokenizer_json(ask, content, tmp_path):
+def test_unreadable_tokenizer_json(content, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: .*git lfs pull"):
-        ask(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 def test_directory_with_no_tokenizer_at_all(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing here")
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in it.*Point data\.tokenizer at"):
-        tokenizer_vocab_size(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 def test_no_end_of_text_token(byte_level_dir, tmp_path):

@@ -282,12 +282,15 @@ def layer_types(other: str, default: int) -> Field:
     ``full_attention_interval``. Reading raises ``ConfigError`` where there is no interval, or a third kind.
     """
 
+    def kinds(interval: int, num_layers: int) -> list[str]:
+        return [other if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+
     def read(layers: list[str] | None, hf: HFConfig) -> int:
         if layers is None:
             return int(hf.get("full_attention_interval", default))
         full = [layer for layer, kind in enumerate(layers) if kind == "full_attention"]
         interval = full[0] + 1 if full else len(layers) + 1
-        expected = [_kind(layer, interval, other) for layer in range(len(layers))]
+        expected = kinds(interval, len(layers))
         if layers != expected:
             odd = next(layer for layer in range(len(layers)) if layers[layer] != expected[layer])
             raise not_computed(
@@ -297,14 +300,7 @@ def layer_types(other: str, default: int) -> Field:
             )
         return interval
 
-    def write(interval: int, config: ModelConfig) -> list[str]:
-        return [_kind(layer, interval, other) for layer in range(config.num_layers)]
-
-    return Field("layer_types", None, read=read, write=write)
-
-
-def _kind(layer: int, interval: int, other: str) -> str:
-    return other if (layer + 1) % interval else "full_attention"
+    return Field("layer_types", None, read=read, write=lambda interval, config: kinds(interval, config.num_layers))
 
 
 def common_fields(norm_eps: float) -> dict[str, Field]:

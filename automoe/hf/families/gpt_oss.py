@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from automoe.hf.families.family import GQA, SOFTMAX_ROUTER, Family, Field, HFConfig, common_fields, layer_types
-from automoe.hf.keys import KeyMap
+from automoe.hf.keys import FUSED
 
 
 def _window(keys: int | None, hf: HFConfig) -> int:
@@ -47,15 +49,7 @@ FAMILY = Family(
         "router.logit_bias": True,
     },
     only={"hidden_act": "silu"},
-    keys=KeyMap(
-        router="mlp.router.weight",
-        router_bias="mlp.router.bias",
-        gate="mlp.experts.gate_up_proj",
-        up="mlp.experts.gate_up_proj",
-        down="mlp.experts.down_proj",
-        fused=True,
-        transposed=True,
-    ),
+    keys=replace(FUSED, router="mlp.router.weight", router_bias="mlp.router.bias", transposed=True),
     rope_theta=150000.0,
     rope_scaling={
         "rope_type": "yarn",
