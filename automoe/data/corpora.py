@@ -69,31 +69,27 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     if data.kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in root.rglob("*.py") if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
-        if not paths:
-            raise DataError(f"{root}: this Python has no library sources. Set data.kind=text and data.path.")
-        return _by_name(paths, root)
-    if data.path is None:
+        problem = "this Python has no library sources. Set data.kind=text and data.path."
+    elif data.path is None:
         raise ConfigError(
             "data.path",
             None,
             f"data.kind={data.kind} reads a file, a directory or a glob",
             "Set data.path, or data.kind=stdlib for text that every machine has.",
         )
-    path = Path(data.path).expanduser()
-    if path.is_file():
-        return {path.name: path}
-    if path.is_dir():
+    elif (root := Path(data.path).expanduser()).is_dir():
         suffix = source_of(data.kind).pattern
-        paths = [p for p in path.rglob(suffix) if p.is_file() and not _hidden(p.relative_to(path))]
-        if not paths:
-            raise DataError(f"{path}: no {suffix} file in this directory. Correct data.path or data.kind.")
-        return _by_name(paths, path)
-    paths = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
+        paths = [p for p in root.rglob(suffix) if p.is_file() and not _hidden(p.relative_to(root))]
+        problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
+    else:
+        found = [str(root)] if root.is_file() else glob.glob(str(root), recursive=True)
+        paths = [Path(name) for name in found if os.path.isfile(name)]
+        problem = f"no file, directory or glob match of this name (looked from {Path.cwd()}). Correct data.path."
+        if paths:
+            root = Path(os.path.commonpath([p.parent for p in paths]))
     if not paths:
-        raise DataError(
-            f"{path}: no file, directory or glob match of this name (looked from {Path.cwd()}). Correct data.path."
-        )
-    return _by_name(paths, Path(os.path.commonpath([p.parent for p in paths])))
+        raise DataError(f"{root}: {problem}")
+    return dict(sorted((p.relative_to(root).as_posix(), p) for p in paths))
 
 
 def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
@@ -130,10 +126,6 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
 
 def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
-
-
-def _by_name(paths: list[Path], root: Path) -> dict[str, Path]:
-    return dict(sorted((p.relative_to(root).as_posix(), p) for p in paths))
 
 
 def _decode(raw: bytes, path: Path, first_line: int) -> str:
