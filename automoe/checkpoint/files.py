@@ -39,7 +39,7 @@ class HashingStream(io.RawIOBase):
         self._sha = hashlib.sha256()
         self._size = 0
         self._error: BaseException | None = None
-        self._hasher: ThreadPoolExecutor | None = None
+        self._hasher = ThreadPoolExecutor(1, "hash")  # whose thread starts with its first work
 
     def writable(self) -> bool:
         return True
@@ -54,7 +54,6 @@ class HashingStream(io.RawIOBase):
             self._put(view)
             return len(view)
         # Both release the interpreter lock, so hashing costs no time of its own.
-        self._hasher = self._hasher or ThreadPoolExecutor(1, "hash")
         hashing = self._hasher.submit(self._sha.update, view)
         self._put(view)
         hashing.result()  # the memory is the caller's
@@ -76,8 +75,7 @@ class HashingStream(io.RawIOBase):
 
     def release(self) -> None:
         """Close the file. ``close``, which torch calls before the file can be sealed, leaves it open."""
-        if self._hasher is not None:
-            self._hasher.shutdown()
+        self._hasher.shutdown()
         self._file.close()
 
     def _put(self, view: memoryview) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from automoe.hf.families.family import GQA, SOFTMAX_ROUTER, Family, Field, HFConfig, common_fields, layer_types
+from automoe.hf.families.family import Family, Field, HFConfig, common_fields, layer_types
+from automoe.hf.families.mixtral import FAMILY as MIXTRAL
 from automoe.hf.keys import FUSED
 
 
@@ -35,17 +36,12 @@ FAMILY = Family(
             write=lambda keys, config: keys or 128,
         ),
     },
-    fixed=GQA
-    | SOFTMAX_ROUTER
+    fixed=MIXTRAL.fixed
     | {
-        "attention.qk_norm": False,
         "attention.sinks": True,
         "biased_experts": True,
         "expert_activation": "clamped_swiglu",
-        "first_k_dense": 0,
-        "num_shared_experts": 0,
         "router.softmax_after_topk": True,
-        "router.norm_topk_prob": True,
         "router.logit_bias": True,
     },
     only={"hidden_act": "silu"},
