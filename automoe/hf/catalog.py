@@ -107,7 +107,7 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
     unexpected = [key for key in sources if key not in wanted and key not in ignored]
     wrong = [key for key in wanted if key in sources and sources[key].shape != tuple(wanted[key])]
     if missing or unexpected or wrong:
-        _check_experts(folder, sources, config, keys)
+        _check_experts(folder, {key: sources[key] for key in sources if key not in ignored}, config, keys)
     if missing or unexpected:
         found = [f"{len(missing)} tensors are missing: {listed(missing)}"] if missing else []
         found += [f"{len(unexpected)} are not the model's: {listed(unexpected)}"] if unexpected else []
@@ -219,9 +219,7 @@ def _check_encoding(folder: Path, key: str, source: Source, block: tuple[int, in
 
 def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig, keys: KeyMap) -> None:
     """Another number of experts would show as thousands of missing or unexpected keys: say it plainly."""
-    ignored = _ignored(sources, config)
-    numbers = {keys.expert_of(key) for key in sources if key not in ignored} - {None}
-    count = len(numbers)
+    count = len({keys.expert_of(key) for key in sources} - {None})
     if keys.fused:
         counts = (source.shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}"))
         count = next(counts, 0)

@@ -38,11 +38,6 @@ _TOKENIZER_FILES = (  # patterns
 )
 
 
-def working_folder(path: Path) -> Path:
-    """Where the directory ``path`` is made."""
-    return path.with_name(f".{path.name}.tmp")
-
-
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise ``CheckpointError`` where an export may not be written to ``path``; makes nothing."""
     if path.exists() and not overwrite:
@@ -73,11 +68,11 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         CheckpointError: ``path`` may not be written, or the disk takes no more; like what is raised meanwhile, it
             leaves nothing new under ``path``.
     """
-    folder = working_folder(path)
+    folder = path.with_name(f".{path.name}.tmp")
     try:
-        ranks.lead(lambda: _prepare(path, overwrite))
+        ranks.lead(lambda: _prepare(folder, path, overwrite))
         yield folder
-        ranks.lead(lambda: _commit(path))
+        ranks.lead(lambda: _commit(folder, path))
     except (AutomoeError, OSError) as error:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -87,19 +82,17 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         raise
 
 
-def _prepare(path: Path, overwrite: bool) -> None:
-    folder = working_folder(path)
+def _prepare(folder: Path, path: Path, overwrite: bool) -> None:
     check_target(path, overwrite)
     if folder.exists():  # of an export that was killed
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
-def _commit(path: Path) -> None:
+def _commit(folder: Path, path: Path) -> None:
     """Everything in the working folder onto the disk, then its name; what was there before goes last."""
     from automoe.checkpoint.files import flush
 
-    folder = working_folder(path)
     for file in folder.iterdir():
         flush(file)
     flush(folder)

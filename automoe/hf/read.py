@@ -185,7 +185,7 @@ class Reader:
                 and place.dtype == DTYPES[data.dtype]
                 and place.device.type == "cpu"
                 and place[0].is_contiguous()
-                and stored.without_gaps
+                and stored.read == stored.wanted
             ):
                 for matrix, begin, end, part in one.chunks(DIRECT_BYTES // stored.width):
                     self._read(one, stored, matrix, (begin, end), part.view(-1).view(torch.uint8))
@@ -287,10 +287,6 @@ class _Rows(NamedTuple):
     def width(self) -> int:
         """Bytes that are read of each row."""
         return self.read[1] - self.read[0]
-
-    @property
-    def without_gaps(self) -> bool:
-        return self.read == self.wanted
 
 
 @contextmanager
