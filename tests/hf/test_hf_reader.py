@@ -11,6 +11,7 @@ import pytest
 import torch
 from hf_mesh_cases import empty_on_mesh
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
@@ -268,7 +269,8 @@ def test_a_tokenizer_larger_than_the_checkpoints_embedding(single: Path, tmp_pat
     words = tmp_path / "words"
     words.mkdir()
     vocabulary = {f"word{i}": i for i in range(97)}
-    (words / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}}))
+    Tokenizer(models.WordLevel(vocabulary, unk_token="word0")).save(str(words / "tokenizer.json"))
+    (words / "tokenizer_config.json").write_text(json.dumps({"eos_token": "word1"}))
     mesh = ["mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "mesh.ep_shard=1"]
     arguments = Arguments(overrides=[f"model.hf_path={single}", f"data.tokenizer={words}", *mesh])
     with pytest.raises(ConfigError) as caught:
