@@ -166,8 +166,8 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                 )
             if text_key not in record:
                 raise DataError(
-                    f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set data.text_key to "
-                    f"the key that holds the text."
+                    f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set "
+                    f"data.text_key to the key that holds the text."
                 )
             yield number, _checked(record[text_key], f"{path}:{number}", text_key)
 
@@ -184,8 +184,8 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
             names = table.schema_arrow.names
             if text_key not in names:
                 raise DataError(
-                    f"{path}: no column {text_key!r}; this file has {listed(names, 10) or 'none'}. Set data.text_key to the column "
-                    f"that holds the text."
+                    f"{path}: no column {text_key!r}; this file has {listed(names, 10) or 'none'}. Set "
+                    f"data.text_key to the column that holds the text."
                 )
             for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
                 for value in batch.column(0):

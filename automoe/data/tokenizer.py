@@ -133,7 +133,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of ``config``. Raises ConfigError, also where it has more ids than the model's embedding has rows."""
+    """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the embedding has rows."""
     name, path = config.data.tokenizer, config.model.hf_path
     tokenizer = load_tokenizer(name)
     size, rows = tokenizer.vocab_size, config.model.vocab_size
