@@ -12,6 +12,7 @@ from typing import Any
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import FileFacts, sha256, write_durably
 from automoe.config.convert import config_to_dict
+from automoe.config.frozen import GOES_ON, flat
 from automoe.config.schema import Config, ModelConfig
 from automoe.errors import CheckpointError
 
@@ -20,10 +21,6 @@ FORMAT = 2
 
 # Sections whose values change the numbers of a run without making it another model.
 _NUMBERS = ("train", "optim", "moe")
-# What they hold of how a step is run, which changes nothing, or of how long and how often.
-_FREE = {"moe.dispatcher", "moe.experts", "moe.overlap_shared_experts", "moe.record_routing"} | {
-    f"train.{name}" for name in ("micro_batch_size", "val_every", "val_batches", "max_skipped")
-}
 
 
 def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
@@ -93,7 +90,7 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     Raises:
         CheckpointError: the fields that differ, with both values.
     """
-    then, now = _flat(asdict(ModelConfig())) | _flat(saved["model"]), _flat(config_to_dict(config)["model"])
+    then, now = flat(asdict(ModelConfig())) | flat(saved["model"]), flat(config_to_dict(config)["model"])
     for fields in (then, now):
         del fields["hf_path"]  # where the first weights came from does not shape the model
     differing = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
@@ -107,20 +104,10 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
     """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and now."""
-    now = _flat(config_to_dict(config))
-    then = _flat(config_to_dict(Config())) | _flat(saved)
-    keys = [key for key in now if key.split(".")[0] in _NUMBERS and key not in _FREE and then.get(key) != now[key]]
+    now = flat(config_to_dict(config))
+    then = flat(config_to_dict(Config())) | flat(saved)
+    keys = [key for key in now if key.split(".")[0] in _NUMBERS and key not in GOES_ON and then.get(key) != now[key]]
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
-
-
-def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in fields.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return flat
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -6,19 +6,28 @@ as the primary ``base``, so that a YAML file holds differences and nothing else.
 
 from __future__ import annotations
 
+import re
 import sys
-from dataclasses import dataclass, field
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from automoe.config.convert import check_key, config_from_dict, config_to_dict, nearest
+from automoe.config.frozen import is_free
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
 from automoe.shipped import shipped_folder
 
 DEFAULT_PRIMARY = "config"
+MAX_NAME = 80  # letters of a folder's name
+SWEPT_BY_SWEEPER = (
+    "hydra.sweeper.params."  # what Optuna varies, as text: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
+)
 
 
 @dataclass
@@ -73,6 +82,8 @@ def compose_config(
 ) -> Config:
     """Compose a primary with overrides into a typed configuration.
 
+    A ``run_dir`` that is no override is named after the others.
+
     Args:
         config_name: a file of ``conf`` or of ``config_dir``, without ``.yaml``.
         overrides: Hydra overrides, e.g. ``["mesh.ep=4", "model=small_mixtral"]``.
@@ -112,7 +123,10 @@ def compose_config(
             "--config-name", config_name, f"Hydra cannot compose it: {reason}", "Mend that file or override"
         ) from error
     load_plugins(raw["plugins"])
-    return config_from_dict(raw)
+    config = config_from_dict(raw)
+    if "run_dir" in map(key_of, overrides):
+        return config
+    return replace(config, run_dir=default_run_dir(config.run_dir, overrides))
 
 
 def register_base() -> None:
@@ -202,3 +216,87 @@ def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str
         close = nearest(name, listed)
         hint = f"Did you mean {prefix}{close[0]}? " if close else ""
         raise ConfigError(key, name, rule, f"{hint}There are: {', '.join(listed)}")
+
+
+def swept_keys(overrides: list[str]) -> set[str]:
+    """Keys of the overrides that have several values. They parse: ``check_overrides``."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+
+
+def check_swept_values(config_name: str, overrides: list[str], config_dir: str | None) -> None:
+    """Compose a job for every value of a sweep, those of the other keys at their first: a wrong one is told now.
+
+    Raises:
+        ConfigError: a value of the wrong type, an option that is not there, a configuration that does not compose.
+    """
+    texts = [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
+    for text in overrides:
+        if text.startswith(SWEPT_BY_SWEEPER):
+            key, _, value = text.removeprefix(SWEPT_BY_SWEEPER).partition("=")
+            texts.append(f"{key}={value.strip(chr(39) + chr(34))}")
+    check_overrides(texts, config_dir, sweep=True)
+    values = [_single_values(text, config_dir) for text in texts]
+    first = [choices[0] for choices in values]
+    compose_config(config_name, first, config_dir)
+    for place, choices in enumerate(values):
+        for value in choices[1:]:
+            compose_config(config_name, [*first[:place], value, *first[place + 1 :]], config_dir)
+
+
+def _single_values(text: str, config_dir: str | None) -> list[str]:
+    """``mesh.ep=1,2`` as ``mesh.ep=1``, ``mesh.ep=2``; of a range or an interval, whose values are alike, the ends."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_override(text)
+    if not parsed.is_sweep_override():
+        return [text]
+    swept: Any = parsed.value()
+    if parsed.is_interval_sweep():
+        values = [swept.start, swept.end]
+    elif parsed.is_range_sweep():
+        values = list(swept.range())[:: max(1, len(list(swept.range())) - 1)]
+    elif hasattr(swept, "filter"):  # glob
+        values = swept.filter(list_options(parsed.key_or_group, config_dir))
+    else:
+        values = list(parsed.sweep_string_iterator())
+    if not values:
+        raise ConfigError(parsed.key_or_group, text.partition("=")[2], "names no value", "Give at least one")
+    return [f"{parsed.get_key_element()}={value}" for value in values]
+
+
+# ---------------------------------------------------------------- folders named after overrides
+
+
+def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
+    """``runs/default-ep4-pp1``: the configured directory, named after what was typed and makes it another run."""
+    plain = ("checkpoint.resume=auto", "checkpoint.resume=never")
+    name = folder_name(text for text in overrides if not is_free(key_of(text)) and text not in plain)
+    return f"{run_dir}-{name}" if name else run_dir
+
+
+def folder_name(overrides: Iterable[str]) -> str:
+    """``ep4-lr0.003-model-small_mixtral``: overrides as a folder's name, whatever their order; empty for none.
+
+    Overrides that differ have names that differ: what a name cannot say follows as a number.
+    """
+    words = short_keys(overrides)
+    text = "-".join(f"{key}{'' if value[:1].isdigit() else '-'}{value}" for key, value in words)
+    text = re.sub(r"[\[\]]", "", text).replace(",", "-")
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-")[:MAX_NAME]
+    return name if name == text else f"{name}-{zlib.crc32(text.encode()):08x}"
+
+
+def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
+    """(key, value) of overrides, sorted; a key is its last word where that names one of them alone."""
+    pairs = dict(sorted((key_of(text), text.partition("=")[2]) for text in overrides))
+    last = Counter(key.rpartition(".")[2] for key in pairs)
+    short = {key: key.rpartition(".")[2] for key in pairs}
+    return [(short[key] if last[short[key]] == 1 else key, value) for key, value in pairs.items()]
+
+
+def key_of(override: str) -> str:
+    """The key of ``key=value``, or of ``+key=value``."""
+    return override.lstrip("+~").partition("=")[0]

@@ -1,15 +1,16 @@
-"""``run_dir/config.yaml``: the fully resolved configuration of a run, readable without Hydra."""
+"""``run_dir/config.yaml``: the resolved configuration of a run, readable without Hydra, and what is the same run."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
-from automoe.config.convert import config_from_dict, config_to_dict
+from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins, loaded_plugins
 from automoe.config.schema import Config, MeshConfig
@@ -18,6 +19,15 @@ from automoe.shipped import own_recipe
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
+# Never part of what a run is: where it lies, how its ranks are started, what is shown of it, what it saves when.
+FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
+# May differ as well where training goes on from a checkpoint, or nothing is finished: how the same numbers are
+# computed; where a file lies whose content the checkpoint knows; how long. docs/launch.md has the reasons.
+GOES_ON = (
+    "mesh parallel kernels train.compile train.micro_batch_size train.val_every train.val_batches train.max_skipped "
+    "moe.dispatcher moe.experts moe.overlap_shared_experts moe.record_routing recipe plugins model.hf_path data.path "
+    "data.tokenizer checkpoint.resume"
+).split()
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
@@ -86,3 +96,44 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
             "run_dir", run_dir, f"no {CONFIG_FILE} in it: not a run directory", "Name one that train wrote"
         )
     return parse_config(path.read_text(), plugins)
+
+
+def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys dotted, tuples as lists."""
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value then, value now) of all that makes ``now`` another run than the configuration ``then``.
+
+    Args:
+        then: nested, as a file has it; a key that it lacks was added later and had its default then.
+    """
+    old, new = (flat(config_to_dict(Config())) | flat(config) for config in (then, config_to_dict(now)))
+    for values in (old, new):
+        if values["checkpoint.resume"] == "never":  # not a path: weights come from nowhere else
+            values["checkpoint.resume"] = "auto"
+    return {key: (old[key], new[key]) for key in leaf_keys() if old[key] != new[key] and not is_free(key)}
+
+
+def is_free(key: str) -> bool:
+    """Whether ``key`` or the group ``key`` is never part of what a run is."""
+    return key != "checkpoint.resume" and key.split(".")[0] in FREE
+
+
+def goes_on(key: str, then: Any, now: Any) -> bool:
+    """Whether training may go on with ``key`` at another value."""
+    longer = key == "train.steps" and isinstance(then, int) and now > then
+    return longer or key in GOES_ON or key.split(".")[0] in GOES_ON
+
+
+def describe(changed: Mapping[str, tuple[Any, Any]], most: int = 6) -> str:
+    """``optim.lr was 0.003, is 0.001; ...``: the first ``most``, and how many more."""
+    said = [f"{key} was {then}, is {now}" for key, (then, now) in list(changed.items())[:most]]
+    return "; ".join(said + ([f"and {len(changed) - most} more"] if len(changed) > most else []))

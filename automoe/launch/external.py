@@ -22,7 +22,7 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
-from automoe.launch.prepare import check, compose
+from automoe.launch.prepare import check, check_num_ranks, compose
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -163,17 +163,17 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         try:
             _refuse_sweep(args, launch.launcher)
             config = compose(args)
+            check_num_ranks(config, args.overrides, launch.world_size, f"{launch.launcher} started WORLD_SIZE")
             shape, device = check_external(config, launch)
-            for note in start_notes(config):
-                print(note, file=sys.stderr, flush=True)
-            run_dir = Path(config.run_dir).absolute()
+            run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
             run_dir_lost = held.enter_context(runs.locked(run_dir))
+            for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
+                print(note, file=sys.stderr, flush=True)
         except AutomoeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # now: torch must be imported to tell the others
             _cancel(launch)
             return 2
         runs.start_run(run_dir)
-        frozen = resolved(config, shape, device)
         save_config(frozen, run_dir)
         message = {"run_dir": str(run_dir), "config": dump_config(frozen)}
         try:

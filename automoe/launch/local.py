@@ -55,7 +55,8 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
     """
     check_backends(config, shape, device)
-    for note in start_notes(config):
+    another = runs.check_same_run(Path(config.run_dir).absolute(), resolved(config, shape, device))
+    for note in start_notes(config) + another:
         print(note, file=sys.stderr)
     print(f"starting {shape.world_size} ranks on {device} in {config.run_dir}", flush=True)
     from automoe.data.prepare import prepare_data
@@ -83,13 +84,14 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
     ranks die with the thread that made them.
 
     Raises:
-        ConfigError: ``run_dir`` cannot be written.
+        ConfigError: ``run_dir`` cannot be written, or another run is in it.
         LaunchError: another run holds it.
     """
-    run_dir = Path(config.run_dir).absolute()
+    run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
     with runs.locked(run_dir) as run_dir_lost:
+        runs.check_same_run(run_dir, frozen)  # again: what was there before the lock says nothing
         runs.start_run(run_dir)
-        save_config(resolved(config, shape, device), run_dir)
+        save_config(frozen, run_dir)
         launch = _Launch(run_dir, shape.world_size, config, run_dir_lost)
         with launch.forwarding_signals():
             return _attempts(launch, config, shape, device)

@@ -7,12 +7,13 @@ checkpoint's ``config.json``, a tokenizer, this machine. Nothing here imports to
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from operator import attrgetter
 
-from automoe.config.compose import Arguments, compose_config
+from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.convert import leaf_keys
 from automoe.config.frozen import Device
-from automoe.config.mesh_shape import MeshShape
+from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -32,8 +33,24 @@ def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
 
 def compose(args: Arguments) -> Config:
     """The configuration that ``args`` names, with the model of its checkpoint. Raises as ``prepare``."""
-    config = compose_config(args.config_name, args.overrides, args.config_dir)
-    return with_checkpoint_model(config, args.overrides)
+    return settle(compose_config(args.config_name, args.overrides, args.config_dir), args.overrides)
+
+
+def settle(config: Config, overrides: list[str]) -> Config:
+    """``config`` with the model of its checkpoint. Raises ``ConfigError`` where an override contradicts something."""
+    if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
+        mesh = expand_preset(config.mesh, config.launch.num_ranks)
+        sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
+        check_num_ranks(config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}")
+    return with_checkpoint_model(config, overrides)
+
+
+def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:
+    """Raise ``ConfigError`` if ``launch.num_ranks`` is an override of another value than ``num_ranks``, not derived."""
+    given = config.launch.num_ranks
+    if "launch.num_ranks" in map(key_of, overrides) and given not in (None, num_ranks) and num_ranks > 0:
+        remedy = f"Leave it out, set it to {num_ranks}, or mesh.dp_shard=-1 to fill as many as you name"
+        raise ConfigError("launch.num_ranks", given, f"{why}: {num_ranks} ranks", remedy)
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:
@@ -73,7 +90,16 @@ def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
     model = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
     stored, keys = replace(config, model=model), set(leaf_keys())
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
+        key, value = key_of(override), override.partition("=")[2]
+        sizes = ("model.family", "model.num_layers", "model.hidden_size", "model.num_experts")
+        if key == "model" and (
+            other := [size for size in sizes if attrgetter(size)(config) != attrgetter(size)(stored)]
+        ):
+            differing = ", ".join(
+                f"{size}={attrgetter(size)(stored)} and not {attrgetter(size)(config)}" for size in other
+            )
+            rule = f"the checkpoint model.hf_path={path} has {differing}"
+            raise ConfigError(key, value, rule, "Leave model= out, or start from random weights")
         if key.startswith("model.") and key in keys and attrgetter(key)(config) != attrgetter(key)(stored):
             rule = f"the checkpoint model.hf_path={path} has {attrgetter(key)(stored)}"
             raise ConfigError(key, value, rule, f"Leave {key} out, or start from random weights")

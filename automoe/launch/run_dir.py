@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on
+from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
 
 State = Literal["starting", "running", "done", "failed", "preempted"]
@@ -29,6 +33,7 @@ ERROR_FILE = "first_error.json"
 STUCK_FILE = "stuck"  # a rank asks all others where they are
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
+SWEEP_FILE = "sweep.json"
 
 
 @contextlib.contextmanager
@@ -76,6 +81,51 @@ def _lost(run_dir: Path, handle: int) -> str | None:
     except OSError:  # a network file system that is away for a moment
         return None
     return f"run_dir={run_dir} was removed or replaced while the run was under way; what it wrote there is lost"
+
+
+def check_same_run(run_dir: Path, config: Config) -> list[str]:
+    """Refuse a directory in which another run is; notes on what differs from the last start there and may.
+
+    Args:
+        config: with nothing left to derive, as ``automoe.config.frozen.resolved`` makes it.
+
+    Raises:
+        ConfigError: what differs, with both values, or what cannot be read.
+    """
+    if (run_dir / SWEEP_FILE).exists():
+        raise ConfigError("run_dir", run_dir, f"holds a sweep ({SWEEP_FILE})", "Name another run_dir")
+    metrics, saved = run_dir / "metrics.jsonl", any(run_dir.glob("checkpoints/step-*"))
+    try:
+        done = read_status(run_dir).get("state") == "done"
+    except (OSError, ValueError):
+        done = True  # for all that is known
+    used = done or saved or (metrics.is_file() and metrics.stat().st_size > 0)
+    if not used or config.checkpoint.resume == "never":
+        return []
+    over = "start over here with checkpoint.resume=never, which sets its checkpoints and metrics aside"
+    try:
+        changed = differences(read_config(run_dir), config)
+    except (OSError, ValueError) as error:
+        reason = f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}"
+        raise ConfigError("run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}") from None
+    may = {key for key, both in changed.items() if goes_on(key, *both) and (saved or not done)}
+    if refused := {key: both for key, both in changed.items() if key not in may}:
+        what = "holds a run with other settings" if saved or not done else "holds a finished run, no checkpoint of it"
+        there = f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)" if saved else ""
+        remedy = f"Set them back, name another run_dir{there}, or {over}"
+        raise ConfigError("run_dir", run_dir, f"{what}: {describe(refused)}", remedy)
+    return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """``config.yaml`` as it is, by whatever version it was written. Raises ``OSError``, ``ValueError``."""
+    try:
+        content = yaml.safe_load((run_dir / CONFIG_FILE).read_bytes())
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
+    return content
 
 
 def start_run(run_dir: Path) -> None:

@@ -1,159 +1,316 @@
 """Hydra's multirun: one process tree per job, impossible shapes skipped with the reason, one table and plot at the end.
 
-``sweep.json`` in the sweep's directory is the journal. The same sweep started again skips every job
-that is done, which Hydra itself cannot.
+A sweep's directory belongs to its definition, and a job's folder in it to the values that were swept. Jobs may run in
+other processes than this one (joblib, submitit), so each writes a record of its own, ``jobs/NAME.json``, and this
+process collects them in ``sweep.json``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
+import socket
 import sys
 import time
+import traceback
+import uuid
 from pathlib import Path
 from typing import Any
 
-from automoe.config.compose import Arguments, check_overrides, check_primary, register_base
+from automoe.config.compose import (
+    DEFAULT_PRIMARY,
+    SWEPT_BY_SWEEPER,
+    Arguments,
+    check_overrides,
+    check_primary,
+    check_swept_values,
+    folder_name,
+    key_of,
+    register_base,
+    short_keys,
+    swept_keys,
+)
 from automoe.config.convert import config_from_dict
-from automoe.config.frozen import CONFIG_FILE, dump_config, resolved
+from automoe.config.frozen import CONFIG_FILE, differences, is_free, resolved
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
-from automoe.launch.prepare import check_here, with_checkpoint_model
+from automoe.launch.prepare import check_here, settle
 from automoe.shipped import shipped_folder
 
-DEFAULT_DIRECTORY = "runs/sweep"
-JOURNAL = "sweep.json"
+RECORDS = "jobs"
+STOPPED = 130
+WIDE = 110  # columns of a terminal that has room for the meshes
+Record = dict[str, Any]
 
 
 def run_sweep(args: Arguments) -> int:
     """Run every combination of the comma-separated overrides; returns the exit status.
 
-    0: at least one job ran and none failed; 1: a job failed; 2: no job could run; 130: stopped.
+    0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143: stopped by Ctrl-C, SIGTERM.
 
     The objective of a job (final validation loss, else training loss; infinity where there is none) is
     what the job function returns, so Hydra sweepers such as Optuna minimise it.
 
     Raises:
-        ConfigError: an override that no job could use.
+        ConfigError: an override that no job could use, or a directory in which another sweep or a run is.
+        LaunchError: the sweep is running already.
     """
     check_primary(args.config_name, args.config_dir)
     check_overrides(args.overrides, args.config_dir, sweep=True)
-    directory, overrides = _split_directory(args.overrides)
-    jobs: list[dict[str, Any]] = []
-    try:
-        _multirun(args, directory, overrides, jobs)
-    except KeyboardInterrupt:
+    directory, overrides = sweep_directory(args)
+    check_swept_values(args.config_name, overrides, args.config_dir)
+    start = uuid.uuid4().hex
+    with runs.locked(directory):
+        _claim(directory, args.config_name, overrides)
+        status = _multirun(args, directory, overrides, start)
+        jobs = _collect(directory, start, stopped=status == STOPPED)
+        if jobs:
+            print_sweep(jobs)
+            from automoe.observe.plots import draw_sweep
+
+            print(f"\nplot {draw_sweep(directory, jobs)}")
+    return _exit_status(status, [job for job in jobs if job["start"] == start])
+
+
+def _exit_status(status: int, jobs: list[Record]) -> int:
+    """The sweep's exit status; ``status`` is what Hydra made of it, ``jobs`` are those of this start."""
+    stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
+    if stops or status == STOPPED:
         print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
-        _show(jobs, directory)
-        return 130
-    _show(jobs, directory)
-    if all(record["state"] == "skipped" for record in jobs):
+        return stops[0] if stops else STOPPED
+    if all(job["state"] == "skipped" for job in jobs):
         print(f"error: none of the {len(jobs)} jobs could run", file=sys.stderr)
         return 2
-    return 1 if any(record["state"] == "failed" for record in jobs) else 0
+    return status or int(any(job["state"] not in ("done", "skipped") for job in jobs))
 
 
-def _multirun(args: Arguments, directory: str, overrides: list[str], jobs: list[dict[str, Any]]) -> None:
-    """Let Hydra's sweeper run every job and add it to ``jobs``. Raises ``KeyboardInterrupt`` when a job was stopped."""
+def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
+    """The sweep's directory, ``run_dir=`` or one named after what is swept and fixed, and the other overrides.
+
+    Raises:
+        ConfigError: ``run_dir`` is swept.
+    """
+    given = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
+    rest = [text for text in args.overrides if key_of(text) != "run_dir"]
+    if "run_dir" in swept_keys(args.overrides):
+        raise ConfigError("run_dir", given[-1], "a sweep has one directory, with a folder a job", "Give one directory")
+    base = "runs/sweep" if args.config_name == DEFAULT_PRIMARY else f"runs/sweep-{args.config_name}"
+    name = folder_name(_definition(rest))
+    directory = given[-1].strip("'\"") if given else f"{base}-{name}" if name else base
+    return Path(os.path.abspath(directory)), rest
+
+
+def _definition(overrides: list[str]) -> list[str]:
+    """What makes the sweep: all that is swept, and fixed settings that make its jobs other runs."""
+    swept = swept_keys(overrides)
+    own = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
+    return sorted(
+        text for text in own if not text.startswith("hydra") and (key_of(text) in swept or not is_free(key_of(text)))
+    )
+
+
+def _claim(directory: Path, config_name: str, overrides: list[str]) -> None:
+    """Write the sweep's definition where there is none yet; ``ConfigError`` where there is another, or a run."""
+    path, now = directory / runs.SWEEP_FILE, [f"--config-name={config_name}", *_definition(overrides)]
+    if (directory / CONFIG_FILE).exists():
+        raise ConfigError("run_dir", directory, f"holds a run ({CONFIG_FILE})", "Name another run_dir for the sweep")
+    if os.path.lexists(path):
+        try:
+            then = json.loads(path.read_text())["definition"]
+            both = [" ".join(t for t in a if t not in b) or "nothing" for a, b in ((then, now), (now, then))]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
+            raise ConfigError("run_dir", directory, rule, "Name another run_dir, or delete that file") from None
+        if then != now:
+            rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
+            raise ConfigError("run_dir", directory, rule, "Name another run_dir, or none: then each sweep has its own")
+    _write(path, {"definition": now, "jobs": _records(directory)})
+
+
+def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str) -> int:
+    """Let Hydra's sweeper run every job, in whatever process its launcher does. Returns 0, 130 or Hydra's status."""
     import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
+
+    fixed = {key_of(text) for text in overrides} - swept_keys(overrides)
 
     def job(composed: DictConfig) -> float:
-        mine = HydraConfig.get()
-        record = {"job": mine.job.num, "overrides": list(mine.overrides.task), "state": "skipped", "objective": None}
-        jobs.append(record)
-        started = time.monotonic()
-        print(f"\njob {record['job']}: {' '.join(record['overrides'])}", flush=True)
-        raw: Any = OmegaConf.to_container(composed, resolve=True)
-        raw["run_dir"] = mine.runtime.output_dir
-        record.update(_run_job(raw, record["overrides"]))
-        record["seconds"] = round(time.monotonic() - started, 1)
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / JOURNAL).write_text(json.dumps(jobs, indent=1) + "\n")
-        if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
-            raise KeyboardInterrupt
-        return math.inf if record["objective"] is None else record["objective"]
+        return _job(composed, directory, start, fixed)
 
     register_base()
     options = ["--multirun", f"--config-name={args.config_name}"]
     if args.config_dir is not None:
         options.append(f"--config-dir={Path(args.config_dir).absolute()}")
-    options += [f"hydra.sweep.dir={_quoted(directory)}", "hydra.sweep.subdir=${hydra.job.num}"]
+    quoted = str(directory).replace("'", "\\'")
+    options += [f"hydra.sweep.dir='{quoted}'", "hydra.sweep.subdir=."]
     options += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     saved, sys.argv = sys.argv, ["automoe", *options, *overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(shipped_folder("conf")), config_name=args.config_name)(job)()
+    except KeyboardInterrupt:
+        _end_others(directory, start)
+        return STOPPED
+    except SystemExit as error:  # of a sweeper or launcher, which has said why
+        return error.code if isinstance(error.code, int) else 1
     finally:
         sys.argv = saved
+    return 0
 
 
-def _show(jobs: list[dict[str, Any]], directory: str) -> None:
-    from automoe.observe.plots import draw_sweep
+def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
+    """One job, in the process that Hydra's launcher chose; its objective. Whatever goes wrong is this job's result.
 
-    print(_table(jobs))
-    if jobs:
-        print(f"\nplot {draw_sweep(Path(directory), jobs)}")
+    Raises:
+        KeyboardInterrupt: the job was stopped, so the sweep is to end.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    mine = HydraConfig.get()
+    task = list(mine.overrides.task)
+    swept = [text for text in task if key_of(text) not in fixed]
+    name = folder_name(swept) or "as-configured"
+    path, label = directory / RECORDS / f"{name}.json", " ".join(f"{key}={value}" for key, value in short_keys(swept))
+    record: Record = {"name": name, "job": mine.job.num, "overrides": swept, "start": start}
+    record |= {"label": label or "as configured", "state": "running", "objective": None}
+    record["process"] = [socket.gethostname(), os.getpid()]
+    earlier, began = _read(path), time.monotonic()
+    _write(path, record)
+    print(f"\njob {mine.job.num}: {record['label']}", flush=True)
+    try:
+        raw: Any = OmegaConf.to_container(composed, resolve=True)
+        record |= _run_job(raw | {"run_dir": str(directory / name)}, task)
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        record |= {"state": "failed", "reason": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+    ran = not record.pop("earlier", False)
+    record["seconds"] = round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")
+    _write(path, record)
+    if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
+        raise KeyboardInterrupt
+    return math.inf if record["objective"] is None else record["objective"]
 
 
-def _run_job(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """One job in its own process tree; whatever goes wrong is this job's result and not the sweep's end."""
+def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
+    """Check and run one job in its own process tree; what its record says of it."""
     try:
         load_plugins(raw["plugins"])
-        config = with_checkpoint_model(config_from_dict(raw), overrides)
+        config = settle(config_from_dict(raw), overrides)
         shape, device = check_here(config)
         meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
         missing = missing_hardware(shape, device)
         if missing is not None:
             raise ConfigError("mesh", meshes["default"], missing, "Run this job where there are as many")
-        earlier = _finished(resolved(config, shape, device))
-        if earlier is not None:
-            print("done in an earlier run of this sweep")
-            return {"state": "done", "objective": earlier.get("objective"), **meshes}
     except ConfigError as error:
         print(f"skipped: {error}")
-        return {"reason": str(error)}
-    try:
+        return {"state": "skipped", "reason": str(error)}
+    found: Record = {**meshes}
+    if (earlier := _finished(resolved(config, shape, device))) is not None:
+        print("done in an earlier run of this sweep")
+        found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
+    else:
         result = train_here(config, shape, device)
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return {"state": "failed", "reason": str(error), **meshes}
-    reason = {"reason": runs.describe_error(result.error)} if result.error else {}
-    return {"state": result.state, "objective": result.objective, **meshes, **reason}
+        found |= {"state": result.state, "objective": result.objective, "exit_code": result.exit_code}
+        found |= {"reason": runs.describe_error(result.error)} if result.error else {}
+    if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
+        found |= {"state": "failed", "reason": f"its objective is {found['objective']}", "objective": None}
+    from automoe.observe.metrics import read_metrics
+    from automoe.observe.summary import median
+
+    return found | {"tokens_per_second": median(read_metrics(config.run_dir), "tokens_per_second")}
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Status of an earlier, completed run of exactly this configuration in this directory."""
-    path = Path(config.run_dir) / CONFIG_FILE
-    status = runs.read_status(config.run_dir)
-    done = status.get("state") == "done" and path.is_file() and path.read_text() == dump_config(config)
-    return status if done else None
+    """Status of an earlier, completed run of this configuration in its directory; None where there is none."""
+    try:
+        status = runs.read_status(config.run_dir)
+        same = status.get("state") == "done" and not differences(runs.read_config(Path(config.run_dir)), config)
+    except (OSError, ValueError):
+        return None  # training goes on there, or says what is wrong
+    return status if same else None
 
 
-def _split_directory(overrides: list[str]) -> tuple[str, list[str]]:
-    """``run_dir=`` of the command line is the sweep's directory; each job has a numbered one in it."""
-    given = [text for text in overrides if text.startswith("run_dir=")]
-    rest = [text for text in overrides if not text.startswith("run_dir=")]
-    directory = given[-1].partition("=")[2].strip("'\"") if given else DEFAULT_DIRECTORY
-    return os.path.abspath(directory), rest
+def print_sweep(jobs: list[dict[str, Any]]) -> None:
+    """A line a job, at the width of the terminal, and why jobs were skipped or failed.
 
+    Args:
+        jobs: records of all jobs.
+    """
+    from rich.console import Console
+    from rich.table import Table
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "\\'") + "'"
-
-
-def _table(jobs: list[dict[str, Any]]) -> str:
-    rows = [("job", "state", "objective", "seconds", "default", "moe", "overrides")]
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("job", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for heading in ("objective", "tokens/s", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    meshes = ("default", "moe") if console.width >= WIDE else ()
+    for heading in meshes:
+        table.add_column(heading)
     for job in jobs:
-        objective = "-" if job["objective"] is None else f"{job['objective']:.4f}"
-        facts = [str(job.get(key, "-")) for key in ("seconds", "default", "moe")]
-        rows.append((str(job["job"]), job["state"], objective, *facts, " ".join(job["overrides"])))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows]
-    skipped = [f"job {job['job']} skipped: {job['reason']}" for job in jobs if job["state"] == "skipped"]
-    return "\n".join(["", *lines, *([""] if skipped else []), *skipped])
+        objective, speed, seconds = (job.get(key) for key in ("objective", "tokens_per_second", "seconds"))
+        numbers = ((objective, ".4f"), (speed, ",.0f"), (seconds, ".1f"))
+        cells = ["-" if value is None else f"{value:{how}}" for value, how in numbers]
+        table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
+    console.print()
+    console.print(table)
+    for job in jobs:
+        if job.get("reason") and job["state"] != "done":
+            console.print(f"\n{job['label']} {job['state']}: {job['reason']}", soft_wrap=True)
+
+
+# ---------------------------------------------------------------- the journal
+
+
+def _collect(directory: Path, start: str, stopped: bool) -> list[Record]:
+    """All records, also in ``sweep.json``: those of jobs that never came to an end say how that is to be read."""
+    jobs = _records(directory)
+    for job in jobs:
+        if job["state"] == "running":
+            ended = {"state": "failed", "reason": "its process ended without a result"}
+            job |= {"state": "stopped"} if stopped or job["start"] != start else ended
+    path = directory / runs.SWEEP_FILE
+    _write(path, {"definition": json.loads(path.read_text())["definition"], "jobs": jobs})
+    return jobs
+
+
+def _end_others(directory: Path, start: str) -> None:
+    """Ask jobs of this start in other processes of this machine to stop: submitit's would outlive this one."""
+    here = socket.gethostname()
+    for job in _records(directory):
+        host, pid = job["process"]
+        if (job["state"], job["start"], host) == ("running", start, here) and pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+
+def _records(directory: Path) -> list[Record]:
+    found = [_read(path) for path in sorted((directory / RECORDS).glob("*.json"))]
+    return sorted((record for record in found if record is not None), key=lambda record: record["job"])
+
+
+def _read(path: Path) -> Record | None:
+    """A job's record; None where there is none that can be read: the job writes it again."""
+    try:
+        record = json.loads(path.read_text())
+        return record if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(scratch, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from automoe.observe.metrics import read_metrics, series
-from automoe.observe.plot_style import BLUE, GREEN, ORANGE, PALE_BLUE, RC, RED, SEQUENTIAL, new_figure, save, say_empty
+from automoe.observe.plot_style import (
+    BLUE,
+    GREEN,
+    MUTED,
+    ORANGE,
+    PALE_BLUE,
+    RC,
+    RED,
+    SEQUENTIAL,
+    new_figure,
+    save,
+    say_empty,
+)
 from automoe.observe.summary import short_number
 
 Records = list[dict[str, Any]]
@@ -315,30 +328,33 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     Meshes of one configuration train alike, so their curves should be one; what differs is the speed.
 
     Args:
-        directory: of the sweep; job N ran in ``directory/N``.
-        jobs: journal records: ``job``, ``overrides``, ``state``.
+        directory: of the sweep; a job ran in the folder of its ``name``.
+        jobs: records of ``automoe.launch.sweep``.
     """
-    runs = [(job, records) for job in jobs if (records := read_metrics(directory / str(job["job"])))]
-    figure, (loss, speed) = new_figure(11, max(3.6, 1.6 + 0.42 * len(runs)), columns=2)
+    runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
+    labels = [textwrap.wrap(job["label"], 72) for job, _ in runs]
+    num_lines = sum(map(len, labels))
+    figure, (loss, speed) = new_figure(11, max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * num_lines), columns=2)
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
     speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")
     if not runs:
         say_empty(loss, "no job trained a step")
         say_empty(speed, "")
         return save(figure, directory / SWEEP_PLOT)
-    names, medians = [], []
-    for i, (job, records) in enumerate(runs):
-        name = f"{job['job']}: {' '.join(job['overrides']) or 'as configured'}"
-        steps, losses = series(records, "loss")
+    colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
+    place, most = 0.0, max(job.get("tokens_per_second") or 0.0 for job, _ in runs)
+    for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
+        colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
         # Thinner from job to job, so that curves which lie on each other can all be seen.
-        loss.plot(steps, losses, label=name, linewidth=max(1.0, 4.5 - 0.6 * i), alpha=0.8)
-        names.append(name)
-        medians.append(float(np.nanmedian(series(records, "tokens_per_second")[1])))
-    places = np.arange(len(names))
-    bars = speed.barh(places, medians, height=0.6)
-    speed.bar_label(bars, labels=[f"{value:,.0f}" for value in medians], padding=4)
-    speed.set(yticks=places, yticklabels=names, xlim=(0, max(medians) * 1.18))
-    speed.invert_yaxis()
+        loss.plot(*series(records, "loss"), color=colour, linewidth=max(1.0, 4.5 - 0.5 * i), alpha=0.8)
+        # The label above its bar has the whole width, and the colour is the curve's.
+        speed.text(0, place, "\n".join(lines), va="top", fontsize=8.5)
+        place += 0.62 * len(lines) + 0.28
+        value = job.get("tokens_per_second") or 0.0
+        speed.barh(place, value, height=0.44, color=colour)
+        speed.text(value + 0.015 * most, place, f"{value:,.0f}", va="center", fontsize=8.5, color=MUTED)
+        place += 0.6
+    speed.set(yticks=[], ylim=(place, -0.2), xlim=(0, 1.15 * most or 1.0))
     speed.grid(axis="y", visible=False)
-    loss.legend()
+    loss.margins(x=0.02)
     return save(figure, directory / SWEEP_PLOT)

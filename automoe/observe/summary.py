@@ -58,8 +58,8 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     if len(bits):
         facts.append(("validation bits per byte", number(bits[-1], 3)))
     facts.append(("trained tokens", short_number(records[-1].get("tokens"))))
-    facts.append(("tokens per second, median", short_number(_median(records, "tokens_per_second"))))
-    if (mfu := _median(records, "mfu")) is not None:
+    facts.append(("tokens per second, median", short_number(median(records, "tokens_per_second"))))
+    if (mfu := median(records, "mfu")) is not None:
         facts.append(("MFU, median", f"{100 * mfu:.1f}%"))
     _, memory = series(records, "peak_memory_bytes")
     if len(memory):
@@ -72,7 +72,8 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     return facts
 
 
-def _median(records: list[dict[str, Any]], key: str) -> float | None:
+def median(records: list[dict[str, Any]], key: str) -> float | None:
+    """Of the finite values of ``key``; None where there is none."""
     _, values = series(records, key)
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None

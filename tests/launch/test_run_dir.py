@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from automoe.errors import DataError, LaunchError
+from automoe.config.frozen import save_config
+from automoe.config.schema import Config, DataConfig, OptimConfig, TrainConfig
+from automoe.errors import ConfigError, DataError, LaunchError
 from automoe.launch import run_dir as runs
 
 
@@ -84,3 +86,63 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
             pass
     finally:
         child.communicate(b"\n")
+
+
+def left_by(run_dir: Path, state: runs.State, saved: bool) -> None:
+    """What a run of the default configuration left."""
+    runs.start_run(run_dir)
+    save_config(Config(), run_dir)
+    (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
+    if saved:
+        (run_dir / "checkpoints" / "step-2").mkdir(parents=True)
+    runs.write_status(run_dir, state)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("state", ["done", "preempted"])
+def test_another_configuration_is_refused_in_a_used_folder(tmp_path: Path, state: runs.State, saved: bool) -> None:
+    left_by(tmp_path, state, saved)
+    assert runs.check_same_run(tmp_path, Config(run_dir=str(tmp_path))) == []
+    other = Config(optim=OptimConfig(lr=0.5), train=TrainConfig(seed=3, steps=100))
+    with pytest.raises(ConfigError) as caught:
+        runs.check_same_run(tmp_path, other)
+    said = str(caught.value)
+    assert "train.steps was 200, is 100; train.seed was 0, is 3; optim.lr was 0.003, is 0.5" in said
+    assert ("goes on from its newest checkpoint there" in said) == saved
+    other.checkpoint.resume = "never"
+    assert runs.check_same_run(tmp_path, other) == []
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("state", ["done", "preempted"])
+def test_what_a_run_may_go_on_with_is_said(tmp_path: Path, state: runs.State, saved: bool) -> None:
+    left_by(tmp_path, state, saved)
+    longer = Config(train=TrainConfig(steps=300), data=DataConfig(path="moved"))
+    if state == "done" and not saved:  # its results would be replaced
+        with pytest.raises(ConfigError, match="holds a finished run, no checkpoint of it: train.steps was 200, is 300"):
+            runs.check_same_run(tmp_path, longer)
+        return
+    (note,) = runs.check_same_run(tmp_path, longer)
+    assert "train.steps was 200, is 300; data.path was None, is moved" in note
+
+
+def test_a_folder_in_which_nothing_was_trained_takes_any_run(tmp_path: Path) -> None:
+    runs.start_run(tmp_path)
+    save_config(Config(), tmp_path)
+    runs.report_error(tmp_path, raised(DataError("no such file")), 0)
+    assert runs.check_same_run(tmp_path, Config(train=TrainConfig(seed=3))) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"a: [", b"\xff\x00", None])
+def test_a_run_whose_configuration_cannot_be_read_is_not_overwritten(tmp_path: Path, content: bytes | None) -> None:
+    left_by(tmp_path, "done", saved=True)
+    path = tmp_path / "config.yaml"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read from config.yaml"):
+        runs.check_same_run(tmp_path, Config())
+
+
+def test_a_run_in_the_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / runs.SWEEP_FILE).write_text("{}")
+    with pytest.raises(ConfigError, match="holds a sweep"):
+        runs.check_same_run(tmp_path, Config())

@@ -1,42 +1,62 @@
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
-from launch_command import Command
+from launch_command import PATIENCE_S, Command, read_until
+
+from automoe.launch.run_dir import locked
+
+ONE_RANK = ("mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu")
+
+
+def journal(command: Command) -> list[dict[str, Any]]:
+    return json.loads((command.run_dir / "sweep.json").read_text())["jobs"]
 
 
 def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command) -> None:
-    sweep = ("-m", "mesh.ep=1,2", "mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu", "train.steps=2,3")
+    sweep = ("-m", "mesh.ep=1,2", *ONE_RANK, "train.steps=2,3")
     code, out, err = command.run("recipe_answers", *sweep)
     assert code == 0, err
-    jobs = json.loads((command.run_dir / "sweep.json").read_text())
-    assert [(job["state"], job["objective"]) for job in jobs] == [
-        ("done", 2.0),
-        ("done", 3.0),
-        ("skipped", None),
-        ("skipped", None),
+    jobs = journal(command)
+    assert [(job["name"], job["state"], job["objective"]) for job in jobs] == [
+        ("ep1-steps2", "done", 2.0),
+        ("ep1-steps3", "done", 3.0),
+        ("ep2-steps2", "skipped", None),
+        ("ep2-steps3", "skipped", None),
     ]
     assert "mesh.ep=2" in jobs[2]["reason"] and "1*1*1*1 = 1 must equal" in jobs[2]["reason"]
-    table = out[out.index("job  state") :]
-    assert "done     3.0000" in table and "job 2 skipped: mesh.ep=2" in table
-    assert (command.run_dir / "0" / "config.yaml").exists() and (command.run_dir / "1" / "status.json").exists()
+    table = out[out.index("tokens/s") :]
+    assert "ep=1 steps=3  done        3.0000" in table and "ep=2 steps=2 skipped: mesh.ep=2" in table
+    assert max(map(len, table.partition("\n\n")[0].splitlines())) <= 80
+    assert (command.run_dir / "ep1-steps2" / "config.yaml").exists()
+    assert not (command.run_dir / "ep2-steps2").exists()
 
-    code, out, err = command.run("recipe_answers", *sweep)
+    (command.run_dir / "jobs" / "ep1-steps3.json").write_text("{")
+    code, out, err = command.run("recipe_answers", *sweep, "launch.timeout_s=500")
     assert code == 0, err
     assert out.count("done in an earlier run of this sweep") == 2
     assert "hello from rank" not in out, "nothing ran again"
-    assert "done     3.0000" in out[out.index("job  state") :]
+    assert [job["objective"] for job in journal(command)] == [2.0, 3.0, None, None]
+
+    # Another sweep would show the first one's losses under its own values.
+    code, out, err = command.run("recipe_answers", "-m", *sweep[1:-1], "train.steps=7,8")
+    assert code == 2 and "job 0" not in out
+    assert "it has train.steps=2,3 where this has train.steps=7,8" in err
+    code, _, err = command.run("recipe_answers", *ONE_RANK)
+    assert code == 2 and "holds a sweep" in err
 
 
 def test_a_sweep_in_which_no_job_can_run_fails(command: Command) -> None:
-    code, _, err = command.run(
-        "recipe_answers", "-m", "mesh=fsdp", "mesh.ep=2,3", "launch.num_ranks=1", "launch.device=cpu"
-    )
+    code, _, err = command.run("recipe_answers", "-m", "mesh.ep=2,3", *ONE_RANK)
     assert code == 2
     assert "error: none of the 2 jobs could run" in err
-    jobs = json.loads((command.run_dir / "sweep.json").read_text())
-    assert [job["state"] for job in jobs] == ["skipped", "skipped"]
+    assert [job["state"] for job in journal(command)] == ["skipped", "skipped"]
 
 
 @pytest.mark.exhaustive
@@ -44,13 +64,85 @@ def test_a_failing_job_does_not_end_the_sweep(command: Command) -> None:
     sweep = ("-m", "mesh=fsdp", "launch.num_ranks=1,2", "launch.device=cpu")
     code, out, err = command.run("recipe_raises", *sweep)
     assert code == 1
-    jobs = json.loads((command.run_dir / "sweep.json").read_text())
+    jobs = journal(command)
     assert [job["state"] for job in jobs] == ["done", "failed"], "rank 1 raises where there is one"
     assert "the seventh seal is broken" in jobs[1]["reason"]
 
 
-def test_a_key_that_no_job_could_use_is_an_error_before_the_first_job(command: Command) -> None:
-    code, out, err = command.run("recipe_answers", "-m", "mesh.epp=1,2")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["mesh.epp=1,2"], "mesh.epp=1,2: unknown key"),
+        (["mesh.ep=1,two"], "mesh.ep=two: expected a whole number, got str 'two'"),
+        (["model=small_mixtral,small_mixtrall"], "model=small_mixtrall: no such option"),
+        (["mesh.ep=1,2", "train.steps=many"], "train.steps=many: expected a whole number"),
+        (["optim.lr=1,2", "hydra.sweeper.params.mesh.ep='choice(1,two)'"], "mesh.ep=two: expected a whole number"),
+        (["run_dir=a,b"], "a sweep has one directory"),
+    ],
+)
+def test_what_no_job_could_use_is_an_error_before_the_first_job(
+    command: Command, overrides: list[str], says: str
+) -> None:
+    code, out, err = command.run("recipe_answers", "-m", *overrides)
     assert code == 2
-    assert "mesh.epp=1,2: unknown key" in err and "mesh.ep" in err
-    assert "job 0" not in out
+    assert says in err
+    assert "job 0" not in out and not command.run_dir.exists()
+
+
+def test_a_directory_with_a_run_or_with_another_process_is_refused(command: Command) -> None:
+    sweep = ("-m", "mesh.ep=1,2", *ONE_RANK)
+    with locked(command.run_dir):
+        code, _, err = command.run("recipe_answers", *sweep)
+    assert code == 2 and f"in use by another run, process {os.getpid()}" in err
+    (command.run_dir / "config.yaml").write_text("")
+    code, _, err = command.run("recipe_answers", *sweep)
+    assert code == 2 and "holds a run (config.yaml)" in err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_sweep_goes_on(command: Command, tmp_path: Path, signum: int) -> None:
+    (tmp_path / "recipe_once.py").write_text(f"""
+import time
+from pathlib import Path
+def main(config, shape, context):
+    print("stepping", flush=True)
+    stepping = config.train.steps == 3 and not Path({str(tmp_path / "go")!r}).exists()
+    while stepping and not context.any_rank_stops():
+        time.sleep(0.02)
+    context.preempted = stepping
+    return float(config.train.steps)
+""")
+    recipe, sweep = str(tmp_path / "recipe_once.py"), ("-m", "train.steps=2,3,4", *ONE_RANK)
+    process = command.start(recipe, *sweep)
+    read_until(process, "job 1: ")
+    read_until(process, "stepping")
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signum and "the same command goes on" in err
+    assert [(job["name"], job["state"]) for job in journal(command)] == [("steps2", "done"), ("steps3", "preempted")]
+    (tmp_path / "go").touch()
+    code, out, err = command.run(recipe, *sweep)
+    assert code == 0, err
+    assert out.count("done in an earlier run") == 1
+    assert [(job["objective"], job["state"]) for job in journal(command)] == [(float(n), "done") for n in (2, 3, 4)]
+
+
+PLUGINS = {
+    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    "submitit": ("hydra/launcher=submitit_local",),
+    "optuna": ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"),
+}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_jobs_in_other_processes_are_collected(command: Command, plugin: str) -> None:
+    if importlib.util.find_spec(plugin) is None or importlib.util.find_spec("hydra_plugins") is None:
+        pytest.skip(f"no hydra plugin for {plugin}")
+    swept = "train.steps=choice(2,3)" if plugin == "optuna" else "train.steps=2,3"
+    code, out, err = command.run("recipe_answers", "-m", *ONE_RANK, swept, *PLUGINS[plugin])
+    assert code == 0, err
+    jobs = journal(command)
+    assert {job["state"] for job in jobs} == {"done"} and "tokens/s" in out
+    assert all(job["objective"] == float(job["label"].removeprefix("steps=")) for job in jobs)
+    assert plugin == "optuna" or [job["label"] for job in jobs] == ["steps=2", "steps=3"]

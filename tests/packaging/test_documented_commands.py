@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from automoe.config.compose import compose_config, parse_arguments
+from automoe.config.compose import Arguments, compose_config, parse_arguments
 from automoe.config.validate import validate
+from automoe.launch.sweep import sweep_directory
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def commands() -> list[str]:
@@ -43,3 +46,19 @@ def test_a_documented_command_has_a_valid_configuration(command: str) -> None:
     arguments = parse_arguments(words)
     config = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
     assert validate(config, config.launch.num_ranks).world_size >= 1
+
+
+def folder(arguments: Arguments) -> str:
+    if arguments.multirun:
+        return os.path.relpath(sweep_directory(arguments)[0])
+    return compose_config(arguments.config_name, arguments.overrides).run_dir
+
+
+def test_commands_of_the_readme_write_into_folders_of_their_own() -> None:
+    arguments = [
+        line.partition(" train ")[2].split("  ")[0] for line in README.splitlines() if "/automoe train " in line
+    ]
+    assert len(arguments) >= 3
+    folders = [folder(parse_arguments(words.split())) for words in ["", *arguments]]
+    assert len(set(folders)) == len(folders), folders
+    assert folders[0] == "runs/default" and "export runs/default " in README

@@ -1,0 +1,51 @@
+"""Overrides that contradict something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automoe.config.compose import Arguments, compose_config
+from automoe.errors import ConfigError
+from automoe.launch.prepare import check_num_ranks, compose
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["launch.num_ranks=4", "mesh.pp=1", "mesh.dp_shard=2"], "the mesh holds pp*dp_replicate*dp_shard*cp*tp"),
+        (["launch.num_ranks=4", "mesh=fsdp", "mesh.dp_shard=2"], "[1, 1, 2, 1, 1]: 2 ranks"),
+        (["launch.num_ranks=4", "mesh.pp=1"], None),
+        (["launch.num_ranks=null", "mesh.dp_shard=2"], None),
+        (["mesh.pp=1", "mesh.dp_shard=1"], None),  # conf/config.yaml has a number, which nobody typed
+    ],
+)
+def test_a_number_of_ranks_that_the_mesh_has_not(overrides: list[str], says: str | None) -> None:
+    if says is None:
+        compose(Arguments(overrides=overrides))
+        return
+    with pytest.raises(ConfigError, match="launch.num_ranks=4: ") as caught:
+        compose(Arguments(overrides=overrides))
+    assert says in caught.value.rule and "set it to 2" in caught.value.remedy
+
+
+def test_a_number_of_ranks_that_torchrun_has_not() -> None:
+    config = compose_config(overrides=["launch.num_ranks=4"])
+    check_num_ranks(config, [], 2, "torchrun")
+    with pytest.raises(ConfigError, match="launch.num_ranks=4: torchrun: 2 ranks"):
+        check_num_ranks(config, ["launch.num_ranks=4"], 2, "torchrun")
+
+
+def test_a_model_of_another_family_or_size_than_the_checkpoint(tmp_path: Path) -> None:
+    facts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 264, "hidden_size": 32}
+    facts |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16}
+    facts |= {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    checkpoint = f"model.hf_path={tmp_path}"
+    assert compose(Arguments(overrides=[checkpoint])).model.family == "mixtral"
+    with pytest.raises(ConfigError, match="model=small_qwen3_moe: .* model.family=mixtral and not qwen3_moe"):
+        compose(Arguments(overrides=["model=small_qwen3_moe", checkpoint]))
+    with pytest.raises(ConfigError, match="model=mixtral_8x7b: .* model.num_layers=2 and not 32, model.hidden_size=32"):
+        compose(Arguments(overrides=["model=mixtral_8x7b", checkpoint]))
