@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -101,6 +101,9 @@ bench-hf-load: $(SETUP) ## Bytes, scratch and seconds of loading a HuggingFace c
 
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py
+
+docs-config: $(SETUP) ## Write docs/config.md from the schema
+	@$(PY) -m automoe.config.reference > docs/config.md
 
 clean: ## Remove what was built and cached; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

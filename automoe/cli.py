@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
+
+from automoe import __version__
 
 COMMANDS = {
     "train": "train a model, here or on a cluster; -m sweeps",
@@ -31,8 +34,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if argv[0] == "recipe":
         return _recipe(argv[1:])
+    if argv[0] == "--version":
+        print(f"automoe {__version__}")
+        return 0
     if argv[0] not in COMMANDS:
-        print(f"error: no command {argv[0]!r}\n\n{_usage()}", file=sys.stderr)
+        close = get_close_matches(argv[0], [*COMMANDS, *_HERE], n=1)
+        meant = f". Did you mean automoe {' '.join([*close, *argv[1:]])}?" if close else ""
+        print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
     sys.path.insert(0, os.getcwd())  # as `python -m` does: recipe=my_module finds modules of the working directory
     return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
@@ -40,7 +48,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<11} {what}" for name, what in (COMMANDS | _HERE).items()]
-    return "\n".join(["automoe COMMAND [options] [key=value ...]", "", *lines, "", "automoe COMMAND --help says more"])
+    return "\n".join(
+        [
+            "automoe COMMAND [options] [key=value ...]",
+            "",
+            *lines,
+            "",
+            "automoe COMMAND --help says more; automoe --version",
+        ]
+    )
 
 
 _RECIPE_USAGE = """\
@@ -85,6 +101,7 @@ automoe train: train a mixture-of-experts model on any mesh
   --config-dir DIR     directory with your own YAML files, besides the built-in ones
   -m, --multirun       sweep: one run per combination of comma-separated values
   --print-config       show the composed configuration and leave
+  --help [KEY]         this page, or what a section (mesh) or a key (mesh.ep) means
 """
 
 _EXAMPLES = """\
@@ -96,7 +113,7 @@ examples
   python -m automoe.train --config-name dsv3_671b          prints the plan where there are no 1024 GPUs
   torchrun --nproc-per-node 8 -m automoe.train --config-name moonlight_16b_a3b
 
-Any key of the configuration is an override: --print-config shows them all.
+Any key of the configuration is an override: --print-config shows them all, --help KEY what they mean.
 """
 
 

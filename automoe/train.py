@@ -32,8 +32,9 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: Arguments) -> int:
     if args.help:
         from automoe.cli import train_help
+        from automoe.config.reference import help_on
 
-        print(train_help(args.config_dir))
+        print("\n\n".join(map(help_on, args.overrides)) or train_help(args.config_dir))
         return 0
     external = detect_external(os.environ)
     if external is not None:

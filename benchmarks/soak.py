@@ -3,8 +3,8 @@
 One job after the other, on meshes in turn: its uninterrupted record first, then the same command again and again,
 each start killed by SIGKILL at a random moment (a rank, all ranks, or the launching process), until one
 comes to its end. Three of four moments are drawn from the time that training takes, which is short beside that of starting
-on a small job; the others from the whole run. After every kill no process may be left and the record so far must be the uninterrupted one's to the
-bit; at the end the whole record must.
+on a small job; the others from the whole run. After every kill no process may be left and the record so far must be the uninterrupted
+one's to the bit; at the end the whole record must, and every tensor of the last checkpoint.
 
     make soak                                  # ten minutes; writes benchmarks/results/soak.json
     make soak SOAK_SECONDS=3600 SOAK_SEED=7    # the same victims again, at the same fractions of a run
@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from provenance import commit  # noqa: E402
+from trajectories import hash_tensors  # noqa: E402
 
 from tests.support.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402
 
@@ -96,7 +97,7 @@ def main() -> int:
         problem = str(error)
         print(f"soak: {problem}\nsoak: kept in {folder}", flush=True)
     report = {
-        "what": "training runs killed at random; joined records compared with uninterrupted ones to the bit",
+        "what": "training runs killed at random; records and last checkpoints compared with those of uninterrupted runs, to the bit",
         "seed": args.seed,
         "commit": commit(),
         "seconds": round(time.monotonic() - started),
@@ -106,6 +107,7 @@ def main() -> int:
         "steps_per_job": STEPS,
         "checkpoint_every": EVERY,
         "jobs_finished": finished,
+        "tensors_compared": sum(len(straight[args.meshes[job % len(args.meshes)]].tensors) for job in range(finished)),
         "num_kills": len(kills),
         "kills_by_victim": Counter(one.victim for one in kills),
         "kills_by_mesh": Counter(one.mesh for one in kills),
@@ -129,9 +131,10 @@ def job(run_dir: Path, mesh: str) -> TrainCommand:
 
 @dataclass
 class Straight:
-    """A job left alone: its record, the seconds that it took, and those of them that it trained."""
+    """A job left alone: its record, its last tensors, the seconds that it took, and those of them that it trained."""
 
     record: list[dict[str, Any]]
+    tensors: dict[str, str]
     seconds: float
     training_seconds: float
 
@@ -148,7 +151,12 @@ def uninterrupted(run_dir: Path, mesh: str) -> Straight:
         raise Lost(f"{mesh}: the uninterrupted run ended with status {process.returncode}: {err}")
     record = command.record()
     assert len(record) == STEPS
-    return Straight(record, ended - began, ended - trains)
+    return Straight(record, last_tensors(run_dir), ended - began, ended - trains)
+
+
+def last_tensors(run_dir: Path) -> dict[str, str]:
+    """Name -> digest of every tensor of the checkpoint that a finished job leaves."""
+    return hash_tensors(run_dir / "checkpoints" / f"step-{STEPS}")
 
 
 class TrainingWatch:
@@ -202,6 +210,11 @@ def run_until_done(
         if process.returncode == 0:
             if record != expected:
                 raise Lost(f"{mesh}: the run is done with {len(record)} of {len(expected)} steps recorded")
+            tensors = last_tensors(run_dir)
+            differing = sorted(k for k in tensors | straight.tensors if tensors.get(k) != straight.tensors.get(k))
+            if differing:
+                listed = f"{len(differing)} of {len(straight.tensors)} tensors differ: {', '.join(differing[:5])}"
+                raise Lost(f"{mesh}: the last checkpoint is not the uninterrupted run's, {listed}")
             return
         if victim == "nobody" or process.returncode not in (1, -9):
             raise Lost(f"{mesh}: ended with status {process.returncode}, {victim} killed: {output[-2000:]}")

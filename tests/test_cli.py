@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import automoe
 from automoe import cli
 from automoe.cli import bash_completion
 from automoe.shipped import shipped_folder
@@ -21,7 +22,12 @@ def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    assert "no command 'trian'" in capsys.readouterr().err
+    assert "no command 'trian'. Did you mean automoe train?" in capsys.readouterr().err
+
+
+def test_version_and_the_package_as_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "automoe", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"automoe {automoe.__version__}\n")
 
 
 def test_a_command_gets_the_rest_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:

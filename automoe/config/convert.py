@@ -37,7 +37,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted key that holds a value, in the schema's order: ``mesh.pp``, ``train.steps``, ..."""
-    for name, hint in _hints(cls).items():
+    for name, hint in field_types(cls).items():
         if _is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
         else:
@@ -52,16 +52,16 @@ def check_key(key: str, value: object) -> None:
         if not _is_section(cls):
             parent = ".".join(parts[:depth])
             raise ConfigError(key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=...")
-        if part not in _hints(cls):
+        if part not in field_types(cls):
             raise _unknown_key(".".join(parts[: depth + 1]), value, cls)
-        cls = _hints(cls)[part]
+        cls = field_types(cls)[part]
 
 
 def typed(key: str, value: object) -> Any:
     """``value`` as the field under the dotted ``key`` takes it; ``ConfigError`` where it has another type."""
     hint: Any = Config
     for part in key.split("."):
-        hint = _hints(hint)[part]
+        hint = field_types(hint)[part]
     return _convert(hint, value, key)
 
 
@@ -75,14 +75,15 @@ def _is_section(hint: object) -> bool:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
+    """Field -> its type, of a section of the schema, in order."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
 def _unknown_key(key: str, value: object, cls: type) -> ConfigError:
     parent, _, name = key.rpartition(".")
-    siblings = list(_hints(cls))
+    siblings = list(field_types(cls))
     close = [f"{parent}.{n}" if parent else n for n in nearest(name, siblings)]
     if not close:  # the right name under the wrong parent: train.lr for optim.lr
         close = [k for k in leaf_keys() if k.rpartition(".")[2] == name] or nearest(key, list(leaf_keys()))
@@ -98,8 +99,8 @@ def _wrong_type(key: str, value: object, expected: str) -> ConfigError:
 
 def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
     if not isinstance(raw, dict):
-        raise _wrong_type(prefix.rstrip("."), raw, f"a mapping with keys {', '.join(_hints(cls))}")
-    hints = _hints(cls)
+        raise _wrong_type(prefix.rstrip("."), raw, f"a mapping with keys {', '.join(field_types(cls))}")
+    hints = field_types(cls)
     for name, value in raw.items():
         if name not in hints:
             raise _unknown_key(f"{prefix}{name}", value, cls)
@@ -119,21 +120,21 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         for hint in inner:
             if isinstance(value, (list, tuple)) if get_origin(hint) is list else type(value) is hint:
                 return _convert(hint, value, key)
-        raise _wrong_type(key, value, " or ".join(map(_name, inner)))
+        raise _wrong_type(key, value, " or ".join(map(type_name, inner)))
     if origin is Literal:
         return _choice(args, value, key)
     if origin is list:
         if not isinstance(value, (list, tuple)):
-            raise _wrong_type(key, value, f"a list of {_name(args[0])}")
+            raise _wrong_type(key, value, f"a list of {type_name(args[0])}")
         return [_convert(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
-            raise _wrong_type(key, value, f"a list of {len(args)} values ({', '.join(map(_name, args))})")
+            raise _wrong_type(key, value, f"a list of {len(args)} values ({', '.join(map(type_name, args))})")
         return tuple(_convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
     if hint is float:
         return _float(value, key)
     if type(value) is not hint:  # `type`, not isinstance: True is no rank count
-        raise _wrong_type(key, value, _name(hint))
+        raise _wrong_type(key, value, type_name(hint))
     return value
 
 
@@ -160,7 +161,8 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
     )
 
 
-def _name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """What a value of a type is called in a message: ``a whole number``."""
     if get_origin(hint) is list:
         return {int: "a list of whole numbers", str: "a list of text"}[get_args(hint)[0]]
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))

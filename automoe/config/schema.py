@@ -18,33 +18,33 @@ class MeshConfig:
     ``-1`` (dp_shard, ep_shard) is derived. See ``automoe.config.mesh_shape.MeshShape``.
     """
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
-    ep_replicate: int = 1
-    ep_shard: int = -1
-    ep: int = 1
-    etp: int = 1
-    preset: str = ""  # a named folding, scaled to the ranks at hand; see automoe.config.mesh_shape
+    pp: int = 1  # pipeline stages
+    dp_replicate: int = 1  # copies of the sharded model, each with its part of the batch
+    dp_shard: int = -1  # FSDP: parameters cut, and the batch; -1: what the other axes leave
+    cp: int = 1  # rows cut along the sequence
+    tp: int = 1  # attention and dense layers cut by heads and widths
+    ep_replicate: int = 1  # as dp_replicate, of the experts
+    ep_shard: int = -1  # as dp_shard, of the experts
+    ep: int = 1  # whole experts shared out
+    etp: int = 1  # each expert cut by its width
+    preset: str = ""  # a named folding, scaled to the ranks at hand (docs/parallelism.md)
 
 
 @dataclass
 class RopeConfig:
     """Rotary embedding; ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale, ``llama3`` that of Llama 3.1."""
 
-    theta: float = 10000.0
+    theta: float = 10000.0  # base of the angles
     interleaved: bool = False  # pairs (2i, 2i+1) as DeepSeek stores them, instead of (i, i + D/2)
     partial_rotary_factor: float = 1.0  # gqa: this share of a head's first dims turns, the rest does not
     scaling: Literal["none", "yarn", "llama3"] = "none"
-    factor: float = 1.0
-    original_seq_len: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: float = 1.0  # how far scaling stretches
+    original_seq_len: int = 4096  # row length before scaling
+    beta_fast: float = 32.0  # yarn: dims that turn more often over original_seq_len stay as they are ...
+    beta_slow: float = 1.0  # ... and those that turn less are stretched by the whole factor
     truncate: bool = True  # yarn: the borders of its ramp are whole dims (GPT-OSS: they are not)
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
+    mscale: float = 0.0  # yarn: scale of the rotated dims, over that of mscale_all_dim
+    mscale_all_dim: float = 0.0  # yarn: scale of the attention logits
     low_freq_factor: float = 1.0  # llama3: stretched below this many turns over original_seq_len ...
     high_freq_factor: float = 4.0  # ... kept above this many, and in between in between
 
@@ -54,38 +54,38 @@ class AttentionConfig:
     """``gqa`` uses num_kv_heads, head_dim, qk_norm, qkv_bias; ``mla`` the ranks and split head dims."""
 
     kind: Literal["gqa", "mla"] = "gqa"
-    num_heads: int = 8
-    num_kv_heads: int = 8
-    head_dim: int = 32
-    qk_norm: bool = False
+    num_heads: int = 8  # of queries
+    num_kv_heads: int = 8  # gqa: of keys and values; divides num_heads
+    head_dim: int = 32  # gqa: width of a head
+    qk_norm: bool = False  # gqa: RMS norm of each head's query and key
     qkv_bias: bool = False  # of the projections to queries, keys and values
-    q_lora_rank: int | None = None  # mla: None means one direct query projection
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
+    q_lora_rank: int | None = None  # mla: rank of the query projection; null: one direct product
+    kv_lora_rank: int = 0  # mla: width of the latent that keys and values come from
+    qk_nope_head_dim: int = 0  # mla: dims of a head's query and key that do not turn
+    qk_rope_head_dim: int = 0  # mla: dims that do; the key's are shared by all heads
+    v_head_dim: int = 0  # mla: width of a head's value
     o_bias: bool = False  # gqa: of the output projection
     sinks: bool = False  # gqa: a learned score a head that every query also attends to, for no value
     output_gate: bool = False  # gqa: what leaves a head is multiplied by sigmoid of a second query projection
-    full_attention_interval: int = 1  # layers n-1, 2n-1, ... see whole rows; those between them:
-    sliding_window: int = 0  # this many keys, the query's own position included; or, with key heads here,
-    linear_num_key_heads: int = 0  # a gated delta net (Qwen3-Next), whose state runs through the row
-    linear_num_value_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 1  # every n-th layer sees whole rows; for those between, the keys below
+    sliding_window: int = 0  # layers between: this many keys, the query's own position included
+    linear_num_key_heads: int = 0  # layers between: a gated delta net (Qwen3-Next); its state runs through the row
+    linear_num_value_heads: int = 0  # delta net: a multiple of its key heads
+    linear_key_head_dim: int = 0  # delta net: width of a key head
+    linear_value_head_dim: int = 0  # delta net: width of a value head
+    linear_conv_kernel_dim: int = 4  # delta net: tokens that its causal convolution sees
 
 
 @dataclass
 class RouterConfig:
     """How a token chooses experts: data, not subclasses. Order: score, select, weight."""
 
-    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"  # of the logits (docs/routing.md)
     softmax_after_topk: bool = False  # choose by logits, then softmax over the K chosen instead of all E
     norm_topk_prob: bool = True  # divide the K chosen scores by their sum
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float = 1.0  # multiplies the weights
     num_groups: int = 1  # groups of experts; 1 switches group limiting off
-    topk_groups: int = 1
+    topk_groups: int = 1  # this many groups with the best scores take part
     group_score_topk: int = 2  # a group's score is the sum of its best this many biased scores
     expert_bias: bool = False  # auxiliary-loss-free balancing (arXiv 2408.15664)
     logit_bias: bool = False  # the router's product has a trained bias
@@ -100,24 +100,24 @@ class ModelConfig:
         "deepseek_v3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"
     ] = "deepseek_v3"
     hf_path: str | None = None  # start from this HuggingFace checkpoint directory
-    vocab_size: int = 264
+    vocab_size: int = 264  # rows of the embedding; at least the tokenizer's ids
     hidden_size: int = 256
     num_layers: int = 4
     intermediate_size: int = 512  # FFN width of the dense layers
     first_k_dense: int = 0  # this many first layers have a dense FFN instead of experts
-    num_experts: int = 8
-    num_experts_per_token: int = 2
-    moe_intermediate_size: int = 128
+    num_experts: int = 8  # routed experts a layer; 0: a dense model
+    num_experts_per_token: int = 2  # top-k
+    moe_intermediate_size: int = 128  # width of a routed expert
     num_shared_experts: int = 0  # one shared FFN of this many times moe_intermediate_size
     shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
     biased_experts: bool = False  # routed experts add a trained bias to both of their products
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
     swiglu_alpha: float = 1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
-    swiglu_limit: float = 7.0
+    swiglu_limit: float = 7.0  # clamped_swiglu
     norm_eps: float = 1e-6
     zero_centered_norms: bool = False  # norms multiply by 1 + weight; those of delta nets do not
-    tie_embeddings: bool = False
-    initializer_range: float = 0.02
+    tie_embeddings: bool = False  # the head is the embedding
+    initializer_range: float = 0.02  # standard deviation of first weights
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -159,14 +159,14 @@ class ParallelConfig:
 
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B"] = "1F1B"
     stages_per_rank: int = 1  # more than 1 only with Interleaved1F1B
-    layers_per_stage: list[int] | None = None  # None: as even as it goes, short stages last
+    layers_per_stage: list[int] | None = None  # null: as even as it goes, short stages last
     reshard: Literal["step", "micro_batch"] = "step"  # when FSDP frees gathered weights
     grad_sync: Literal["step", "micro_batch"] = "step"  # when FSDP reduces gradients
     context: Literal["gather", "ring"] = "gather"  # cp attention; ring needs CUDA and no document mask
     # What runs again in the backward pass instead of being kept: names among core_attn, mlp, moe,
     # shared_experts, layernorm, mla_up_proj and moe_act, or full.
     recompute: list[str] | str = field(default_factory=list)
-    recompute_layers: list[int] | str | None = None  # None: all; layer numbers, or "every N"
+    recompute_layers: list[int] | str | None = None  # null: all; layer numbers, or "every N"
 
 
 @dataclass
@@ -181,11 +181,13 @@ class KernelsConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = 200
-    seq_len: int = 256
+    """What is trained: length, batch, precision, and steps that are skipped."""
+
+    steps: int = 200  # optimizer steps
+    seq_len: int = 256  # tokens of a row
     global_batch_size: int = 16  # rows per optimizer step over all ranks
     micro_batch_size: int = 2  # rows per forward on one data-parallel rank
-    seed: int = 0
+    seed: int = 0  # of first weights and of the order of data
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: see optim.master_weights
     # Products of attention, FFNs and experts in 8 bits, and what has a scale (docs/fp8.md): a matrix by its own
     # largest number, by that of the steps before, or blocks of it.
@@ -203,18 +205,18 @@ class TrainConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 3e-3
+    lr: float = 3e-3  # the highest, after warm-up
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 20
+    warmup_steps: int = 20  # the learning rate rises linearly
     decay_steps: int = 50  # wsd: length of the final linear decay
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = 0.1  # the last learning rate over the highest
     # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those are kept in
-    # bfloat16 alone, and an update is rounded stochastically, up or down
+    # bfloat16 alone, and updates are rounded stochastically
     master_weights: Literal["float32", "stochastic"] = "float32"
-    # bfloat16: of parameters that are rounded stochastically, moments are too
+    # bfloat16: with stochastic master weights, moments are too
     moments: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -228,12 +230,14 @@ class DataConfig:
     text_key: str = "text"  # jsonl field or parquet column
     document_mask: bool = True  # tokens attend within their own document only
     on_long: Literal["split", "error"] = "split"  # a document longer than seq_len
-    val_fraction: float = 0.02
+    val_fraction: float = 0.02  # share of documents kept for validation
     max_bytes: int | None = None  # stop reading the corpus after this many bytes
 
 
 @dataclass
 class CheckpointConfig:
+    """Training state on disk (``docs/reliability.md``)."""
+
     # auto: go on from run_dir's newest valid checkpoint; never: start over and set them aside; or the run
     # or step directory of another run, to start from where run_dir has no checkpoint yet.
     resume: str = "auto"
@@ -247,17 +251,21 @@ class CheckpointConfig:
 
 @dataclass
 class ObserveConfig:
-    log_every: int = 1
+    """What a run shows and records."""
+
+    log_every: int = 1  # steps between lines on the console; metrics.jsonl has every step
     report: bool = True  # report.html and PNG plots at the end, or when the run dies
-    wandb: Literal["off", "offline", "online"] = "off"
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     wandb_project: str = "automoe"
     profile_steps: str = ""  # "10-12": torch profiler traces of these steps under run_dir/profile
 
 
 @dataclass
 class LaunchConfig:
+    """How ranks are started and watched (``docs/launch.md``)."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_ranks: int | None = None  # ranks that a derived (-1) axis fills; None: all it can see
+    num_ranks: int | None = None  # ranks that a derived (-1) axis fills; null: all it can see
     timeout_s: int = 600  # a collective that takes longer fails and names its rank
     grace_s: int = 120  # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
     max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
@@ -268,7 +276,7 @@ class LaunchConfig:
 class ClusterConfig:
     """Hardware the plan and the MFU are computed for. Bytes and FLOP per second."""
 
-    name: str = "laptop"
+    name: str = "laptop"  # shown in the plan
     gpu: str = "cpu"  # name as torch reports it, for the table of peak FLOPs
     gpus_per_node: int = 8
     memory_bytes: float = 0.0  # per GPU; 0: unknown
@@ -277,6 +285,8 @@ class ClusterConfig:
 
 @dataclass
 class Config:
+    """A run."""
+
     run_dir: str = "runs/default"
     recipe: str = "pretrain"  # a name, a file or a module whose main(config, shape, context) a rank runs
     plugins: list[str] = field(default_factory=list)  # modules that register names of a user's own

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.
 LAYERS = (
-    ("automoe.cli", "automoe.train", "automoe.plan", "automoe.export", "automoe.convert"),
+    ("automoe.__main__", "automoe.cli", "automoe.train", "automoe.plan", "automoe.export", "automoe.convert"),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
     ("automoe.training",),
@@ -47,7 +47,7 @@ LAYERS = (
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MAX_FILES, MAX_LINES = 155, 22_380  # on the way to 22,000 lines: lower it with what goes
+MAX_FILES, MAX_LINES = 155, 22_200  # on the way to 22,000 lines: lower it with what goes
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 60, 120
 
 

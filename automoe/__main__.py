@@ -1,0 +1,5 @@
+import sys
+
+from automoe.cli import main
+
+sys.exit(main())

@@ -1,0 +1,139 @@
+"""Every key of the configuration with its type, default and meaning, read from the source of the schema.
+
+``automoe train --help mesh`` shows a section, and ``python -m automoe.config.reference`` prints ``docs/config.md``.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+import automoe.config.schema as schema
+from automoe.config.convert import check_key, field_types, type_name
+
+_HEAD = """\
+# Configuration
+
+Every key, its type, its default and what it means. An override is `key=value`; `automoe train --help mesh` shows a
+section in the terminal, and `--print-config` the values that a run would have. Primaries and groups (`conf/`) hold what
+differs from these defaults. This page is made from `automoe/config/schema.py` by `make docs-config`.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: ``mesh.pp``, ``a whole number``, its default as one types it, and the schema's comment."""
+
+    name: str
+    kind: str
+    default: str
+    comment: str
+
+
+def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
+    """Each section's name, its docstring in one line and its keys, a section before those inside it."""
+    document, comments = _source()[cls.__name__]
+    types, defaults = field_types(cls), cls()
+    keys = [
+        Key(prefix + name, _kind(hint), _shown(getattr(defaults, name)), comments.get(name, ""))
+        for name, hint in types.items()
+        if not is_dataclass(hint)
+    ]
+    yield prefix.rstrip("."), document, keys
+    for field in fields(cls):
+        if is_dataclass(hint := types[field.name]):
+            yield from sections(hint, f"{prefix}{field.name}.")
+
+
+def help_on(name: str, width: int = 80) -> str:
+    """What there is to say of a section and all inside it, or of one key, for a terminal.
+
+    Raises:
+        ConfigError: there is no such key; the nearest is named.
+    """
+    check_key(name, "")
+    lines: list[str] = []
+    for section, document, keys in sections():
+        shown = [key for key in keys if key.name == name or key.name.startswith(f"{name}.")]
+        if not shown:
+            continue
+        if name != shown[0].name:
+            lines += textwrap.wrap(f"{section}: {document}" if document else section, width) + [""]
+        for key in shown:
+            lines.append(f"  {key.name}={key.default}   ({key.kind})")
+            lines += textwrap.wrap(key.comment, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def page() -> str:
+    """``docs/config.md``."""
+    parts = [_HEAD]
+    for section, document, keys in sections():
+        if not keys:
+            continue
+        parts.append(f"\n## {section or 'At the top'}\n")
+        if document:
+            parts.append(f"\n{document}\n")
+        parts.append("\n| key | value | default | |\n|---|---|---|---|\n")
+        for key in keys:
+            default = f"`{key.default}`" if key.default else "empty"
+            cells = (f"`{key.name}`", key.kind, default, key.comment)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts).replace("``", "`")
+
+
+@cache
+def _source() -> dict[str, tuple[str, dict[str, str]]]:
+    """Class of the schema -> its docstring, and field -> the comments above it and behind it."""
+    text = Path(schema.__file__).read_text()
+    comments = {
+        token.start[0]: token.string.removeprefix("#").strip()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    }
+    found: dict[str, tuple[str, dict[str, str]]] = {}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        own: dict[str, str] = {}
+        after = node.lineno
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                above = [comments[line] for line in range(after + 1, item.lineno) if line in comments]
+                behind = [comments[item.end_lineno]] if item.end_lineno in comments else []
+                own[item.target.id] = " ".join(above + behind)
+            after = item.end_lineno or after
+        found[node.name] = (" ".join((ast.get_docstring(node) or "").split()), own)
+    return found
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " | ".join(map(str, get_args(hint)))
+    if get_origin(hint) is UnionType:
+        return " or ".join("null" if one is type(None) else type_name(one) for one in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"{len(get_args(hint))} numbers"
+    return type_name(hint)
+
+
+def _shown(value: object) -> str:
+    """A default as it is typed on a command line."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_shown, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
