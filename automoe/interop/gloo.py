@@ -1,6 +1,6 @@
 """gloo groups with one worker thread, because two of them corrupt the heap.
 
-A gloo group of torch 2.11 to 2.13 runs its collectives on two threads. Each writes the name of the collective that
+A gloo group of torch 2.11 to 2.15 runs its collectives on two threads. Each writes the name of the collective that
 it finished into one ``std::string`` of the group's status, outside the lock. If a rank posts a collective at the moment
 the last one completes, both threads write at once. A name too long for the string's own buffer
 (``ALLGATHER_COALESCED``, used by DTensor's all-gather) is then freed twice, and some time later the process dies with

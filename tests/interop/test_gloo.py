@@ -1,4 +1,4 @@
-"""Gloo groups have one worker thread: two corrupt the heap under torch 2.11 to 2.13."""
+"""Gloo groups have one worker thread: two corrupt the heap under torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
