@@ -41,6 +41,7 @@ from automoe.checkpoint.folder import (
     source_steps,
 )
 from automoe.checkpoint.manifest import changed_settings, check_model, verify_step, write_manifest
+from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
@@ -268,7 +269,7 @@ class CheckpointStore:
         if saved["mesh"] == here["mesh"]:
             both = set(saved["names"]) & set(here["names"])
             generators = {name: t for name, t in _generator_tensors().items() if name.split(".")[-1] in both}
-        reader = dcp.FileSystemReader(step_dir)
+        reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
         tensors = {name: tensor for name, tensor in state.tensors().items() if name not in absent}
         try:

@@ -1,0 +1,77 @@
+"""Reads a step of training state and runs nothing that its files name.
+
+``.metadata`` of ``torch.distributed.checkpoint`` is a pickle, and torch loads it as one: it calls whatever the file
+names. So does torch with entries that are no tensors. A step may come from somebody else (``checkpoint.resume=DIR``,
+``automoe export DIR``).
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from automoe.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {  # what torch writes into the file; none of these does more than hold values
+    _METADATA: {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+class StepReader(dcp.FileSystemReader):
+    """The reader of one step directory, for ``dcp.load``.
+
+    Raises:
+        CheckpointError: the step names code, an entry that is no tensor, or a file outside of its directory.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the step, which lists its tensors and where they lie."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+            strange = [name for name, entry in metadata.state_dict_metadata.items() if not _is_tensor(entry)]
+            outside = [
+                info.relative_path for info in metadata.storage_data.values() if not _is_name(info.relative_path)
+            ]
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        except Exception as error:  # a pickle that is none can fail in any way
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+        if strange or outside:
+            problem = f"has entries that are no tensors: {strange[:3]}" if strange else f"names files {outside[:3]}"
+            raise CheckpointError(f"{path} {problem}. automoe writes no such checkpoint, and does not load it")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise CheckpointError(f"names {module}.{name}, which no checkpoint needs: it may be an attack. Nothing was run")
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
+
+
+def _is_name(path: object) -> bool:
+    return isinstance(path, str) and Path(path).name == path and path not in ("", "..")
