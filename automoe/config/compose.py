@@ -19,6 +19,7 @@ from typing import Any
 from automoe.config.convert import check_key, config_from_dict, config_to_dict, nearest
 from automoe.config.frozen import is_free
 from automoe.config.plugins import load_plugins
+from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
 from automoe.shipped import shipped_folder
@@ -230,7 +231,7 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     """Compose a job for every value of a sweep, those of the other keys at their first: a wrong one is told now.
 
     Raises:
-        ConfigError: a value of the wrong type, an option that is not there, a configuration that does not compose.
+        ConfigError: a value of the wrong type or out of bounds, an unknown option, what does not compose.
     """
     texts = [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
     for text in overrides:
@@ -240,10 +241,10 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     check_overrides(texts, config_dir, sweep=True)
     values = [_single_values(text, config_dir) for text in texts]
     first = [choices[0] for choices in values]
-    compose_config(config_name, first, config_dir)
-    for place, choices in enumerate(values):
-        for value in choices[1:]:
-            compose_config(config_name, [*first[:place], value, *first[place + 1 :]], config_dir)
+    jobs = [first] + [[*first[:i], value, *first[i + 1 :]] for i, some in enumerate(values) for value in some[1:]]
+    for job in jobs:
+        config = compose_config(config_name, job, config_dir)
+        check_rows(config, number_rows(config))
 
 
 def _single_values(text: str, config_dir: str | None) -> list[str]:

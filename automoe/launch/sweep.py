@@ -46,6 +46,7 @@ from automoe.shipped import shipped_folder
 
 RECORDS = "jobs"
 STOPPED = 130
+NO_SHAPE = ("data.", "checkpoint.", "model.hf_path", "recipe", "plugins", "run_dir")  # keys that a person must mend
 WIDE = 110  # columns of a terminal that has room for the meshes
 Record = dict[str, Any]
 
@@ -92,11 +93,7 @@ def _exit_status(status: int, jobs: list[Record]) -> int:
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
-    """The sweep's directory, ``run_dir=`` or one named after what is swept and fixed, and the other overrides.
-
-    Raises:
-        ConfigError: ``run_dir`` is swept.
-    """
+    """The sweep's directory, ``run_dir=`` or one named after what is swept and fixed, and the other overrides."""
     given = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
     rest = [text for text in args.overrides if key_of(text) != "run_dir"]
     if "run_dir" in swept_keys(args.overrides):
@@ -151,17 +148,27 @@ def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str
     quoted = str(directory).replace("'", "\\'")
     options += [f"hydra.sweep.dir='{quoted}'", "hydra.sweep.subdir=."]
     options += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    interrupts, status = [], 0
+
+    def interrupt(signum: int, frame: object) -> None:
+        interrupts.append(signum)  # a library may make another error of it
+        raise KeyboardInterrupt
+
     saved, sys.argv = sys.argv, ["automoe", *options, *overrides]
+    handler = signal.signal(signal.SIGINT, interrupt)
     try:
         hydra.main(version_base="1.3", config_path=str(shipped_folder("conf")), config_name=args.config_name)(job)()
     except KeyboardInterrupt:
+        status = STOPPED
+    except SystemExit as error:  # of a sweeper or launcher, which has said why
+        status = error.code if isinstance(error.code, int) else 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        sys.argv = saved
+    if interrupts or status == STOPPED:
         _end_others(directory, start)
         return STOPPED
-    except SystemExit as error:  # of a sweeper or launcher, which has said why
-        return error.code if isinstance(error.code, int) else 1
-    finally:
-        sys.argv = saved
-    return 0
+    return status
 
 
 def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
@@ -173,8 +180,7 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    mine = HydraConfig.get()
-    task = list(mine.overrides.task)
+    mine, task = HydraConfig.get(), list(HydraConfig.get().overrides.task)
     swept = [text for text in task if key_of(text) not in fixed]
     name = folder_name(swept) or "as-configured"
     path, label = directory / RECORDS / f"{name}.json", " ".join(f"{key}={value}" for key, value in short_keys(swept))
@@ -212,6 +218,8 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
         if missing is not None:
             raise ConfigError("mesh", meshes["default"], missing, "Run this job where there are as many")
     except ConfigError as error:
+        if error.key.startswith(NO_SHAPE):
+            raise
         print(f"skipped: {error}")
         return {"state": "skipped", "reason": str(error)}
     found: Record = {**meshes}
@@ -241,11 +249,7 @@ def _finished(config: Config) -> dict[str, Any] | None:
 
 
 def print_sweep(jobs: list[dict[str, Any]]) -> None:
-    """A line a job, at the width of the terminal, and why jobs were skipped or failed.
-
-    Args:
-        jobs: records of all jobs.
-    """
+    """A line a job, at the width of the terminal, and why jobs were skipped or failed."""
     from rich.console import Console
     from rich.table import Table
 
@@ -289,10 +293,10 @@ def _end_others(directory: Path, start: str) -> None:
     """Ask jobs of this start in other processes of this machine to stop: submitit's would outlive this one."""
     here = socket.gethostname()
     for job in _records(directory):
-        host, pid = job["process"]
-        if (job["state"], job["start"], host) == ("running", start, here) and pid != os.getpid():
+        other = job["process"] != [here, os.getpid()]
+        if (job["state"], job["start"], job["process"][0]) == ("running", start, here) and other:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(job["process"][1], signal.SIGTERM)
 
 
 def _records(directory: Path) -> list[Record]:

@@ -44,7 +44,7 @@ def test_rank_0_composes_and_every_rank_runs_the_same(command: Command) -> None:
     assert load_config(command.run_dir).mesh.dp_shard == 2, "the derived axis follows WORLD_SIZE"
     assert "hello from rank 1" in (command.run_dir / "logs" / "rank1.log").read_text()
     assert (command.run_dir / "plots" / "mesh.png").exists()
-    assert '<span class="badge good">done</span>' in (command.run_dir / "report.html").read_text()
+    assert '<span class="badge done">done</span>' in (command.run_dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ def test_a_sweep_in_which_no_job_can_run_fails(command: Command) -> None:
     assert [job["state"] for job in journal(command)] == ["skipped", "skipped"]
 
 
+def test_a_job_that_a_person_must_mend_is_not_skipped(command: Command) -> None:
+    code, _, err = command.run("recipe_answers", "-m", *ONE_RANK, "data.kind=text", "data.path=gone,away")
+    assert code == 1 and "data.path=gone: nothing there" in err
+    assert [job["state"] for job in journal(command)] == ["failed", "failed"]
+
+
 @pytest.mark.exhaustive
 def test_a_failing_job_does_not_end_the_sweep(command: Command) -> None:
     sweep = ("-m", "mesh=fsdp", "launch.num_ranks=1,2", "launch.device=cpu")
@@ -77,6 +83,7 @@ def test_a_failing_job_does_not_end_the_sweep(command: Command) -> None:
         (["model=small_mixtral,small_mixtrall"], "model=small_mixtrall: no such option"),
         (["mesh.ep=1,2", "train.steps=many"], "train.steps=many: expected a whole number"),
         (["optim.lr=1,2", "hydra.sweeper.params.mesh.ep='choice(1,two)'"], "mesh.ep=two: expected a whole number"),
+        (["optim.lr=1e-3,-1"], "optim.lr=-1.0: must be at least 0"),
         (["run_dir=a,b"], "a sweep has one directory"),
     ],
 )
