@@ -22,7 +22,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.routing import replayed_routing
-from automoe.training.run import Run
+from automoe.training.run import open_run
 from automoe.training.state import TrainState
 from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
@@ -53,7 +53,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     resumed = store.load_latest(state)
 
     # ---------------------------------------------------------------- the loop
-    with Run(config, shape, context, state, store, resumed) as run:
+    with open_run(config, shape, context, state, store, resumed) as run:
         if loaded is not None:
             run.note(str(loaded))
         while state.step < train.steps and not run.stopping:

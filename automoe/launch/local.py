@@ -71,7 +71,9 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
     if config.observe.report and Path(config.run_dir).is_dir():
         from automoe.observe.report import write_report
 
-        write_report(config.run_dir)  # by this process and not by rank 0: a run that died by SIGKILL has a report too
+        # By this process and not by rank 0: a run that died by SIGKILL has a report too.
+        if (report := write_report(config.run_dir)) is not None:
+            print(f"report {report}", flush=True)
     return result
 
 

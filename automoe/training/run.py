@@ -29,12 +29,36 @@ from automoe.training.step import Update
 NAMED_DOCUMENTS = 100  # of a skipped step's batch, in its record
 
 
-class Run:
-    """The record of a run, to be entered, and closed on every way out: one that dies keeps its record and its trace.
+@contextmanager
+def open_run(
+    config: Config,
+    shape: MeshShape,
+    context: RunContext,
+    state: TrainState,
+    store: CheckpointStore,
+    resumed: Resumed | None,
+) -> Iterator[Run]:
+    """A ``Run``; what is open in it is closed on every way out, so one that dies keeps its record and its trace."""
+    console = Console(config, shape, enabled=context.rank == 0)
+    console.start(resume_step=state.step)
+    with ExitStack() as opened:
+        log = tracker = None
+        if context.rank == 0:
+            # Another run's record is not this one's.
+            record_ends = resumed.step if resumed and resumed.own else None
+            log = opened.enter_context(MetricsLog(context.run_dir, record_ends))
+            tracker = make_tracker(config, context.run_dir, console.warn)
+        opened.enter_context(profile_steps(config, context.run_dir, context.rank))
+        yield Run(
+            config, shape, context, state, Saver(store, config, console.note, console.warn), console, log, tracker
+        )
 
-    Every rank has one and calls every method; rank 0 alone prints and writes.
+
+class Run:
+    """The record of a run. Every rank has one and calls every method; rank 0 alone prints and writes.
 
     Attributes:
+        saver: of checkpoints.
         stopping: some rank was asked to stop: all leave after this step.
         objective: what the run came to so far: the newest validation loss, else the newest training loss.
         note: prints a line for the user.
@@ -46,39 +70,21 @@ class Run:
         shape: MeshShape,
         context: RunContext,
         state: TrainState,
-        store: CheckpointStore,
-        resumed: Resumed | None,
+        saver: Saver,
+        console: Console,
+        log: MetricsLog | None,
+        tracker: Tracker | None,
     ) -> None:
         self.config, self.shape, self.context, self.state = config, shape, context, state
-        self.console = Console(config, shape, enabled=context.rank == 0)
-        self.note = self.console.note
-        self.saver = Saver(store, config, self.note, self.console.warn)
-        # Another run's record is not this one's.
-        self._record_ends = resumed.step if resumed and resumed.own else None
-        self._log: MetricsLog | None = None
-        self._tracker: Tracker | None = None
+        self.saver, self.console, self.note, self._log, self._tracker = saver, console, console.note, log, tracker
         self._flops = train_flops_per_token(config.model, config.train.seq_len)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
         self.stopping = False
         self.objective: float | None = None
-
-    def __enter__(self) -> Run:
-        config, context, step = self.config, self.context, self.state.step
-        self.console.start(resume_step=step)
-        with ExitStack() as opened:
-            if context.rank == 0:
-                self._log = opened.enter_context(MetricsLog(context.run_dir, self._record_ends))
-                self._tracker = make_tracker(config, context.run_dir, self.console.warn)
-            opened.enter_context(profile_steps(config, context.run_dir, context.rank))
-            self._open_files = opened.pop_all()
-        if step >= config.train.steps:
+        if state.step >= config.train.steps:
             self.objective = last_objective(context.run_dir)
-            self.note(f"already at step {step} of {config.train.steps}")
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open_files.__exit__(*error)
+            self.note(f"already at step {state.step} of {config.train.steps}")
 
     def begin_step(self) -> None:
         """Start the step's clock; a background save that failed is reported here."""

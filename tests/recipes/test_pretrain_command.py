@@ -91,6 +91,7 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path
     assert last < UNIFORM, "a model that learned nothing guesses evenly"
     assert read_status(run_dir) | {"state": "done", "objective": records[-1]["val_loss"]} == read_status(run_dir)
     assert "bits per byte" in said and "warning" not in said
+    assert said.endswith(f"report {run_dir / 'report.html'}\n")
 
     report = (run_dir / "report.html").read_text()
     assert report.lower().startswith("<!doctype html>") and len(report) > 10_000
