@@ -41,8 +41,8 @@ COLUMNS = (  # heading, width; the step column grows with the number of steps
 class Console:
     """The terminal of a run; every method does nothing when ``enabled`` is false (all ranks but 0).
 
-    Lines of steps have 80 columns up to 9,999 steps, 87 with the MFU, without cursor movement, so a log file reads like the terminal;
-    colour appears in a terminal only.
+    Lines of steps have 80 columns up to 9,999 steps, and 87 with the MFU; without cursor movement, so that a log file
+    reads like the terminal. Colour appears in a terminal only.
 
     Args:
         config, mesh: what runs.
