@@ -31,6 +31,11 @@ SWEPT_BY_SWEEPER = (
 )
 
 
+# What an option sets in ``Arguments``: without a value, and with one.
+_FLAGS = {"-m": "multirun", "--multirun": "multirun", "--print-config": "print_config", "-h": "help", "--help": "help"}
+_VALUES = {"-cn": "config_name", "--config-name": "config_name", "-cd": "config_dir", "--config-dir": "config_dir"}
+
+
 @dataclass
 class Arguments:
     """What an entry point was asked for: options, then Hydra overrides (``key=value``)."""
@@ -55,26 +60,19 @@ def parse_arguments(argv: list[str]) -> Arguments:
         word, _, inline = text.partition("=")
         if not word.startswith("-"):
             args.overrides.append(text)
-        elif word in ("-h", "--help"):
-            args.help = True
-        elif word in ("-m", "--multirun"):
-            args.multirun = True
-        elif word == "--print-config":
-            args.print_config = True
-        elif word in ("-cn", "--config-name", "-cd", "--config-dir"):
+        elif word in _FLAGS:
+            setattr(args, _FLAGS[word], True)
+        elif word in _VALUES:
             if not inline and not rest:
                 raise ConfigError(word, "", "the option needs a value", f"Write {word} NAME")
-            value = inline or rest.pop(0)
-            if word in ("-cn", "--config-name"):
-                args.config_name = value.removesuffix(".yaml")
-            else:
-                args.config_dir = value
+            setattr(args, _VALUES[word], inline or rest.pop(0))
         else:
-            known = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help"]
+            known = [option for option in _VALUES | _FLAGS if option.startswith("--")]
             close = nearest(word, known) or known
             raise ConfigError(
                 word, inline, "unknown option", f"Did you mean {' or '.join(close)}? Overrides are key=value"
             )
+    args.config_name = args.config_name.removesuffix(".yaml")
     return args
 
 

@@ -107,18 +107,6 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
     return MeshShape.of(replace(mesh, dp_shard=dp_shard, ep_shard=ep_shard))
 
 
-def rank_groups(mesh: MeshConfig, num_ranks: int | None = None) -> dict[str, dict[str, list[list[int]]]]:
-    """Every axis' groups of ranks in both views: ``{"default": {"pp": [[0, 4], ...], ...}, "moe": {...}}``.
-
-    For plans, documents and launchers: needs no process group, and equals what the DeviceMeshes build.
-
-    Args:
-        mesh, num_ranks: as ``resolve_mesh``.
-    """
-    shape = resolve_mesh(mesh, num_ranks)
-    return {view: {axis: shape.groups(view, axis) for axis in shape.axes(view)} for view in VIEWS}
-
-
 def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) -> int:
     fixed = mesh.dp_replicate * mesh.cp * mesh.tp
     if num_ranks is None and mesh.ep_shard != -1:

@@ -8,12 +8,14 @@ bytes a number (2 in bf16) and T tokens on the rank:
     gqa                          b [2 T N D + 2 Tk G D] + 4 T N         N heads, G key-value heads
     gqa with sinks               b [3 T N + 2 Tk G] D + 4 T N           heads wider by 8, and the output's copy
     mla                          b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
-    ffn of width I               3 b T I                                gate, up, act
+    ffn of width I               4 b T I                                gate, silu(gate), up, their product
     gate of shared experts       b T (H + 1)                            their output, the gate
-    routed experts               b R (H + 3 I) + router                 R = T K rows, K experts a token
+    routed experts               b R (H + 2 I) + router                 R = T K rows, K experts a token; gate, up
 
-Tk counts keys and values: whole rows, whatever cp is, when the context is gathered. That is ``FUSED``;
-what operators keep on top of it, or do without, is in ``Kernels``. A recomputed region keeps its inputs:
+Tk counts keys and values: whole rows, whatever cp is, when the context is gathered. A mask is kept as numbers, one
+[S, S] per row. The experts' product is made again. Their outputs are not kept: their sum to tokens does not need them
+(the probabilities were applied before), though a plain index_add would hold on to what it adds. A recomputed region
+keeps its inputs:
 
     core_attn        q, k, v (its output is the output projection's input)
     mlp              its input, which the norm before it made and counts
@@ -30,53 +32,18 @@ Of these the outputs are not kept, since their inputs are:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
+from automoe.config.rules_kernels import ELEMENT_BYTES
 from automoe.config.schema import AttentionConfig, Config, ModelConfig, chunk_tokens, is_linear, window_of
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
 DELTA_CHUNK = 64
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """What operators keep beyond what their backward formulas read.
-
-    Attributes:
-        swiglu_steps: dense FFNs keep silu(gate) as well as gate, up and the product.
-        experts_reread: routed experts keep gate and up alone. Their rows stay where they came from, a
-            dispatcher's receive buffer or the tokens themselves, and the product is made again.
-        values_in_place: the values are kept as a view into the projection that also made the keys.
-        padded_values: values and outputs are kept at the width of the keys.
-        mask: attention keeps its mask as numbers, one [S, S] per row.
-        groups_copied: keys and values of grouped heads are copied to all heads where there is a mask, or float32.
-        expert_outputs: the experts' outputs are kept. Their sum to tokens does not need them (the
-            probabilities were applied before), though a plain index_add would hold on to what it adds.
-    """
-
-    swiglu_steps: bool = False
-    experts_reread: bool = False
-    values_in_place: bool = False
-    padded_values: bool = False
-    mask: bool = False
-    groups_copied: bool = False
-    expert_outputs: bool = False
-
-
-FUSED = Kernels()
-_TORCH = Kernels(swiglu_steps=True, experts_reread=True, mask=True)
-CUDA = replace(_TORCH, values_in_place=True)
-CPU = replace(_TORCH, padded_values=True)
 NOTHING: frozenset[str] = frozenset()
-
-
-def kernels_of(config: Config) -> Kernels:
-    """The operators that the planned cluster runs."""
-    if config.cluster.gpu == "cpu":
-        return CPU
-    return replace(CUDA, groups_copied=config.kernels.attention == "sdpa")
 
 
 @dataclass(frozen=True)
@@ -114,41 +81,49 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """What one micro-batch puts on a rank."""
+    """What one micro-batch puts on a rank, and what the rank's operators make of it."""
 
     tokens: int
     kv_tokens: int  # keys and values that its attention reads
     expert_rows: float  # (token, expert) pairs
     mask_numbers: int  # of the attention masks, over the micro-batch's rows; 0: plain causality
     window_numbers: int  # the same of layers with a sliding window, which always have a mask
-    dispatched: bool = True  # expert rows are received in a buffer; else experts read the rank's own tokens
+    number_bytes: int  # of an activation
+    dispatched: bool  # expert rows are received in a buffer; else experts read the rank's own tokens
+    # Attention on a CPU keeps values and outputs at the width of the keys. CUDA's keeps the values as a view into the
+    # projection that also made the keys.
+    on_cpu: bool
+    # Keys and values of grouped heads are copied to all heads where there is a mask, or float32.
+    copies_groups: bool
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
+        """Of the operators that the planned cluster runs."""
         gathered = mesh.cp if config.parallel.context == "gather" else 1
-        tokens = batch.tokens_per_micro_batch
-        masked = config.data.document_mask or gathered > 1
-        row = config.train.seq_len * gathered // mesh.cp
-        numbers = tokens * row
-        dispatched = mesh.ep * mesh.etp > 1
-        mask_numbers = numbers if masked else 0
-        return cls(tokens, tokens * gathered, batch.expert_rows_per_rank, mask_numbers, numbers, dispatched)
+        tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
+        mask_numbers = tokens * (config.train.seq_len * gathered // mesh.cp)
+        return cls(
+            tokens=tokens,
+            kv_tokens=tokens * gathered,
+            expert_rows=batch.expert_rows_per_rank,
+            mask_numbers=mask_numbers if config.data.document_mask or gathered > 1 else 0,
+            window_numbers=mask_numbers,
+            number_bytes=ELEMENT_BYTES[config.train.dtype],
+            dispatched=mesh.ep * mesh.etp > 1,
+            on_cpu=on_cpu,
+            copies_groups=not on_cpu and config.kernels.attention == "sdpa",
+        )
 
 
 def layer_activation_bytes(
-    model: ModelConfig,
-    layer: int,
-    load: TokenLoad,
-    bytes_per_number: int,
-    kernels: Kernels,
-    recompute: frozenset[str] = NOTHING,
+    model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str] = NOTHING
 ) -> dict[str, float]:
     """Bytes by component (``norms attention ffn experts router``) of one layer and micro-batch.
 
     Args:
         recompute: what the layer runs again (``automoe.config.recompute.recomputed_modules``).
     """
-    size, tokens, hidden = bytes_per_number, load.tokens, model.hidden_size
+    size, tokens, hidden = load.number_bytes, load.tokens, model.hidden_size
     wide = max(4, size)
     routed = layer >= model.first_k_dense
     top_k = model.num_experts_per_token
@@ -159,20 +134,17 @@ def layer_activation_bytes(
     outputs = 0 if "layernorm" in recompute else 2
     parts = {
         "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden),
-        "attention": _attention_bytes(model.attention, layer, load, size, kernels, recompute),
+        "attention": _attention_bytes(model.attention, layer, load, recompute),
     }
     ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
     again = ("shared_experts" if routed else "mlp") in recompute
-    parts["ffn"] = 0.0 if again else (3.0 + kernels.swiglu_steps) * size * tokens * ffn_width
+    parts["ffn"] = 0.0 if again else 4.0 * size * tokens * ffn_width
     if routed and model.shared_expert_gate and not again:
         parts["ffn"] += size * tokens * (hidden + 1)  # what is gated, and the gate
     if not routed:
         return parts
     width = model.moe_intermediate_size
-    if kernels.experts_reread:
-        per_row = hidden * load.dispatched + 2 * width
-    else:
-        per_row = hidden * (1 + kernels.expert_outputs) + 3 * width
+    per_row = hidden * load.dispatched + 2 * width
     parts["experts"] = 0.0 if "moe" in recompute else size * load.expert_rows * per_row
     # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
@@ -181,16 +153,14 @@ def layer_activation_bytes(
     return parts
 
 
-def recompute_workspace_bytes(
-    model: ModelConfig, layer: int, load: TokenLoad, bytes_per_number: int, kernels: Kernels, recompute: frozenset[str]
-) -> float:
+def recompute_workspace_bytes(model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str]) -> float:
     """What the largest recomputed part of a layer holds in its backward pass, and the recomputed outputs that it reads.
 
     Parts are recomputed one after another; recomputed outputs stay until the last part that reads them is done.
     """
 
     def kept(modules: frozenset[str]) -> float:
-        return sum(layer_activation_bytes(model, layer, load, bytes_per_number, kernels, modules).values())
+        return sum(layer_activation_bytes(model, layer, load, modules).values())
 
     dropped = {name: kept(NOTHING) - kept(frozenset((name,))) for name in recompute}
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
@@ -202,22 +172,18 @@ def _norm_input(width: int, size: int) -> int:
     return size * width + 4
 
 
-def _attention_bytes(
-    attention: AttentionConfig, layer: int, load: TokenLoad, size: int, kernels: Kernels, recompute: frozenset[str]
-) -> float:
+def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, recompute: frozenset[str]) -> float:
     again = "core_attn" in recompute
     if is_linear(attention, layer):
-        return _delta_net_bytes(attention, load, size, again)
-    heads, tokens, kv_tokens = attention.num_heads, load.tokens, load.kv_tokens
-    kept = 0.0 if again else 4.0 * tokens * heads  # log-sum-exp
-    if kernels.mask and not again:
-        kept += size * (load.window_numbers if window_of(attention, layer) else load.mask_numbers)
+        return _delta_net_bytes(attention, load, again)
+    size, heads, tokens, kv_tokens = load.number_bytes, attention.num_heads, load.tokens, load.kv_tokens
+    mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
+    kept = 0.0 if again else 4.0 * tokens * heads + size * mask_numbers  # log-sum-exp, mask
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, attention.num_kv_heads
         if attention.qk_norm:
             kept += tokens * (heads + groups) * _norm_input(dim, size)
-        masked = load.mask_numbers or window_of(attention, layer)
-        if kernels.groups_copied and not again and (masked or size > 2):
+        if load.copies_groups and not again and (mask_numbers or size > 2):
             groups = heads
         if attention.output_gate:
             # The gate and what it has let through; and the queries' norm keeps the whole projection.
@@ -229,8 +195,8 @@ def _attention_bytes(
             return kept + longer * size * (dim + 8 - dim % 8) * (2 * tokens * heads + 2 * kv_tokens * groups)
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
-    padded = kernels.padded_values and value < qk
-    in_place = kernels.values_in_place or (padded and again)
+    padded = load.on_cpu and value < qk
+    in_place = not load.on_cpu or (padded and again)
     stored_value = value + attention.qk_nope_head_dim if in_place else value
     out = value
     if padded and not again:
@@ -249,19 +215,16 @@ def _attention_bytes(
     return kept
 
 
-def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, size: int, again: bool) -> float:
+def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:
     """What autograd keeps of ``automoe.model.delta_net``: inside the rule everything is wide.
 
     Outside it, the convolution's padded input, its output and that through silu; the rule's result as the norm
     reads it, normed, the gate before and after silu, and their product. Inside, six [C, C] matrices a chunk of C
     positions, the system's right side and solution, ten times the keys, a state a chunk.
     """
-    wide, tokens, heads = max(4, size), load.tokens, attention.linear_num_value_heads
-    key, value, groups = (
-        attention.linear_key_head_dim,
-        attention.linear_value_head_dim,
-        attention.linear_num_key_heads,
-    )
+    size, wide, tokens = load.number_bytes, max(4, load.number_bytes), load.tokens
+    heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads
+    key, value = attention.linear_key_head_dim, attention.linear_value_head_dim
     channels = 2 * groups * key + heads * value
     convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of what it was given
     kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (3 * value + 5)

@@ -7,23 +7,22 @@ width), then over ep_shard (rows). The figures are those of the first shard, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from automoe.config.mesh_shape import MeshShape, stays_unsharded
 from automoe.config.recompute import recomputed_modules
-from automoe.config.schema import Config, ModelConfig
+from automoe.config.schema import Config
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.cost.activations import (
     BatchPlan,
     TokenLoad,
     head_workspace_bytes,
-    kernels_of,
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
-from automoe.cost.params import Param, embedding_params, head_params, layer_params
+from automoe.cost.params import Param, stage_params
 
 # Bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients). With
 # optim.master_weights=stochastic weights are stored as gathered, and so are moments with optim.moments=bfloat16.
@@ -90,57 +89,39 @@ def gathered_numel(param: Param, mesh: MeshShape) -> int:
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
 
 
-def stage_params(model: ModelConfig, layers: list[range], stage: int) -> list[Param]:
-    """Parameters of pipeline stage ``stage``; a tied head on its own stage is a copy of the embedding."""
-    first, last = stage == 0, stage == len(layers) - 1
-    params = embedding_params(model) if first else []
-    for layer in layers[stage]:
-        params += layer_params(model, layer)
-    if last:
-        params += head_params(model)
-        if model.tie_embeddings and not first:
-            params += [Param("embed_tokens.weight", p.shape, "head") for p in embedding_params(model)]
-    return params
-
-
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
     """Bytes of every pp rank, in order."""
-    parallel = config.parallel
-    owned = stage_of_rank(mesh.pp, parallel.stages_per_rank)
-    layers = split_layers(config.model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
-    return [_plan_rank(config, mesh, batch, layers, owned[pp_rank], pp_rank) for pp_rank in range(mesh.pp)]
+    return [_plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
 
 
-def _plan_rank(
-    config: Config, mesh: MeshShape, batch: BatchPlan, layers: list[range], stages: list[int], pp_rank: int
-) -> RankMemory:
+def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
     model, parallel = config.model, config.parallel
+    layers = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+    stages = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
     wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
     unsharded = stays_unsharded(config, mesh)
     held = [stage_params(model, layers, stage) for stage in stages]
     params = [param for stage in held for param in stage]
 
-    def stored(size: int) -> int:
-        """Bytes of one number a parameter, sharded; those of the router are always wide."""
-        return sum(local_numel(param, mesh) * (wide if param.part == "router" else size) for param in params)
+    def total(numel: Callable[[Param, MeshShape], int], params: list[Param], size: int) -> int:
+        """Bytes at ``size`` a number; those of the router, which multiplies in at least float32, are always wide."""
+        return sum(numel(param, mesh) * (wide if param.part == "router" else size) for param in params)
 
-    weights = stored(compute if config.optim.master_weights == "stochastic" else wide)
-    moments = 2 * stored(compute if config.optim.moments == "bfloat16" else wide)
+    weights = total(local_numel, params, compute if config.optim.master_weights == "stochastic" else wide)
+    moments = 2 * total(local_numel, params, compute if config.optim.moments == "bfloat16" else wide)
     whole = sum(gathered_numel(param, mesh) for param in params)
     few = UNITS_RESIDENT * _largest_unit(params, mesh)
     # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
     # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
     keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
     deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
-    per_stage = sorted(sum(_gathered_bytes(param, mesh, compute, wide) for param in stage) for stage in held)
+    per_stage = sorted(total(gathered_numel, stage, compute) for stage in held)
     gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), compute * few)
     load = TokenLoad.of(config, mesh, batch)
-    kernels = kernels_of(config)
     border = 2 * compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # a stage's input and output
     again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
     layer_bytes = {
-        layer: sum(layer_activation_bytes(model, layer, load, compute, kernels, names).values())
-        for layer, names in again.items()
+        layer: sum(layer_activation_bytes(model, layer, load, names).values()) for layer, names in again.items()
     }
     stage_bytes = [border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
     activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
@@ -156,17 +137,10 @@ def _plan_rank(
         unsharded_gradients=0 if unsharded else reduced * (whole if deferred else min(whole, few)),
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp) if has_head else 0.0,
-        recompute=max(
-            recompute_workspace_bytes(model, layer, load, compute, kernels, names) for layer, names in again.items()
-        ),
+        recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),
         micro_batches_in_flight=in_flight,
         deferred_gradients=deferred,
     )
-
-
-def _gathered_bytes(param: Param, mesh: MeshShape, compute: int, stored: int) -> int:
-    # The router multiplies in at least float32 and is gathered as it is stored.
-    return gathered_numel(param, mesh) * (stored if param.part == "router" else compute)
 
 
 def _largest_unit(params: list[Param], mesh: MeshShape) -> int:

@@ -13,7 +13,7 @@ Letters: V vocabulary, H hidden, I expert width, E experts, K top-k, D head dim,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from automoe.config.schema import AttentionConfig, ModelConfig, is_linear, window_of
@@ -30,8 +30,9 @@ _BY_HEAD = ("sinks", "dt_bias", "A_log")
 
 Shapes = dict[str, tuple[int, ...]]  # name within its layer -> dims
 PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
-# How the names of a layer's parameters begin, and their part; norms apart. The first that fits counts.
+# What the names of a layer's parameters hold, and their part. The first that fits counts.
 _PART_BY_NAME = {
+    "norm": "norms",
     "self_attn.": "attention",
     "linear_attn.": "attention",
     "mlp.router.": "router",
@@ -87,18 +88,6 @@ class ParamCount:
     by_part: dict[str, int]
 
 
-def embedding_params(model: ModelConfig) -> list[Param]:
-    return [Param("embed_tokens.weight", (model.vocab_size, model.hidden_size), "embedding")]
-
-
-def head_params(model: ModelConfig) -> list[Param]:
-    """Final norm and output head; a tied head is the embedding and adds nothing."""
-    params = [Param("norm.weight", (model.hidden_size,), "norms")]
-    if not model.tie_embeddings:
-        params.append(Param("lm_head.weight", (model.vocab_size, model.hidden_size), "head"))
-    return params
-
-
 def layer_params(model: ModelConfig, layer: int) -> list[Param]:
     """Parameters of decoder layer ``layer``. The router's selection bias is a buffer, not listed."""
     hidden = model.hidden_size
@@ -121,21 +110,35 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
                 shapes["mlp.shared_experts.output_gate.weight"] = (1, hidden)
     params = []
     for name, shape in shapes.items():
-        part = (
-            "norms"
-            if "norm" in name
-            else next(_PART_BY_NAME[start] for start in _PART_BY_NAME if name.startswith(start))
-        )
+        part = next(part for word, part in _PART_BY_NAME.items() if word in name)
         cut_by_heads = name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
         kv_heads = model.attention.num_kv_heads if cut_by_heads else None
         params.append(Param(f"layers.{layer}.{name}", shape, part, layer, kv_heads))
     return params
 
 
+def stage_params(model: ModelConfig, layers: list[range], stage: int) -> list[Param]:
+    """Parameters of pipeline stage ``stage``, whose layers are ``layers[stage]``, in order.
+
+    A tied head is the embedding and adds nothing, or a copy of it where it has a stage of its own.
+    """
+    first, last = stage == 0, stage == len(layers) - 1
+    embedding = Param("embed_tokens.weight", (model.vocab_size, model.hidden_size), "embedding")
+    params = [embedding] if first else []
+    for layer in layers[stage]:
+        params += layer_params(model, layer)
+    if last:
+        params.append(Param("norm.weight", (model.hidden_size,), "norms"))
+        if not model.tie_embeddings:
+            params.append(replace(embedding, name="lm_head.weight", part="head"))
+        elif not first:
+            params.append(replace(embedding, part="head"))
+    return params
+
+
 def model_params(model: ModelConfig) -> list[Param]:
     """All parameters of the model, in order: embedding, layers, final norm, head."""
-    layers = [param for layer in range(model.num_layers) for param in layer_params(model, layer)]
-    return [*embedding_params(model), *layers, *head_params(model)]
+    return stage_params(model, [range(model.num_layers)], 0)
 
 
 def count_params(model: ModelConfig) -> ParamCount:
@@ -229,20 +232,21 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, num_mtp: int = 0) ->
         num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
             and another use of the head (arXiv 2412.19437, section 2.2).
     """
-    layers = [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]
+    attention, layers = model.attention, [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]
     matmul = sum(_layer_matmul_params(model, layer) for layer in layers)
     head = model.hidden_size * model.vocab_size
     matmul += head * (1 + num_mtp) + num_mtp * 2 * model.hidden_size**2
     causal = full = 0.0
     for layer in layers:
-        if is_linear(model.attention, layer):
-            causal += 6 * _state_numbers(model.attention) * 3
-            full += 6 * _state_numbers(model.attention) * 3
+        if is_linear(attention, layer):
+            state = attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
+            causal += 6 * state * 3
+            full += 6 * state * 3
             continue
         # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
-        keys = min(window_of(model.attention, layer) or seq_len, seq_len)
-        causal += 6 * _score_dims(model.attention) * keys * (1 - keys / (2 * seq_len))
-        full += 6 * _score_dims(model.attention) * keys
+        keys = min(window_of(attention, layer) or seq_len, seq_len)
+        causal += 6 * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
+        full += 6 * _score_dims(attention) * keys
     return TokenFlops(causal=6 * matmul + causal, full_attention=6 * matmul + full)
 
 
@@ -257,10 +261,6 @@ def _layer_matmul_params(model: ModelConfig, layer: int) -> int:
         elif param.part in ("attention", "dense_ffn", "shared_experts"):
             active += param.numel
     return active
-
-
-def _state_numbers(attention: AttentionConfig) -> int:
-    return attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
 
 
 def _score_dims(attention: AttentionConfig) -> int:

@@ -1,6 +1,6 @@
 """One pool of gloo ranks that serves many calls, so that torch is imported once and not once a call.
 
-Workers fork from a server that has torch imported. Each case gets a process group of its own, on a empty
+Workers fork from a server that has torch imported. Each case gets a process group of its own, on an empty
 store, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
 costs dozens of file descriptors and threads a rank, and an equal mesh of a later case would be answered
 with the earlier one's dead groups.
@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -26,7 +27,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from automoe.launch.ranks import LOOPBACK, store_file
+from automoe.config.schema import LaunchConfig
+from automoe.launch.ranks import LOOPBACK, init_ranks, store_file
 
 _PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
@@ -50,7 +52,6 @@ class RankError(RuntimeError):
 class _Worker:
     process: Any
     pipe: connection.Connection
-    lifeline: connection.Connection  # closes with this process, and takes the worker with it
 
 
 class RankPool:
@@ -65,8 +66,8 @@ class RankPool:
     def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
         self.max_ranks, self.timeout_s = max_ranks, timeout_s
         self._workers: list[_Worker] = []
-        self._store = contextlib.ExitStack()
-        self._store_path: Path | None = None
+        self._files = contextlib.ExitStack()
+        self._store = self._files.enter_context(store_file())
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -82,13 +83,13 @@ class RankPool:
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
         payload = pickle.dumps((fn, args, kwargs))
-        store = self._start(world_size)
-        os.truncate(store, 0)
+        self._start(world_size)
+        os.truncate(self._store, 0)
         workers = self._workers[:world_size]
         try:
             for rank, worker in enumerate(workers):
                 # callers may have added directories to sys.path since: ranks import from them too
-                worker.pipe.send((store, rank, world_size, sys.path, self.timeout_s))
+                worker.pipe.send((self._store, rank, world_size, sys.path, self.timeout_s))
                 worker.pipe.send_bytes(payload)
             results = self._gather(workers)
             for worker in workers:  # only now may groups go: a peer could still be reading from this rank
@@ -108,14 +109,9 @@ class RankPool:
             worker.process.join()
             worker.process.close()
             worker.pipe.close()
-            worker.lifeline.close()
-        self._store.close()
-        self._store_path = None
 
-    def _start(self, world_size: int) -> Path:
-        """See that there are enough workers, and return the path of their store."""
-        if self._store_path is None:
-            self._store_path = self._store.enter_context(store_file())
+    def _start(self, world_size: int) -> None:
+        """See that there are enough workers."""
         context = multiprocessing.get_context("forkserver")
         if len(self._workers) < world_size:
             before = {name: os.environ.get(name) for name in _THREADS}
@@ -126,13 +122,10 @@ class RankPool:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         for index in range(len(self._workers), world_size):
             pipe, theirs = context.Pipe()
-            their_lifeline, lifeline = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(theirs, their_lifeline), name=f"rank-{index}", daemon=True)
+            process = context.Process(target=_work, args=(theirs,), name=f"rank-{index}", daemon=True)
             process.start()
             theirs.close()
-            their_lifeline.close()
-            self._workers.append(_Worker(process, pipe, lifeline))
-        return self._store_path
+            self._workers.append(_Worker(process, pipe))
 
     def _gather(self, workers: list[_Worker]) -> list[bytes]:
         """One successful answer from each worker, or the first failure."""
@@ -166,13 +159,10 @@ def _death(rank: int, worker: _Worker) -> RankError:
     return RankError(rank, "died", f"rank {rank} died with exit code {worker.process.exitcode}")
 
 
-def _work(pipe: connection.Connection, lifeline: connection.Connection) -> None:
+def _work(pipe: connection.Connection) -> None:
     """One worker: cases until the pipe closes."""
-    import torch
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the pool
-    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
-    torch.set_num_threads(1)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     imported = torch_caches()
     gc.freeze()  # what is imported by now stays: leave it out of the collection after each case
     while True:
@@ -196,33 +186,22 @@ def _work(pipe: connection.Connection, lifeline: connection.Connection) -> None:
         pipe.send((None, b""))
 
 
-def _die_with_parent(lifeline: connection.Connection) -> None:
+def _die_with_parent() -> None:
     """A rank that hangs in a collective would otherwise outlive a killed caller."""
-    try:
-        lifeline.recv_bytes()
-    except EOFError:
-        os._exit(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> None:
-    from datetime import timedelta
-
     import torch
-    import torch.distributed as dist
 
-    from automoe.interop.gloo import use_one_worker
-
-    use_one_worker()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     os.environ.update(LOOPBACK, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    launch = LaunchConfig(device="cpu", timeout_s=math.ceil(timeout_s), threads_per_rank=1)
+    init_ranks(launch, rank, world_size, rank, store)
 
 
 def torch_caches() -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
-from automoe.config.rules_model import layer_rows
+from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
@@ -90,7 +90,7 @@ def test_a_broken_rule_is_named(make: Callable[[], Config], key: str, needles: l
     broken = make()  # not while tests are collected, which a machine without hydra does too
     shape = resolve_mesh(broken.mesh, None)
     with pytest.raises(ConfigError) as caught:
-        check_rows(broken, layer_rows(broken, shape), shape)
+        check_rows(broken, model_rows(broken, shape), shape)
     assert caught.value.key == key
     for needle in needles:
         assert needle in str(caught.value)
@@ -110,4 +110,4 @@ def test_delta_nets_pass_without_documents(mesh: dict[str, int]) -> None:
 
 def test_experts_without_biases_need_no_even_columns() -> None:
     plain = config("small_qwen3_moe", mesh=dict(dp_shard=8, etp=8), model__hidden_size=180)
-    check_rows(plain, layer_rows(plain, resolve_mesh(plain.mesh, None)))
+    check_rows(plain, model_rows(plain, resolve_mesh(plain.mesh, None)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from automoe.config.rules import check_rows
+from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import moe_rows
 from automoe.config.schema import Config, ModelConfig, MoEConfig, RouterConfig
 from automoe.errors import ConfigError
@@ -24,7 +24,7 @@ def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 
     [
         (config(capacity_factor=-1.0), "moe.capacity_factor", "at least 0"),
         (config(z_loss_coef=float("nan")), "moe.z_loss_coef", "at least 0"),
-        (config(micro_batch_balance_coef=float("inf")), "moe.micro_batch_balance_coef", "at least 0"),
+        (config(micro_batch_balance_coef=float("inf")), "moe.micro_batch_balance_coef", "a finite number"),
         (config(router_jitter=1.0), "moe.router_jitter", "above 0"),
         (
             config(router=dict(score="sigmoid", softmax_after_topk=True)),
@@ -46,6 +46,7 @@ def config(router: dict[str, Any] | None = None, experts: int = 8, top_k: int = 
 )
 def test_a_broken_rule_is_named(broken: Config, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
+        check_rows(broken, number_rows(broken))
         check_rows(broken, moe_rows(broken))
     assert error.value.key == key
     assert error.value.remedy.startswith(("Set ", "Name "))

@@ -17,12 +17,11 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
 from automoe.config.schema import CHUNK_TOKENS, Config, MeshConfig
 from automoe.cost.activations import (
-    CPU,
     DELTA_CHUNK,
     TokenLoad,
     head_workspace_bytes,
-    kernels_of,
     layer_activation_bytes,
+    plan_batch,
     recompute_workspace_bytes,
 )
 from automoe.model.attention_kernels import AttentionFn, attend
@@ -121,14 +120,17 @@ def layer_bytes(
     return both - saved_bytes(config, range(other, other + 1), dtype, documents, recompute, attention)
 
 
-def token_load(config: Config, documents: bool) -> TokenLoad:
+def token_load(config: Config, documents: bool, dtype: torch.dtype) -> TokenLoad:
     return TokenLoad(
         tokens=TOKENS,
         kv_tokens=TOKENS,
         expert_rows=TOKENS * config.model.num_experts_per_token,
         mask_numbers=TOKENS * SEQ_LEN if documents else 0,
         window_numbers=TOKENS * SEQ_LEN,
+        number_bytes=dtype.itemsize,
         dispatched=False,
+        on_cpu=True,
+        copies_groups=False,
     )
 
 
@@ -143,7 +145,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @pytest.mark.parametrize(("model", "layer"), LAYERS)
 def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.dtype, documents: bool) -> None:
     config = composed(f"model={model}")
-    planned = layer_activation_bytes(config.model, layer, token_load(config, documents), dtype.itemsize, CPU)
+    planned = layer_activation_bytes(config.model, layer, token_load(config, documents, dtype))
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
@@ -153,8 +155,8 @@ def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.d
 def test_grouped_heads_that_cuda_copies_under_a_mask_are_kept_as_planned(model: str, layer: int) -> None:
     """The copy is for CUDA alone; here it is made in front of the CPU's attention."""
     config = composed(f"model={model}")
-    kernels = replace(CPU, groups_copied=True)
-    planned = layer_activation_bytes(config.model, layer, token_load(config, True), 2, kernels)
+    load = token_load(config, True, torch.bfloat16)
+    planned = layer_activation_bytes(config.model, layer, replace(load, copies_groups=True))
 
     def copied(q, k, v, *rest):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -162,7 +164,7 @@ def test_grouped_heads_that_cuda_copies_under_a_mask_are_kept_as_planned(model: 
 
     measured = layer_bytes(config, layer, torch.bfloat16, True, [], copied)
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
-    plain = layer_activation_bytes(config.model, layer, token_load(config, True), 2, CPU)
+    plain = layer_activation_bytes(config.model, layer, load)
     assert sum(planned.values()) > 1.02 * sum(plain.values())
 
 
@@ -172,7 +174,9 @@ def test_the_plan_copies_grouped_heads_for_cuda_and_torchs_choice_alone() -> Non
         (["cluster=h100_sxm", "kernels.attention=flash"], False),
         (["cluster=laptop"], False),
     ):
-        assert kernels_of(composed(*overrides)).groups_copied == expected
+        config = composed(*overrides)
+        mesh = resolve_mesh(config.mesh, 8)
+        assert TokenLoad.of(config, mesh, plan_batch(config, mesh)).copies_groups == expected
 
 
 @pytest.mark.parametrize("recompute", [*RERUN, "full", "layernorm", "all regions"])
@@ -200,7 +204,7 @@ def test_up_projections_that_are_made_again_are_not_kept(
 def test_the_experts_activation_is_kept_by_those_that_the_configuration_refuses(experts: str) -> None:
     config = composed("model=small_qwen3_moe", f"moe.experts={experts}")
     rows = TOKENS * config.model.num_experts_per_token
-    planned = layer_activation_bytes(config.model, 1, token_load(config, False), 4, CPU)
+    planned = layer_activation_bytes(config.model, 1, token_load(config, False, torch.float32))
     surplus = layer_bytes(config, 1, torch.float32, False, []) - sum(planned.values())
     activation = 4 * rows * config.model.moe_intermediate_size
     assert (surplus >= activation) == (experts == "loop")
@@ -218,10 +222,10 @@ def test_products_in_8_bits_keep_what_others_keep(model: str, layer: int, fp8: s
 def assert_kept_as_planned(overrides: tuple[str, ...], layer: int, dtype: torch.dtype, names: list[str]) -> None:
     """Bytes of the layer, and that they shrink by as much as planned."""
     config = composed(*overrides)
-    load = token_load(config, True)
+    load = token_load(config, True, dtype)
 
     def planned(names: list[str]) -> float:
-        parts = layer_activation_bytes(config.model, layer, load, dtype.itemsize, CPU, frozenset(names))
+        parts = layer_activation_bytes(config.model, layer, load, frozenset(names))
         return sum(parts.values())
 
     before = bytes_kept(overrides, layer, dtype, ())
@@ -234,14 +238,13 @@ def assert_kept_as_planned(overrides: tuple[str, ...], layer: int, dtype: torch.
 @pytest.mark.parametrize("name", ["moe", "full"])
 def test_the_workspace_is_what_the_largest_region_dropped(name: str) -> None:
     model = composed("model=small_qwen3_moe").model
-    load = token_load(Config(model=model), True)
+    load = token_load(Config(model=model), True, torch.float32)
     sizes = [
-        recompute_workspace_bytes(model, 1, load, 4, CPU, frozenset(names))
-        for names in ((name,), (name, "core_attn"), ())
+        recompute_workspace_bytes(model, 1, load, frozenset(names)) for names in ((name,), (name, "core_attn"), ())
     ]
     assert sizes[0] == sizes[1] > 0 and sizes[2] == 0
-    whole = sum(layer_activation_bytes(model, 1, load, 4, CPU).values())
-    kept = sum(layer_activation_bytes(model, 1, load, 4, CPU, frozenset((name,))).values())
+    whole = sum(layer_activation_bytes(model, 1, load).values())
+    kept = sum(layer_activation_bytes(model, 1, load, frozenset((name,))).values())
     assert sizes[0] == whole - kept
 
 
@@ -261,9 +264,7 @@ def test_a_delta_net_and_a_gated_attention_keep_what_the_plan_says(
     overrides = ["model=small_qwen3_next", *(f"model.attention.{size}" for size in sizes)]
     config = composed(*overrides)
     names = [recompute] if recompute else []
-    planned = layer_activation_bytes(
-        config.model, layer, token_load(config, False), dtype.itemsize, CPU, frozenset(names)
-    )
+    planned = layer_activation_bytes(config.model, layer, token_load(config, False, dtype), frozenset(names))
     measured = layer_bytes(config, layer, dtype, False, names)
     # Of a delta net, the first chunks keep less than later ones.
     assert measured == pytest.approx(sum(planned.values()), rel=0.01)

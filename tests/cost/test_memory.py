@@ -10,9 +10,9 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from automoe.config.stages import split_layers
-from automoe.cost.activations import FUSED, Kernels, TokenLoad, layer_activation_bytes, plan_batch
-from automoe.cost.memory import RankMemory, local_numel, peak_in_flight, plan_memory, rank_actions, stage_params
-from automoe.cost.params import Param, count_params
+from automoe.cost.activations import TokenLoad, layer_activation_bytes, plan_batch
+from automoe.cost.memory import RankMemory, local_numel, peak_in_flight, plan_memory, rank_actions
+from automoe.cost.params import Param, count_params, stage_params
 
 GIB = 2**30
 
@@ -53,20 +53,22 @@ def test_dsv3_state_matches_the_published_estimate() -> None:
 
 
 def test_dsv3_activations_match_the_published_estimate() -> None:
-    """131.0 GiB for pp rank 2, 60 layer-micro-batches in flight, with fused kernels and the experts'
-    outputs kept; 26.3 GiB less without those. The router's share (10 bytes per expert and token there,
-    about half of that here) is the difference."""
+    """131.0 GiB for pp rank 2, 60 layer-micro-batches in flight, of which 26.3 are the experts' outputs. These and the
+    experts' products are not kept here; gates after silu are, and keys beside the values. The router's share (10 bytes
+    per expert and token there, about half of that here) is the difference."""
     config = dsv3_pp4_vpp4_ep64()
     mesh, ranks = planned(config)
     assert sum(ranks[2].micro_batches_in_flight) * 4 == 60
-    load = replace(TokenLoad.of(config, mesh, plan_batch(config, mesh)), mask_numbers=0)
-
-    def gib_in_flight(kernels: Kernels) -> float:
-        return 60 * sum(layer_activation_bytes(config.model, 5, load, 2, kernels).values()) / GIB
-
-    outputs_kept = gib_in_flight(replace(FUSED, expert_outputs=True))
-    assert outputs_kept == pytest.approx(131.0, abs=0.3)
-    assert outputs_kept - gib_in_flight(FUSED) == pytest.approx(26.3, abs=0.1)
+    load = TokenLoad.of(config, mesh, plan_batch(config, mesh))
+    load = replace(load, mask_numbers=0, on_cpu=False)
+    model, attention = config.model, config.model.attention
+    outputs = 2 * load.expert_rows * model.hidden_size
+    products = 2 * load.expert_rows * model.moe_intermediate_size
+    gates = 2 * load.tokens * model.num_shared_experts * model.moe_intermediate_size
+    keys = 2 * load.tokens * attention.num_heads * attention.qk_nope_head_dim
+    kept = sum(layer_activation_bytes(model, 5, load).values())
+    assert 60 * (kept + outputs + products - gates - keys) / GIB == pytest.approx(131.0, abs=0.3)
+    assert 60 * outputs / GIB == pytest.approx(26.3, abs=0.1)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -208,8 +210,8 @@ def test_gathered_context_keeps_whole_rows_of_keys_and_values() -> None:
     load = TokenLoad.of(config, mesh, plan_batch(config, mesh))
     assert load.kv_tokens == 2 * load.tokens
     halves = replace(load, kv_tokens=load.tokens)
-    extra = layer_activation_bytes(config.model, 0, load, 4, FUSED)["attention"]
-    extra -= layer_activation_bytes(config.model, 0, halves, 4, FUSED)["attention"]
+    extra = layer_activation_bytes(config.model, 0, load)["attention"]
+    extra -= layer_activation_bytes(config.model, 0, halves)["attention"]
     attention = config.model.attention
     assert extra == 4 * load.tokens * 2 * attention.num_kv_heads * attention.head_dim
 

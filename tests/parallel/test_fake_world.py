@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from automoe.config.compose import compose_config
 from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.validate import validate
-from automoe.cost.memory import local_numel, stage_params
+from automoe.cost.memory import local_numel
+from automoe.cost.params import stage_params
 from automoe.cost.plan import make_plan
 from automoe.parallel.fake_world import fake_world, local_shards
 from automoe.parallel.fsdp import defer

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, rank_groups, resolve_mesh
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
@@ -28,22 +28,21 @@ def axis_groups(mesh: dict[str, int]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_groups_equal_the_device_meshes(ranks: RankPool, mesh: dict[str, int]) -> None:
-    computed = rank_groups(MeshConfig(**mesh))
+    shape = resolve_mesh(MeshConfig(**mesh), None)
     for rank, built in enumerate(ranks.run(axis_groups, 8, mesh)):
         assert built, "a mesh of eight ranks has an axis larger than one"
         for axis, group in built.items():
             view = "default" if axis in DEFAULT_AXES else "moe"
-            assert [g for g in computed[view][axis] if rank in g] == [group]
+            assert [g for g in shape.groups(view, axis) if rank in g] == [group]
 
 
 @pytest.mark.parametrize("rank", [0, 77, 1023])
 def test_groups_of_a_thousand_ranks(rank: int) -> None:
     mesh = dict(pp=4, dp_replicate=2, dp_shard=16, cp=2, tp=4, ep=32, etp=2)
     shape = resolve_mesh(MeshConfig(**mesh), None)
-    computed = rank_groups(MeshConfig(**mesh))
     with fake_world(rank, shape.world_size):
         meshes = build_meshes(shape, torch.device("cpu"))
         for axis in ("pp", "dp_shard", "cp", "tp", "ep_shard", "ep", "etp"):
             view = "default" if axis in DEFAULT_AXES else "moe"
-            mine = [group for group in computed[view][axis] if rank in group]
+            mine = [group for group in shape.groups(view, axis) if rank in group]
             assert mine == [dist.get_process_group_ranks(meshes.group(axis))]
