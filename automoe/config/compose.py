@@ -26,9 +26,8 @@ from automoe.shipped import shipped_folder
 
 DEFAULT_PRIMARY = "config"
 MAX_NAME = 80  # letters of a folder's name
-SWEPT_BY_SWEEPER = (
-    "hydra.sweeper.params."  # what Optuna varies, as text: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
-)
+# What Optuna varies, as text: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
+SWEPT_BY_SWEEPER = "hydra.sweeper.params."
 
 
 # What an option sets in ``Arguments``: without a value, and with one.

@@ -108,7 +108,7 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
 
 
 def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) -> int:
-    fixed = mesh.dp_replicate * mesh.cp * mesh.tp
+    unit = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     if num_ranks is None and mesh.ep_shard != -1:
         num_ranks = mesh.pp * moe_fixed * mesh.ep_shard
     if num_ranks is None:
@@ -118,9 +118,8 @@ def _derive_dp_shard(mesh: MeshConfig, num_ranks: int | None, moe_fixed: int) ->
             "dp_shard=-1 is derived from the number of ranks, and neither launch.num_ranks nor mesh.ep_shard gives it",
             "Set launch.num_ranks or mesh.dp_shard",
         )
-    dp_shard, rest = divmod(num_ranks, mesh.pp * fixed)
+    dp_shard, rest = divmod(num_ranks, unit)
     if rest or dp_shard < 1:
-        unit = mesh.pp * fixed
         below, above = num_ranks // unit * unit, (num_ranks // unit + 1) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(

@@ -43,9 +43,6 @@ from automoe.config.schema import AttentionConfig, Config, ModelConfig, chunk_to
 DELTA_CHUNK = 64
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
 @dataclass(frozen=True)
 class BatchPlan:
     """``rows_*`` are sequences; what is said of experts is the mean, as perfect balance would have it."""
@@ -116,7 +113,7 @@ class TokenLoad:
 
 
 def layer_activation_bytes(
-    model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str] = NOTHING
+    model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str] = frozenset()
 ) -> dict[str, float]:
     """Bytes by component (``norms attention ffn experts router``) of one layer and micro-batch.
 
@@ -162,7 +159,7 @@ def recompute_workspace_bytes(model: ModelConfig, layer: int, load: TokenLoad, r
     def kept(modules: frozenset[str]) -> float:
         return sum(layer_activation_bytes(model, layer, load, modules).values())
 
-    dropped = {name: kept(NOTHING) - kept(frozenset((name,))) for name in recompute}
+    dropped = {name: kept(frozenset()) - kept(frozenset((name,))) for name in recompute}
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     return read + max(dropped.values(), default=0.0)
 

@@ -16,6 +16,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ class AppendLog:
         os.ftruncate(self._fd, kept)
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Writes ``metrics.jsonl``, ``expert_load.jsonl`` and ``environment.json`` of a run directory.
 
     Args:
@@ -160,7 +161,9 @@ class MetricsLog:
         self.run_dir = Path(run_dir)
         self._metrics = AppendLog(self.run_dir / METRICS_FILE, resume_step)
         self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step)
-        self._stride = self._sampled_stride()
+        # Steps between two snapshots; of a resumed run as it was, where the first may be off the grid.
+        sampled = [record["step"] for record in read_jsonl(self._load.path)]
+        self._stride = sampled[2] - sampled[1] if len(sampled) > 2 else 1
         self._last_load: dict[str, Any] | None = None  # newest counts, written at the end if not sampled
         (self.run_dir / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=1) + "\n")
 
@@ -193,16 +196,8 @@ class MetricsLog:
         self._metrics.close()
         self._load.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _sampled_stride(self) -> int:
-        """Steps between the snapshots that a resumed run already has (the first may be off the grid)."""
-        steps = [record["step"] for record in read_jsonl(self._load.path)]
-        return steps[2] - steps[1] if len(steps) > 2 else 1
 
     def _thin(self) -> None:
         """Double the stride, so that a run of any length leaves at most MAX_LOAD_SNAPSHOTS."""

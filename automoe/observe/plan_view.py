@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_names
@@ -34,9 +34,7 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
 
 def _summary(config: Config, plan: Plan) -> Table:
     train, batch, model, cluster = config.train, plan.batch, config.model, config.cluster
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
+    table = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
     ranks = f"{plan.mesh.world_size:,} rank{'s' * (plan.mesh.world_size > 1)}"
     if cluster.memory_bytes:
         ranks += f" = {plan.num_nodes:,} node{'s' * (plan.num_nodes > 1)} of {cluster.gpus_per_node} {cluster.gpu}"
@@ -82,16 +80,17 @@ def _recomputed(config: Config) -> str:
     return f"{text}; {layers or 'every'} layer{'s' if layers else ''}"
 
 
-def _titled(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _titled(title: str, *columns: Column) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+
+
+def _number(heading: str) -> Column:
+    return Column(heading, justify="right")
 
 
 def _params_table(plan: Plan) -> Table:
     params = plan.params
-    table = _titled("parameters")
-    table.add_column("part")
-    table.add_column("count", justify="right")
-    table.add_column("share", justify="right")
+    table = _titled("parameters", Column("part"), _number("count"), _number("share"))
     for part in PARTS:
         if count := params.by_part[part]:
             table.add_row(part.replace("_", " "), _count(count), f"{count / params.total:.1%}")
@@ -102,10 +101,8 @@ def _params_table(plan: Plan) -> Table:
 
 def _rank_table(config: Config, plan: Plan) -> Table:
     rank, mesh = plan.heaviest, plan.mesh
-    table = _titled(f"memory per rank ({f'heaviest, pp rank {rank.pp_rank}' if mesh.pp > 1 else 'each'})")
-    table.add_column("component")
-    table.add_column("bytes", justify="right")
-    table.add_column("what it is", style="dim")
+    title = f"memory per rank ({f'heaviest, pp rank {rank.pp_rank}' if mesh.pp > 1 else 'each'})"
+    table = _titled(title, Column("component"), _number("bytes"), Column("what it is", style="dim"))
     shards = f"over {mesh.fsdp} ranks"
     if config.model.num_moe_layers:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
@@ -130,9 +127,8 @@ def _rank_table(config: Config, plan: Plan) -> Table:
 
 
 def _stages_table(plan: Plan) -> Table:
-    table = _titled("pipeline ranks")
-    for name in ("pp", "layers", "parameters", "in flight", "state", "gathered", "activations", "peak"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
+    numbers = map(_number, ("parameters", "in flight", "state", "gathered", "activations", "peak"))
+    table = _titled("pipeline ranks", _number("pp"), Column("layers"), *numbers)
     ranks = plan.ranks if len(plan.ranks) <= MAX_ROWS else [*plan.ranks[: MAX_ROWS - 1], plan.ranks[-1]]
     for rank in ranks:
         table.add_row(

@@ -15,6 +15,7 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm, 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from automoe.config.schema import Config
 from automoe.observe.metrics import read_metrics, series
 from automoe.observe.plot_style import (
     BLUE,
@@ -29,9 +30,10 @@ from automoe.observe.plot_style import (
     save,
     say_empty,
 )
-from automoe.observe.summary import short_number
+from automoe.observe.summary import median, short_number
 
 Records = list[dict[str, Any]]
+Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
 WIDE, NARROW = 9.0, 4.6  # inches
 SWEEP_PLOT = "sweep.png"
 MAX_LINES = 8  # layers drawn as lines of their own with a legend
@@ -42,22 +44,16 @@ BALANCE = BALANCE.with_extremes(bad="#d7dbe0")
 
 @rc_context(RC)
 def draw_plots(
-    records: Records,
-    load_steps: np.ndarray,
-    load_counts: np.ndarray,
-    directory: Path,
-    *,
-    grad_clip: float = 0.0,
-    first_moe_layer: int = 0,
+    records: Records, load: tuple[np.ndarray, np.ndarray], directory: Path, config: Config | None = None
 ) -> list[tuple[Path, str]]:
     """Write every plot but the mesh to ``directory``; returns (path, caption) in reading order.
 
     Args:
         records: as ``read_metrics`` returns them.
-        load_steps: [N] and ``load_counts`` [N, L, E]: as ``read_expert_load`` returns them.
-        grad_clip: drawn as a line in the plot of the gradient norm; 0: none.
-        first_moe_layer: model index of the first layer with experts, for the labels.
+        load: as ``read_expert_load`` returns it.
+        config: gives the first layer with experts its number, and the gradient norm a line where it is clipped.
     """
+    grad_clip, first_moe_layer = (config.train.grad_clip, config.model.first_k_dense) if config else (0.0, 0)
     figures = [
         ("loss", "Cross-entropy per trained token; bits per byte of held-out text", _loss(records)),
         ("throughput", "Tokens per second over all ranks", _throughput(records)),
@@ -67,13 +63,13 @@ def draw_plots(
     # Balance losses that were ever on: the others are recorded as 0.
     if keys := sorted({key for record in records for key in record if key.endswith("balance_loss") and record[key]}):
         figures.append(("balance_loss", "Balance losses, with their coefficients", _balance_losses(records, keys)))
-    dense = len(load_steps) > 0 and load_counts.shape[1] == 0
+    steps, counts = load
+    dense = len(steps) > 0 and counts.shape[1] == 0
     if not dense:
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
-        figures.append(("expert_load", caption, _load_heat_map(load_steps, load_counts, first_moe_layer)))
+        figures.append(("expert_load", caption, _load_heat_map(steps, counts, first_moe_layer)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
-        figures.append(("expert_balance", caption, _load_over_time(records, load_steps, load_counts, first_moe_layer)))
-    directory.mkdir(parents=True, exist_ok=True)
+        figures.append(("expert_balance", caption, _load_over_time(records, steps, counts, first_moe_layer)))
     return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]
 
 
@@ -85,33 +81,30 @@ def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
 
 
 def _loss(records: Records) -> Figure:
-    bits = series(records, "val_bits_per_byte")
+    training, validation, bits = (series(records, key) for key in ("loss", "val_loss", "val_bits_per_byte"))
     has_bits = len(bits[0]) > 0
     ratios = [2, 1] if has_bits else [1]
     figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), width_ratios=ratios)
-    _line(axes[0], *series(records, "loss"), BLUE, "training", smooth=True)
-    _points(axes[0], *series(records, "val_loss"), ORANGE, "validation")
+    _line(axes[0], training, BLUE, "training", smooth=True)
+    _points(axes[0], validation, ORANGE, "validation")
     axes[0].set(title="Loss", xlabel="step", ylabel="nats per token")
     _legend(axes[0])
-    _focus(axes[0], [series(records, "loss")[1], series(records, "val_loss")[1]])
+    _focus(axes[0], [training[1], validation[1]])
     if has_bits:
-        _points(axes[1], *bits, ORANGE, "validation")
+        _points(axes[1], bits, ORANGE, "validation")
         axes[1].set(title="Validation bits per byte", xlabel="step")
-        _label_last(axes[1], *bits)
+        _label_last(axes[1], bits)
     return figure
 
 
 def _throughput(records: Records) -> Figure:
     figure, axis = _small("Throughput", "tokens per second")
-    steps, values = series(records, "tokens_per_second")
-    _line(axis, steps, values, BLUE, "per step")
-    if np.isfinite(values).any():
-        median = float(np.median(values[np.isfinite(values)]))
-        label = f"median {short_number(median)}"
-        _, mfu = series(records, "mfu")
-        if np.isfinite(mfu).any():
-            label += f", MFU {100 * np.median(mfu[np.isfinite(mfu)]):.1f}%"
-        axis.axhline(median, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
+    _line(axis, series(records, "tokens_per_second"), BLUE, "per step")
+    if (middle := median(records, "tokens_per_second")) is not None:
+        label = f"median {short_number(middle)}"
+        if (mfu := median(records, "mfu")) is not None:
+            label += f", MFU {100 * mfu:.1f}%"
+        axis.axhline(middle, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
     _legend(axis)
@@ -120,8 +113,8 @@ def _throughput(records: Records) -> Figure:
 
 def _grad_norm(records: Records, grad_clip: float) -> Figure:
     figure, axis = _small("Gradient norm")
-    steps, values = series(records, "grad_norm")
-    _line(axis, steps, values, BLUE, "per step", smooth=True)
+    _, values = norms = series(records, "grad_norm")
+    _line(axis, norms, BLUE, "per step", smooth=True)
     finite = values[np.isfinite(values)]
     if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 20:
         axis.set_yscale("log")
@@ -134,7 +127,7 @@ def _grad_norm(records: Records, grad_clip: float) -> Figure:
 
 def _learning_rate(records: Records) -> Figure:
     figure, axis = _small("Learning rate")
-    _line(axis, *series(records, "lr"), GREEN, "learning rate")
+    _line(axis, series(records, "lr"), GREEN, "learning rate")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     if len(records):
         axis.set_ylim(bottom=0)
@@ -144,7 +137,7 @@ def _learning_rate(records: Records) -> Figure:
 def _balance_losses(records: Records, keys: list[str]) -> Figure:
     figure, axis = _small("Balance losses", "added to the loss")
     for key, colour in zip(keys, (BLUE, ORANGE, GREEN, RED), strict=False):
-        _line(axis, *series(records, key), colour, key.removesuffix("_balance_loss").replace("_", " "))
+        _line(axis, series(records, key), colour, key.removesuffix("_balance_loss").replace("_", " "))
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     _legend(axis)
     return figure
@@ -195,7 +188,7 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
 
 def _load_over_time(records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:
     figure, (axis,) = new_figure(WIDE, 3.6)
-    _line(axis, *series(records, "expert_max_load"), "#d5dbe1", "worst layer", width=5.0)
+    _line(axis, series(records, "expert_max_load"), "#d5dbe1", "worst layer", width=5.0)
     num_layers = counts.shape[1] if len(counts) else 0
     if num_layers:
         load_NL = np.nan_to_num(relative_load(counts).max(axis=-1))
@@ -228,17 +221,9 @@ def _ticks(size: int, first: int, at_most: int) -> tuple[list[int], list[str]]:
     return places, [str(first + place) for place in places]
 
 
-def _line(
-    axis: Axes,
-    steps: np.ndarray,
-    values: np.ndarray,
-    colour: str,
-    label: str,
-    *,
-    smooth: bool = False,
-    width: float = 1.6,
-) -> None:
+def _line(axis: Axes, curve: Curve, colour: str, label: str, *, smooth: bool = False, width: float = 1.6) -> None:
     """A line with gaps at NaN, dots when it is short, marks where a value was not finite, its trend when long."""
+    steps, values = curve
     if not len(steps):
         say_empty(axis, "no step finished yet")
         return
@@ -256,14 +241,15 @@ def _line(
         at_the_bottom = np.full((~finite).sum(), 0.02)
         axis.plot(steps[~finite], at_the_bottom, transform=axis.get_xaxis_transform(), **marks)
     axis.margins(x=0.02)
-    _whole_steps(axis, steps)
+    _whole_steps(axis)
 
 
-def _points(axis: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
+def _points(axis: Axes, curve: Curve, colour: str, label: str) -> None:
+    steps, values = curve
     finite = np.isfinite(values)
     if finite.any():
         axis.plot(steps[finite], values[finite], color=colour, marker="o", markersize=4.5, linewidth=1.2, label=label)
-        _whole_steps(axis, steps)
+        _whole_steps(axis)
 
 
 def _trend(values: np.ndarray) -> np.ndarray:
@@ -277,12 +263,12 @@ def _trend(values: np.ndarray) -> np.ndarray:
     return (sums[high] - sums[low]) / np.maximum(number[high] - number[low], 1)
 
 
-def _whole_steps(axis: Axes, steps: np.ndarray) -> None:
+def _whole_steps(axis: Axes) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     low, high = axis.dataLim.intervalx  # of all that the axis shows, not of the last series alone
-    if len(steps) and low == high:
+    if low == high:
         axis.set_xlim(low - 1, high + 1)
-    elif len(steps):
+    else:
         axis.autoscale(axis="x")
 
 
@@ -297,8 +283,9 @@ def _focus(axis: Axes, values: list[np.ndarray]) -> None:
         axis.set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
 
 
-def _label_last(axis: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+def _label_last(axis: Axes, curve: Curve) -> None:
     """Write the last value on the side of its point that the curve does not come from."""
+    steps, values = curve
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
         return

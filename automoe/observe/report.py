@@ -97,15 +97,7 @@ def _draw(
 
     directory = run_dir / PLOTS_DIR
     directory.mkdir(exist_ok=True)
-    figures = []
-    if records:
-        figures = draw_plots(
-            records,
-            *read_expert_load(run_dir),
-            directory,
-            grad_clip=config.train.grad_clip if config else 0.0,
-            first_moe_layer=config.model.first_k_dense if config else 0,
-        )
+    figures = draw_plots(records, read_expert_load(run_dir), directory, config) if records else []
     meshes = save(draw_mesh(mesh), directory / "mesh.png", crop=True) if mesh else None
     return [_picture(*figure) for figure in figures], _picture(meshes, MESH_CAPTION) if meshes else None
 

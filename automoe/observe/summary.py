@@ -50,26 +50,21 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     """(name, text) of where a run stands after its last recorded step; [] before the first."""
     if not records:
         return []
-    facts: Facts = [("training loss", number(records[-1].get("loss"), 4))]
-    _, val_loss = series(records, "val_loss")
-    _, bits = series(records, "val_bits_per_byte")
-    if len(val_loss):
-        facts.append(("validation loss", number(val_loss[-1], 4)))
-    if len(bits):
-        facts.append(("validation bits per byte", number(bits[-1], 3)))
-    facts.append(("trained tokens", short_number(records[-1].get("tokens"))))
-    facts.append(("tokens per second, median", short_number(median(records, "tokens_per_second"))))
-    if (mfu := median(records, "mfu")) is not None:
-        facts.append(("MFU, median", f"{100 * mfu:.1f}%"))
-    _, memory = series(records, "peak_memory_bytes")
-    if len(memory):
-        facts.append(("peak memory per rank", bytes_text(memory.max())))
-    if (load := records[-1].get("expert_max_load")) != 0:  # of a dense model
-        facts.append(("busiest / mean expert", number(load, 2)))
-    _, seconds = series(records, "step_seconds")
-    if len(seconds):
-        facts.append(("time in steps", duration(float(seconds.sum()))))
-    return facts
+    last, mfu = records[-1], median(records, "mfu")
+    keys = ("val_loss", "val_bits_per_byte", "peak_memory_bytes", "step_seconds")
+    val_loss, bits, memory, seconds = (series(records, key)[1] for key in keys)
+    facts = {
+        "training loss": number(last.get("loss"), 4),
+        "validation loss": number(val_loss[-1], 4) if len(val_loss) else None,
+        "validation bits per byte": number(bits[-1], 3) if len(bits) else None,
+        "trained tokens": short_number(last.get("tokens")),
+        "tokens per second, median": short_number(median(records, "tokens_per_second")),
+        "MFU, median": None if mfu is None else f"{100 * mfu:.1f}%",
+        "peak memory per rank": bytes_text(memory.max()) if len(memory) else None,
+        "busiest / mean expert": None if last.get("expert_max_load") == 0 else number(last.get("expert_max_load"), 2),
+        "time in steps": duration(float(seconds.sum())) if len(seconds) else None,
+    }
+    return [(name, text) for name, text in facts.items() if text is not None]
 
 
 def median(records: list[dict[str, Any]], key: str) -> float | None:

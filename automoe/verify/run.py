@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_WRONG
 
     from automoe.data.prepare import prepare_data
-    from automoe.verify.view import make_console, show_result, show_start, show_verdict, working
+    from automoe.verify.view import make_console, name_of, show_result, show_start, show_verdict
 
     console = make_console()
     show_start(console, runnable, shape, cuts)
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare_data(runnable)
         results = []
         for config_pass in passes(runnable):
-            with working(console, config_pass):
+            with console.status(f"{name_of(config_pass)}: one rank, then the mesh"):  # nothing off a terminal
                 results.append(verify_pass(config_pass, shape, pool))
             show_result(console, results[-1])
     except AutomoeError as error:
@@ -114,13 +114,13 @@ class PassResult:
     """One dtype's comparison of the mesh with one rank.
 
     Attributes:
+        config: as ``passes`` gives it.
+        forced: the mesh repeated the one rank's routing.
         gradient_tolerance: of gradients and their norm; ``tolerance`` is that of everything else.
         compared: every number and tensor, in the order in which a step makes them.
     """
 
-    dtype: str
-    fp8: str
-    experts: str
+    config: Config
     forced: bool
     tolerance: float
     gradient_tolerance: float
@@ -268,7 +268,7 @@ def verify_pass(
     within, for_gradients = tolerances(config, shape)
     if for_gradients > TOLERANCES["float64"]:
         compared = [c for c in compared if c.kind not in AMPLIFIED]
-    return PassResult(train.dtype, train.fp8, config.moe.experts, forced, within, for_gradients, compared)
+    return PassResult(config, forced, within, for_gradients, compared)
 
 
 def loader_rows(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:

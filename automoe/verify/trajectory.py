@@ -17,7 +17,7 @@ from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.moe.recording import recorded_choices
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.mesh import Meshes, build_meshes
+from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.routing import replayed_routing
@@ -95,7 +95,8 @@ def run_trajectory(
     config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
     state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, config.train.seed))
     seen = Trajectory()
-    keeps = keep_tensors and _leads_its_stage(meshes)
+    leads_its_stage = all(meshes.coordinate(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
+    keeps = keep_tensors and leads_its_stage
     for step in range(steps):
         batch = batches(config, step, meshes.dp_rank, shape.dp)
         forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank] if forced else replayed_routing(config, batch, step)
@@ -122,10 +123,6 @@ def run_trajectory(
             seen.parameters = final
             seen.biases = {name: buffer for name, buffer in buffers.items() if name.endswith("expert_bias")}
     return seen
-
-
-def _leads_its_stage(meshes: Meshes) -> bool:
-    return all(meshes.coordinate(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
 
 
 def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:

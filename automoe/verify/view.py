@@ -6,8 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
@@ -34,10 +33,8 @@ def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tu
             )
         else:
             console.print("Changed to run here:")
-        table = Table(box=None, padding=(0, 2), header_style="dim")
-        table.add_column("key")
-        table.add_column("configured", justify="right")
-        table.add_column("here", justify="right")
+        columns = "key", Column("configured", justify="right"), Column("here", justify="right")
+        table = Table(*columns, box=None, padding=(0, 2), header_style="dim")
         for cut in cuts:
             table.add_row(*map(str, cut))
         console.print(table, "")
@@ -55,24 +52,15 @@ def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tu
     )
 
 
-def working(console: Console, config: Config) -> Status:
-    """A sign of life while both runs take their time; nothing off a terminal."""
-    return console.status(f"{_name(config.train.dtype, config.train.fp8)}: one rank, then the mesh")
-
-
 def show_result(console: Console, result: PassResult) -> None:
     """One row a kind of quantity: how many, the worst of them, and whether it is within tolerance."""
     routing = "routing repeated from the reference" if result.forced else "own routing"
     tolerance = f"{result.tolerance:g}"
     if result.gradient_tolerance != result.tolerance:
         tolerance += f" (gradients {result.gradient_tolerance:g})"
-    title = f"{_name(result.dtype, result.fp8)}, experts {result.experts}, {routing}, tolerance {tolerance}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("quantity")
-    table.add_column("compared", justify="right")
-    table.add_column("worst error", justify="right")
-    table.add_column("of")
-    table.add_column("")
+    title = f"{name_of(result.config)}, experts {result.config.moe.experts}, {routing}, tolerance {tolerance}"
+    columns = "quantity", Column("compared", justify="right"), Column("worst error", justify="right"), "of", ""
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     by_kind: dict[str, list[Comparison]] = {}
     for comparison in result.compared:
         by_kind.setdefault(comparison.kind, []).append(comparison)
@@ -97,5 +85,7 @@ def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) 
         console.print(f"[green bold]EQUAL[/]  all {compared} are those of one rank")
 
 
-def _name(dtype: str, fp8: str) -> str:
+def name_of(config: Config) -> str:
+    """What one of the passes computes in."""
+    dtype, fp8 = config.train.dtype, config.train.fp8
     return dtype if fp8 == "off" else f"{dtype} around {fp8} 8-bit products"

@@ -7,9 +7,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-import automoe.parallel.parallelize  # noqa: F401 -- registers the experts of other packages
 from automoe.config import schema
-from automoe.config.rules_kernels import ELEMENT_BYTES
+from automoe.config.rules_kernels import ELEMENT_BYTES, FOREIGN_EXPERTS
 from automoe.cost.memory import DTYPE_BYTES
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES
@@ -27,7 +26,7 @@ from automoe.verify.run import TOLERANCES
     [
         (schema.ModelConfig, "family", FAMILIES),
         (schema.MoEConfig, "dispatcher", DISPATCHERS),
-        (schema.MoEConfig, "experts", BACKENDS),
+        (schema.MoEConfig, "experts", [*BACKENDS, *FOREIGN_EXPERTS]),
         (schema.MoEConfig, "gate", ["learned", *GATES]),
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
         (schema.ParallelConfig, "schedule", SCHEDULES),

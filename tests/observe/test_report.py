@@ -179,7 +179,7 @@ def test_the_heat_map_is_brightest_where_the_load_is(tmp_path):
     counts[0, 1] = [0, 0, 0, 0, 0, 80, 0, 0]
     assert relative_load(counts)[0, 1, 5] == 8.0
     records = [{"step": 1, "loss": 1.0}]
-    draw_plots(records, np.array([1]), counts, tmp_path)
+    draw_plots(records, (np.array([1]), counts), tmp_path)
     with Image.open(tmp_path / "expert_load.png") as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)
     plot = pixels[:, : int(0.75 * pixels.shape[1])]  # without the colour bar

@@ -89,8 +89,8 @@ def test_both_dtypes_of_a_right_mesh_are_equal(ranks: RankPool, small: list[str]
     config, shape, cuts = make_runnable(compose_config(overrides=small))
     assert shape.describe("moe") == "ep2" and cuts == []
     exact, own = (verify_pass(each, shape, ranks) for each in passes(config))
-    assert (exact.dtype, exact.experts, exact.forced) == ("float64", "loop", False)
-    assert (own.dtype, own.experts, own.forced) == ("float32", "grouped_mm", True)
+    assert (exact.config.train.dtype, exact.config.moe.experts, exact.forced) == ("float64", "loop", False)
+    assert (own.config.train.dtype, own.config.moe.experts, own.forced) == ("float32", "grouped_mm", True)
     for result in (exact, own):
         assert not result.different, str(result.different[0])
         kinds = [c.kind for c in result.compared]
@@ -141,7 +141,8 @@ def test_eight_bits_are_held_to_one_rank_in_float64_and_loosened_below(ranks: Ra
     config, shape, _ = make_runnable(compose_config(overrides=eight))
     exact, around, own = passes(config)
     result = verify_pass(around, shape, ranks)
-    assert (result.dtype, result.fp8, result.experts) == ("float64", "tensorwise", "grouped_mm")
+    train = result.config.train
+    assert (train.dtype, train.fp8, result.config.moe.experts) == ("float64", "tensorwise", "grouped_mm")
     assert (result.tolerance, result.gradient_tolerance) == (1e-10, 1e-10) and not result.different
     assert "updated parameter" in {c.kind for c in result.compared}
     assert verify_pass(around, shape, ranks, run=ranks_alone).different
