@@ -19,6 +19,8 @@ from automoe.config.plugins import load_plugins
 from automoe.errors import AutomoeError, CheckpointError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from automoe.config.schema import Config
     from automoe.hf.files import Written
     from automoe.model.decoder import Decoder
@@ -66,59 +68,51 @@ def export_run(
 
 
 def _load_run(run_dir: Path, config: Config) -> Decoder:
-    """The whole model of a run, with its newest weights."""
+    """The whole model of a run, with its newest weights.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged; which older ones to take instead is not decided here.
+    """
+    from automoe.checkpoint.folder import FOLDER, committed_steps
+    from automoe.checkpoint.manifest import damage
     from automoe.hf.read import load_hf
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import build_decoder
 
-    step_dir = _newest_step(run_dir)
-    exported = run_dir / "hf"
-    if step_dir is None:
-        if not (exported / "config.json").is_file():
+    steps, exported = committed_steps(run_dir / FOLDER), run_dir / "hf"
+    newest = run_dir / FOLDER / steps[-1] if steps else None
+    if newest is not None:
+        if (problem := damage(newest)) is not None:
             raise CheckpointError(
-                f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
-                "Train it with checkpoint.every=N or checkpoint.export_hf=true"
+                f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
+    elif (exported / "config.json").is_file():
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
+    else:
+        raise CheckpointError(
+            f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
+            "Train it with checkpoint.every=N or checkpoint.export_hf=true"
+        )
     # Nothing is computed, so the backends that trained it need not be here.
     moe = replace(config.moe, experts="loop")
     model = build_decoder(config.model, moe, PARAM_DTYPES[config.train.dtype])
     model.to_empty(device="cpu")
-    if step_dir is None:
+    if newest is None:
         load_hf(model, exported)
     else:
-        _load_step(model, step_dir)
+        load_step(model, newest)
     return model
 
 
-def _newest_step(run_dir: Path) -> Path | None:
-    """The newest training checkpoint, or None where there is none.
-
-    Raises:
-        CheckpointError: it is damaged; which older one to take instead is not decided here.
-    """
-    from automoe.checkpoint.folder import FOLDER, committed_steps
-    from automoe.checkpoint.manifest import damage
-
-    steps = committed_steps(run_dir / FOLDER)
-    if not steps:
-        return None
-    newest = run_dir / FOLDER / steps[-1]
-    if (problem := damage(newest)) is not None:
-        raise CheckpointError(
-            f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
-        )
-    return newest
-
-
-def _load_step(model: Decoder, step_dir: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+def load_step(model: nn.Module, step_dir: Path) -> None:
+    """Fill a whole model from a training checkpoint, in this process alone. Raises ``CheckpointError``."""
+    from automoe.checkpoint.reader import StepReader
 
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-        dcp.load(tensors, checkpoint_id=step_dir, no_dist=True)
+        StepReader(step_dir).load(tensors, no_dist=True)
 
 
 def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
@@ -133,7 +127,9 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     parser.add_argument("--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published")
     parser.add_argument("--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
-    parser.add_argument("--plugins", type=_names, default=[], metavar="A,B", help="modules that the model needs")
+    parser.add_argument(
+        "--plugins", type=lambda text: text.split(","), default=[], metavar="A,B", help="modules that the model needs"
+    )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -152,10 +148,6 @@ def report(write: Callable[[], Written], plugins: list[str]) -> int:
         return 2
     print(f"saved {written}")
     return 0
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _positive(text: str) -> float:

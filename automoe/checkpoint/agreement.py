@@ -9,38 +9,35 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.errors import AutomoeError, CheckpointError, SaveError
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Failure:
+def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
     """What an action raised on one rank, as an error that travels (not all pickle) and says the same on every rank."""
-
-    rank: int
-    error: Exception  # OSError, CheckpointError, else RuntimeError
-
-    @staticmethod
-    def of(rank: int, error: BaseException) -> Failure:
-        if isinstance(error, OSError):
-            file = f" ({error.filename})" if error.filename else ""
-            reason = f"{error.strerror or error}{file} on rank {rank}"
-            return Failure(rank, OSError(error.errno or errno.EIO, reason))
-        if isinstance(error, AutomoeError):
-            return Failure(rank, CheckpointError(str(error)))
-        return Failure(rank, RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
+    if isinstance(error, OSError):
+        file = f" ({error.filename})" if error.filename else ""
+        return OSError(error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}")
+    if isinstance(error, AutomoeError):
+        return CheckpointError(str(error))
+    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def worst(failures: Iterable[Failure]) -> Exception:
-    """The error that decides for all ranks: one that is no write error if there is any, of the lowest rank."""
-    return min(failures, key=lambda failure: (isinstance(failure.error, OSError), failure.rank)).error
+def worst(errors: Iterable[Exception]) -> Exception:
+    """Of the errors of some ranks, in their order, the one that decides for all: the first that is no write error."""
+    return min(errors, key=lambda error: isinstance(error, OSError))
+
+
+def dcp_error(error: CheckpointException) -> Exception:
+    """What torch.distributed.checkpoint wraps (not in an ``Exception``), as one error, the same on every rank."""
+    return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
 
 class Ranks:
@@ -72,9 +69,8 @@ class Ranks:
         outcomes: list[Any] = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(outcomes, mine, group=self.group)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        if failures:
-            raise worst(failures) from own
+        if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+            raise worst(errors) from own
         return outcomes
 
     def lead(self, action: Callable[[], T]) -> T:
@@ -87,8 +83,8 @@ class Ranks:
         box: list[Any] = [outcome]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=self.group)
-        if isinstance(box[0], Failure):
-            raise box[0].error from own
+        if isinstance(box[0], Exception):
+            raise box[0] from own
         return box[0]
 
     def share(self, sizes: dict[str, int]) -> list[str]:
@@ -103,11 +99,11 @@ class Ranks:
         return mine
 
 
-def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
+def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Exception, Exception | None]:
     try:
         return action(), None
     except Exception as error:  # the others wait for an answer, whatever it is
-        return Failure.of(rank, error), error
+        return for_all(rank, error), error
 
 
 def save_error(error: OSError, step: int, newest: str | None) -> SaveError:

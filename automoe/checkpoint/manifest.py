@@ -12,7 +12,7 @@ from typing import Any
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import FileFacts, sha256, write_durably
 from automoe.config.convert import config_to_dict
-from automoe.config.frozen import GOES_ON, flat
+from automoe.config.frozen import GOES_ON, describe, flat
 from automoe.config.schema import Config, ModelConfig
 from automoe.errors import CheckpointError
 
@@ -90,14 +90,13 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     Raises:
         CheckpointError: the fields that differ, with both values.
     """
-    then, now = flat(asdict(ModelConfig())) | flat(saved["model"]), flat(config_to_dict(config)["model"])
-    for fields in (then, now):
-        del fields["hf_path"]  # where the first weights came from does not shape the model
-    differing = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
-    if differing:
-        listed = "; ".join(f"model.{key} was {then.get(key)}, is {now.get(key)}" for key in differing)
+    then = flat(asdict(ModelConfig()), "model.") | flat(saved["model"], "model.")
+    now = flat(config_to_dict(config)["model"], "model.")
+    keys = sorted((then.keys() | now.keys()) - {"model.hf_path"})  # where weights came from does not shape the model
+    changed = {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
+    if changed:
         raise CheckpointError(
-            f"{step_dir} holds another model: {listed}. Set them back, choose a new run_dir, or start over "
+            f"{step_dir} holds another model: {describe(changed, most=len(changed))}. Set them back, choose a new run_dir, or start over "
             "with checkpoint.resume=never"
         )
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from automoe.checkpoint.agreement import dcp_error
 from automoe.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -32,7 +34,7 @@ _ALLOWED = {  # what torch writes into the file; none of these does more than ho
 
 
 class StepReader(dcp.FileSystemReader):
-    """The reader of one step directory, for ``dcp.load``.
+    """The reader of one step directory.
 
     Raises:
         CheckpointError: the step names code, an entry that is no tensor, or a file outside of its directory.
@@ -58,6 +60,17 @@ class StepReader(dcp.FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def load(self, tensors: dict[str, torch.Tensor], **ranks: Any) -> None:
+        """Fill ``tensors`` with those of these names; ``ranks``: ``process_group`` or ``no_dist`` of ``dcp.load``.
+
+        Raises:
+            CheckpointError: on every rank alike: they cannot be read, or one is not there.
+        """
+        try:
+            dcp.load(tensors, storage_reader=self, **ranks)
+        except CheckpointException as error:
+            raise CheckpointError(f"{self.path} cannot be loaded: {dcp_error(error)}") from None
 
 
 class _Unpickler(pickle.Unpickler):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from automoe.checkpoint.agreement import Failure, Ranks, save_error, worst
+from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
 from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
 from automoe.checkpoint.folder import (
     FOLDER,
@@ -112,7 +112,7 @@ class CheckpointStore:
             SaveError: it cannot be written, on whichever rank; on every rank alike.
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
-        return self._write(state.tensors() | _generator_tensors(), self._content(state, val_loss), state.step)
+        return self._write(state.tensors() | _of_this_rank(rng_state()), self._content(state, val_loss), state.step)
 
     def begin(self, state: TrainState, val_loss: float | None = None) -> None:
         """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
@@ -124,7 +124,7 @@ class CheckpointStore:
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
-        staged = self._stager.stage(tensors | _generator_tensors(), non_blocking=on_cuda)
+        staged = self._stager.stage(tensors | _of_this_rank(rng_state()), non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()  # until the copies are complete
         # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its thread: it would take
@@ -167,14 +167,13 @@ class CheckpointStore:
             "step": state.step,
             "counters": state.counters(),
             "config": config_to_dict(self.config),
-            "generators": self._generators(),
+            "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         }
 
-    def _generators(self) -> dict[str, Any]:
-        """Whose random generators a checkpoint holds: those of a rank mean something on this mesh alone."""
-        mesh = [list(self.shape.sizes(view)) for view in ("default", "moe")]
-        return {"mesh": mesh, "names": sorted(rng_state())}
+    def _mesh_sizes(self) -> list[list[int]]:
+        """The mesh that the random generators of a checkpoint belong to: those of a rank mean nothing on another."""
+        return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
         """Write, flush, list, commit, name, delete what is not kept: each by all ranks or by none."""
@@ -210,8 +209,8 @@ class CheckpointStore:
         writer.fs = files = HashingFileSystem(step)
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self.ranks.group)
-        except CheckpointException as error:  # the same on every rank; not an Exception
-            raise _dcp_error(error) from None
+        except CheckpointException as error:
+            raise dcp_error(error) from None
         facts: dict[str, FileFacts] = {}
         for written in self.ranks.all(lambda: files.facts):
             facts |= written
@@ -264,19 +263,14 @@ class CheckpointStore:
         if then:
             self._warn(f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}")
         state.load_counters(manifest["counters"])  # first: it refuses data that changed
-        saved, here = manifest["generators"], self._generators()
-        generators: dict[str, torch.Tensor] = {}
-        if saved["mesh"] == here["mesh"]:
-            both = set(saved["names"]) & set(here["names"])
-            generators = {name: t for name, t in _generator_tensors().items() if name.split(".")[-1] in both}
+        saved, here = manifest["generators"], rng_state()
+        names = saved["names"] if saved["mesh"] == self._mesh_sizes() else []
+        generators = {name: here[name] for name in names if name in here}
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
         tensors = {name: tensor for name, tensor in state.tensors().items() if name not in absent}
-        try:
-            dcp.load(tensors | generators, storage_reader=reader, process_group=self.ranks.group)
-        except CheckpointException as error:
-            raise CheckpointError(f"{step_dir} cannot be loaded: {_dcp_error(error)}") from None
-        set_rng_state({name.split(".")[-1]: tensor for name, tensor in generators.items()})
+        reader.load(tensors | _of_this_rank(generators), process_group=self.ranks.group)
+        set_rng_state(generators)
 
     def _newest_valid(self, folder: Path, own: bool) -> tuple[Path, dict[str, Any]] | None:
         """The newest step that verifies and its manifest; None where there is none at all.
@@ -333,9 +327,9 @@ class CheckpointStore:
             print(f"warning: {text}", flush=True)
 
 
-def _generator_tensors() -> dict[str, torch.Tensor]:
-    """This rank's random generators under names of its own."""
-    return {f"generators.{dist.get_rank()}.{name}": tensor for name, tensor in rng_state().items()}
+def _of_this_rank(generators: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """States of random generators under names of this rank's own."""
+    return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}
 
 
 def _new_stager(pin_memory: bool) -> Any:
@@ -367,11 +361,6 @@ def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None
     if promised != name:
         point_to(folder, name)
     return warnings
-
-
-def _dcp_error(error: CheckpointException) -> Exception:
-    """What torch.distributed.checkpoint wraps, as one error that is the same on every rank."""
-    return worst(Failure.of(rank, wrapped[0]) for rank, wrapped in error.failures.items())
 
 
 # ---------------------------------------------------------------- random generators

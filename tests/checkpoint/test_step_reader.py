@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from automoe.checkpoint.reader import StepReader
 from automoe.errors import CheckpointError
+from automoe.export import load_step
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def refusal(step: Path) -> str:
 
 def test_what_torch_wrote_is_read(step: Path) -> None:
     tensors = {"torch.bfloat16": torch.zeros(6, dtype=torch.bfloat16), "scalar": torch.zeros((), dtype=torch.float64)}
-    dcp.load(tensors, storage_reader=StepReader(step), no_dist=True)
+    StepReader(step).load(tensors, no_dist=True)
     assert tensors["torch.bfloat16"].tolist() == [0, 1, 2, 3, 4, 5] and tensors["scalar"].item() == 3.0
 
 
@@ -53,6 +54,8 @@ def test_code_in_the_index_is_named_and_not_run(step: Path, tmp_path: Path, wher
 
     rewrite(step, lambda metadata: setattr(metadata, where, Attack()))
     assert "names posix.mkdir, which no checkpoint needs" in refusal(step)
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*names posix\.mkdir"):
+        load_step(torch.nn.Linear(1, 1), step)
     assert not (tmp_path / "owned").exists()
 
 
