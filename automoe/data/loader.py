@@ -78,16 +78,13 @@ class Loader:
         self.consumed_rows += self.config.train.global_batch_size
         return batch
 
-    def last_rows(self) -> tuple[int, int]:
-        """First and last row of the global batch that ``next_step`` gave last, in the stream of all ranks."""
-        return self.consumed_rows - self.config.train.global_batch_size, self.consumed_rows - 1
-
-    def documents(self, first_row: int, last_row: int) -> list[str]:
-        """``file`` or ``file:line`` of every document with tokens in these rows of the training stream."""
-        packed = self._split_rows(self.split)
-        found = packed.documents(np.arange(first_row, last_row + 1))
+    def last_batch(self) -> tuple[int, int, list[str]]:
+        """The global batch that ``next_step`` gave last: first and last row, ``file`` or ``file:line`` of its documents."""
+        packed, end = self._split_rows(self.split), self.consumed_rows
+        first = end - self.config.train.global_batch_size
+        found = packed.documents(np.arange(first, end))
         places = np.searchsorted(self.corpus.starts, packed.starts[found], side="right") - 1
-        return [self.corpus.where(int(place)) for place in places]
+        return first, end - 1, [self.corpus.where(int(place)) for place in places]
 
     def validation_batches(self, n: int) -> Iterator[StepBatch]:
         """This rank's part of the first ``n`` global batches of the validation split.

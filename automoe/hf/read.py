@@ -96,6 +96,7 @@ class Range(NamedTuple):
         matrices, rows, cols: half-open ranges in the stored tensor.
         place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be two dims.
         row_unit: stored rows for each index of ``place``'s dim 1.
+        stored: the bytes of its numbers or codes.
     """
 
     shard: LocalShard
@@ -106,6 +107,7 @@ class Range(NamedTuple):
     cols: tuple[int, int]
     place: torch.Tensor
     row_unit: int
+    stored: _Rows
 
     def num_bytes(self, place: torch.Tensor) -> int:
         """Stored bytes of a part of ``place``, without scales."""
@@ -133,11 +135,12 @@ def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
     if len(spans) == 2:
         spans, place = [(0, 1), *spans], place.unsqueeze(0)
     matrices, rows, cols = spans
-    swapped = source.encoding == "mxfp4"  # stored with the last two dims the other way round
-    if swapped:
+    row_unit, stored = 1, _Rows.of(source.data, cols)
+    if source.encoding == "mxfp4":  # the last two dims the other way round: [..., rows, groups, 16 bytes]
         rows, cols, place = cols, rows, place.movedim(1, -1)
-    row_unit = place.shape[2] if swapped and piece.merged else 1
-    return Range(shard, piece.key, source, matrices, rows, cols, place, row_unit)
+        row_unit = place.shape[2] if piece.merged else 1
+        stored = _Rows.of(source.data, (cols[0] // MXFP4_BLOCK, -(-cols[1] // MXFP4_BLOCK)), dims=2)
+    return Range(shard, piece.key, source, matrices, rows, cols, place, row_unit, stored)
 
 
 class Reader:
@@ -179,10 +182,10 @@ class Reader:
             CheckpointError: a file that was there when its header was read is gone, shorter or unreadable.
         """
         for one in ranges:
-            data, stored, place = one.source.data, _Rows.of_data(one), one.place
+            stored, place = one.stored, one.place
             if (  # the stored bytes are those of the place: no buffer
                 one.source.encoding == "plain"
-                and place.dtype == DTYPES[data.dtype]
+                and place.dtype == DTYPES[stored.tensor.dtype]
                 and place.device.type == "cpu"
                 and place[0].is_contiguous()
                 and stored.read == stored.wanted
@@ -202,14 +205,14 @@ class Reader:
             CheckpointError: as ``fill``.
         """
         for one in ranges:
-            for matrix, begin, end, part in one.chunks(CHUNK_BYTES // _Rows.of_data(one).width):
+            for matrix, begin, end, part in one.chunks(CHUNK_BYTES // one.stored.width):
                 use(one, self._numbers(one, matrix, begin, end).view(part.shape), part)
                 self.advance(one.num_bytes(part))
 
     def _numbers(self, one: Range, matrix: int, begin: int, end: int) -> torch.Tensor:
         """[rows, columns] of one matrix."""
         source, (left, right) = one.source, one.cols
-        data = self._rows(one, _Rows.of_data(one), matrix, (begin, end)).view(DTYPES[source.data.dtype])
+        data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.data.dtype])
         if source.scales is None:
             return data
         if source.encoding == "fp8":
@@ -275,13 +278,6 @@ class _Rows(NamedTuple):
         row_bytes, wanted = shape[-dims] * step, (cols[0] * step, cols[1] * step)
         read = (0, row_bytes) if row_bytes - (wanted[1] - wanted[0]) < GAP_BYTES else wanted
         return cls(tensor, shape[-dims - 1], row_bytes, wanted, read)
-
-    @classmethod
-    def of_data(cls, one: Range) -> _Rows:
-        """Numbers or codes of ``one``."""
-        if one.source.encoding == "mxfp4":  # [..., rows, groups, 16 bytes]
-            return cls.of(one.source.data, (one.cols[0] // MXFP4_BLOCK, -(-one.cols[1] // MXFP4_BLOCK)), dims=2)
-        return cls.of(one.source.data, one.cols)
 
     @property
     def width(self) -> int:

@@ -165,8 +165,7 @@ class Run:
         """What the record of a skipped step also says: the reason, and the batch by rows and documents."""
         loader = self.state.loader
         assert loader is not None
-        first, last = loader.last_rows()
-        documents = loader.documents(first, last)
+        first, last, documents = loader.last_batch()
         return {
             "skip_reason": update.skip_reason or "another rank's loss or gradient is not finite",
             "skipped_rows": [first, last],

@@ -113,7 +113,8 @@ class Family:
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {ours: self._value(ours, f, hf, path) for ours, f in self.fields.items()} | self.fixed
         for ours, value in values.items():
-            _set(config, ours, value)
+            group, _, name = ours.rpartition(".")
+            setattr(value_of(config, group) if group else config, name, value)
         if self.dense:
             config.first_k_dense = config.num_layers
         with _readable("numbers of rotary embeddings that are none", path):
@@ -268,11 +269,6 @@ def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> 
 def value_of(config: ModelConfig, key: str) -> Any:
     """The value at a dotted key of ``config``."""
     return attrgetter(key)(config)
-
-
-def _set(config: ModelConfig, key: str, value: Any) -> None:
-    group, _, name = key.rpartition(".")
-    setattr(getattr(config, group) if group else config, name, value)
 
 
 def layer_types(other: str, default: int) -> Field:

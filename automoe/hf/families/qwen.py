@@ -5,7 +5,6 @@ Qwen3-Next's multi-token-prediction module is neither read nor written.
 
 from __future__ import annotations
 
-from automoe.config.schema import ModelConfig
 from automoe.hf.families.family import (
     GQA,
     HEAD_DIM,
@@ -46,17 +45,17 @@ def _read_num_shared(width: int, hf: HFConfig) -> int:
     return width // unit
 
 
-def _write_num_shared(count: int, config: ModelConfig) -> int:
-    return count * config.moe_intermediate_size
-
-
 _ATTENTION = GQA | {"attention.qk_norm": True}
 _LAYERS = {
     "first_k_dense": Field("mlp_only_layers", None, read=_read_leading_dense, write=lambda n, config: list(range(n))),
     "attention.head_dim": HEAD_DIM,
 }
 _SHARED_EXPERTS = {
-    "num_shared_experts": Field("shared_expert_intermediate_size", read=_read_num_shared, write=_write_num_shared)
+    "num_shared_experts": Field(
+        "shared_expert_intermediate_size",
+        read=_read_num_shared,
+        write=lambda count, config: count * config.moe_intermediate_size,
+    )
 }
 
 QWEN2_MOE = Family(

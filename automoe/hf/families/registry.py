@@ -12,18 +12,20 @@ from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
 from automoe.hf.families.family import Family
 
-_SHIPPED = (
-    deepseek_v3.FAMILY,
-    qwen.QWEN3_MOE,
-    qwen.QWEN2_MOE,
-    mixtral.FAMILY,
-    glm4_moe.FAMILY,
-    gpt_oss.FAMILY,
-    qwen.QWEN3_NEXT,
-    llama.FAMILY,
-    qwen.QWEN3,
-)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _SHIPPED}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        deepseek_v3.FAMILY,
+        qwen.QWEN3_MOE,
+        qwen.QWEN2_MOE,
+        mixtral.FAMILY,
+        glm4_moe.FAMILY,
+        gpt_oss.FAMILY,
+        qwen.QWEN3_NEXT,
+        llama.FAMILY,
+        qwen.QWEN3,
+    )
+}
 
 
 def known_families() -> dict[str, Family]:
@@ -86,11 +88,3 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             f"Known ones: {', '.join(families)}",
         )
     return family.read_config(hf, str(path))
-
-
-def check_exportable(config: ModelConfig) -> None:
-    """Raise ``ConfigError`` where the family's config.json cannot say what this model computes.
-
-    Cheap, and worth asking before a run that ends in an export.
-    """
-    family_of(config).write_config(config)
