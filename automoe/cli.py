@@ -47,16 +47,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<11} {what}" for name, what in (COMMANDS | _HERE).items()]
-    return "\n".join(
-        [
-            "automoe COMMAND [options] [key=value ...]",
-            "",
-            *lines,
-            "",
-            "automoe COMMAND --help says more; automoe --version",
-        ]
-    )
+    commands = "\n".join(f"  {name:<11} {what}" for name, what in (COMMANDS | _HERE).items())
+    end = "automoe COMMAND --help says more; automoe --version"
+    return f"automoe COMMAND [options] [key=value ...]\n\n{commands}\n\n{end}"
 
 
 _RECIPE_USAGE = """\

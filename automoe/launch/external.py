@@ -52,10 +52,6 @@ class ExternalLaunch:
     master_port: int
     agent_store: bool  # the launcher itself serves the rendezvous; otherwise rank 0 does
 
-    def variables(self) -> dict[str, str]:
-        """What torch's ``env://`` rendezvous and libraries read."""
-        return {name: str(getattr(self, name.lower())) for name in _TORCHRUN_SETS}
-
 
 def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     """The outer launch that ``env`` describes, or None where this process is to start the ranks.
@@ -69,9 +65,11 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     if "TORCHELASTIC_RUN_ID" in env:
         missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
         if missing:
+            gone = sorted(env.keys() - without_rendezvous(env))
             raise LaunchError(
                 f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']} is set as torchrun sets it, but not "
-                f"{', '.join(missing)}: variables of a launch that is gone. {_unset_hint(env)}"
+                f"{', '.join(missing)}: variables of a launch that is gone. Run `unset {' '.join(gone)}`, or start "
+                "with torchrun"
             )
         numbers = {name.lower(): int(env[name]) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"}
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -127,19 +125,14 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
             socket.create_connection((launch.master_addr, launch.master_port), timeout=timeout_s).close()
             return
         except OSError as error:
-            reason = error
-        if here or not isinstance(reason, ConnectionRefusedError) or time.monotonic() > deadline:
-            break
+            if here or not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the environment says torchrun rank {launch.rank} of {launch.world_size}, but nothing answers at "
+                    f"MASTER_ADDR:MASTER_PORT = {launch.master_addr}:{launch.master_port} ({error}): variables of a "
+                    "launch that is gone. Unset TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+                    "or start with torchrun"
+                ) from None
         time.sleep(0.5)
-    raise LaunchError(
-        f"the environment says torchrun rank {launch.rank} of {launch.world_size}, but nothing answers at "
-        f"MASTER_ADDR:MASTER_PORT = {launch.master_addr}:{launch.master_port} ({reason}): variables of a launch "
-        "that is gone. Unset TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun"
-    )
-
-
-def _unset_hint(env: Mapping[str, str]) -> str:
-    return f"Run `unset {' '.join(sorted(env.keys() - without_rendezvous(env)))}`, or start with torchrun"
 
 
 def run_external(args: Arguments, launch: ExternalLaunch) -> int:
@@ -179,7 +172,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         try:
             store = _open_store(launch)
         except LaunchError as error:
-            runs.report_error(run_dir, error, launch.rank)
+            runs.record_failure(run_dir, runs.error_report(error, launch.rank))
             raise
         store.set(_KEY, json.dumps(message))
         code = _run_as_rank(message, launch, store, run_dir_lost)
@@ -269,7 +262,8 @@ def _run_as_rank(
 def _open_store(launch: ExternalLaunch) -> Store:
     import torch.distributed as dist
 
-    os.environ.update(launch.variables())
+    # What torch's rendezvous and libraries read.
+    os.environ.update({name: str(getattr(launch, name.lower())) for name in _TORCHRUN_SETS})
     try:
         rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S))
         store, _, _ = next(iter(rendezvous))

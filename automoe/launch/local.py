@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -100,7 +100,8 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
 
 
 def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device) -> RunResult:
-    restarts = Restarts(launch.run_dir, config.launch.max_restarts)
+    failures: list[dict[str, Any]] = []
+    limit = config.launch.max_restarts
     earlier = _identity(launch.run_dir / "checkpoints")
     while True:
         result = launch.attempt()
@@ -108,19 +109,26 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
             return result
         if result.error is None or launch.signum is not None:
             break
-        why_not = restarts.refusal(result.error)
-        if why_not is not None:
-            if config.launch.max_restarts:
+        step, number = last_step(launch.run_dir), len(failures) + 1
+        failures.append({"attempt": number, "step": step, "error": result.error})
+        if (why_not := refusal(failures, limit)) is not None:
+            if limit:
                 print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
             break
-        print(restarts.describe(), file=sys.stderr, flush=True)
-        runs.start_again(launch.run_dir, len(restarts.failures))
+        after = "" if step is None else f" after step {step}"
+        print(
+            f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
+            f"starting again from the newest checkpoint: restart {number} of at most {limit}",
+            file=sys.stderr,
+            flush=True,
+        )
+        runs.start_again(launch.run_dir, number)
         if config.checkpoint.resume == "never" and earlier != _identity(launch.run_dir / "checkpoints"):
             # The first attempt has set aside what was there; the next goes on from its checkpoints.
             config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
             save_config(resolved(config, shape, device), launch.run_dir)
-    if config.launch.max_restarts:
-        runs.add_to_status(launch.run_dir, failed_attempts=restarts.failures)
+    if limit:
+        runs.add_to_status(launch.run_dir, failed_attempts=failures)
     return result
 
 
@@ -266,43 +274,24 @@ class _Launch:
         return None
 
 
-@dataclass
-class Restarts:
-    """The failed attempts of one run.
+def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
+    """Why no attempt follows the last of ``failures``; None where one does.
 
     Args:
-        limit: ``launch.max_restarts``.
-
-    Attributes:
         failures: per failed attempt its number, the last step it recorded (None: it kept no record of
             steps) and its first error.
+        limit: ``launch.max_restarts``.
     """
-
-    run_dir: Path
-    limit: int
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-    def refusal(self, error: dict[str, Any]) -> str | None:
-        """Take note that an attempt ended with ``error``; None if another may follow, else why not."""
-        step = last_step(self.run_dir)
-        furthest = max((failure["step"] or 0 for failure in self.failures), default=-1)
-        self.failures.append({"attempt": len(self.failures) + 1, "step": step, "error": error})
-        if error["for_user"] and error["type"] != "LaunchError":
-            return f"{error['type']}: another attempt would end the same way"
-        if len(self.failures) > self.limit:
-            return f"launch.max_restarts={self.limit} is used up"
-        if step is not None and len(self.failures) > 1 and step <= furthest:
-            return f"the last attempt got no further than step {step}, and an earlier one to step {furthest}"
-        return None
-
-    def describe(self) -> str:
-        """The last failure and what follows, for a terminal."""
-        failure = self.failures[-1]
-        after = "" if failure["step"] is None else f" after step {failure['step']}"
-        return (
-            f"attempt {failure['attempt']} failed{after}: {runs.describe_error(failure['error'])}\n"
-            f"starting again from the newest checkpoint: restart {len(self.failures)} of at most {self.limit}"
-        )
+    *before, last = failures
+    error, step = last["error"], last["step"]
+    furthest = max((failure["step"] or 0 for failure in before), default=-1)
+    if error["for_user"] and error["type"] != "LaunchError":
+        return f"{error['type']}: another attempt would end the same way"
+    if len(failures) > limit:
+        return f"launch.max_restarts={limit} is used up"
+    if step is not None and before and step <= furthest:
+        return f"the last attempt got no further than step {step}, and an earlier one to step {furthest}"
+    return None
 
 
 def last_step(run_dir: Path) -> int | None:

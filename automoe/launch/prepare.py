@@ -70,9 +70,9 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
 
     fitting_tokenizer(config)
     if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
-        from automoe.hf.families.registry import check_exportable
+        from automoe.hf.families.registry import family_of
 
-        check_exportable(config.model)
+        family_of(config.model).write_config(config.model)
     return shape
 
 
@@ -91,16 +91,11 @@ def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
     stored, keys = replace(config, model=model), set(leaf_keys())
     for override in overrides:
         key, value = key_of(override), override.partition("=")[2]
-        sizes = ("model.family", "model.num_layers", "model.hidden_size", "model.num_experts")
-        if key == "model" and (
-            other := [size for size in sizes if attrgetter(size)(config) != attrgetter(size)(stored)]
-        ):
-            differing = ", ".join(
-                f"{size}={attrgetter(size)(stored)} and not {attrgetter(size)(config)}" for size in other
-            )
+        compared = (key,) if key.startswith("model.") and key in keys else ()
+        if key == "model":
+            compared = ("model.family", "model.num_layers", "model.hidden_size", "model.num_experts")
+        values = [(one, attrgetter(one)(stored), attrgetter(one)(config)) for one in compared]
+        if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
             rule = f"the checkpoint model.hf_path={path} has {differing}"
-            raise ConfigError(key, value, rule, "Leave model= out, or start from random weights")
-        if key.startswith("model.") and key in keys and attrgetter(key)(config) != attrgetter(key)(stored):
-            rule = f"the checkpoint model.hf_path={path} has {attrgetter(key)(stored)}"
-            raise ConfigError(key, value, rule, f"Leave {key} out, or start from random weights")
+            raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
     return stored

@@ -59,10 +59,7 @@ def init_ranks(
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)
         store.set_timeout(timeout)
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 

@@ -182,11 +182,6 @@ def add_to_status(run_dir: Path, **facts: Any) -> None:
     _replace(run_dir / STATUS_FILE, read_status(run_dir) | facts)
 
 
-def report_error(run_dir: Path, error: BaseException, rank: int | None) -> bool:
-    """Record ``error`` as this run's outcome if it is the first; say whether it was."""
-    return record_failure(run_dir, error_report(error, rank))
-
-
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
     """``error`` as ``status.json`` has it."""
     worker = os.path.join("launch", "worker.py")  # the frames above the recipe say nothing
@@ -206,7 +201,7 @@ def launch_failure(rank: int | None, message: str) -> dict[str, Any]:
 
 
 def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:
-    """Write a failure's report unless an earlier one is there; ``overrule`` replaces that one."""
+    """Write a failure's report unless an earlier one is there, and say so; ``overrule`` replaces that one."""
     target = run_dir / ERROR_FILE
     if overrule:
         target.unlink(missing_ok=True)

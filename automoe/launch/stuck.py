@@ -59,8 +59,9 @@ class Standing:
     asked: int | None = None  # which question this answers
 
     @property
-    def waits(self) -> bool:
-        return self.communicates or bool(self.pending)
+    def waits_in(self) -> str | None:
+        """What it waits in; None: it does not wait."""
+        return str(self.pending[0]) if self.pending else "a send or receive" if self.communicates else None
 
 
 class StuckWatch:
@@ -170,9 +171,9 @@ def who_is_missing(standings: Mapping[int, Standing], num_ranks: int, asking: in
         asking: the rank whose collective is out of time.
     """
     mine = standings[asking]
-    what = str(mine.pending[0]) if mine.pending else "a send or receive"
+    what = mine.waits_in or "a send or receive"
     silent = [rank for rank in range(num_ranks) if rank not in standings]
-    elsewhere = [rank for rank, standing in standings.items() if not standing.waits and rank != asking]
+    elsewhere = [rank for rank, standing in standings.items() if standing.waits_in is None and rank != asking]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
     waiting = "; ".join(_who_waits_where(standings, what))
@@ -195,8 +196,7 @@ def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]
     """One phrase for each thing waited for, that of the asking rank first."""
     groups: dict[str, list[Standing]] = {}
     for standing in standings.values():
-        if standing.waits:
-            what = str(standing.pending[0]) if standing.pending else "a send or receive"
+        if (what := standing.waits_in) is not None:
             groups.setdefault(what, []).append(standing)
     phrases = []
     for what in sorted(groups, key=lambda what: what != first):
@@ -235,20 +235,20 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     for key in first_seen.keys() - found.keys():
         first_seen.pop(key, None)
     ages = {key: now - first_seen.setdefault(key, now) for key in found}
-    return [_pending(found[key], ranks, ages[key]) for key in sorted(found, key=lambda key: (-ages[key], key))]
-
-
-def _pending(entry: Mapping[str, Any], ranks: Mapping[str, list[int]], seconds: float) -> Pending:
-    name, description = entry["process_group"]
-    group = "world" if description == "default_pg" else description.removeprefix("mesh_")
-    return Pending(
-        op=entry["profiling_name"].split(":")[-1],
-        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-        group=group,
-        ranks=ranks.get(name, []),
-        seconds=seconds,
-        timeout_s=entry["timeout_ms"] / 1000,
-    )
+    pending = []
+    for key in sorted(found, key=lambda key: (-ages[key], key)):
+        entry = found[key]
+        name, description = entry["process_group"]
+        one = Pending(
+            op=entry["profiling_name"].split(":")[-1],
+            number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            group="world" if description == "default_pg" else description.removeprefix("mesh_"),
+            ranks=ranks.get(name, []),
+            seconds=ages[key],
+            timeout_s=entry["timeout_ms"] / 1000,
+        )
+        pending.append(one)
+    return pending
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:

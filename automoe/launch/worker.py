@@ -151,12 +151,9 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
 
 
 def _handle_signals(stop: StopRequest, launcher: int | None) -> None:
-    def ask_to_stop(signum: int, frame: object) -> None:
-        # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
-        stop.set()
-
     for number in STOP_SIGNALS:
-        signal.signal(number, ask_to_stop)
+        # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
+        signal.signal(number, lambda signum, frame: stop.set())
     if launcher is not None and sys.platform == "linux":
         # Every rank is in a session of its own: if the launcher dies by SIGKILL nobody else ends them.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

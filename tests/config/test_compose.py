@@ -178,7 +178,7 @@ def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=192"]))
     error = caught.value
-    assert error.key == "model.hidden_size" and f"model.hf_path={tmp_path} has 128" in error.rule
+    assert error.key == "model.hidden_size" and f"model.hf_path={tmp_path} has model.hidden_size=128" in error.rule
     with pytest.raises(ConfigError, match="no config.json"):
         compose(Arguments(overrides=["model.hf_path=/nowhere"]))
 

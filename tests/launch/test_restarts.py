@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from launch_command import TWO_RANKS, Command
 
-from automoe.launch.local import Restarts, last_step
+from automoe.launch.local import last_step, refusal
 from automoe.launch.run_dir import read_status
 
 KILLED = {"rank": 1, "type": "LaunchError", "message": "killed by SIGKILL", "for_user": True, "traceback": []}
 BUG = KILLED | {"type": "ValueError", "for_user": False}
+
+
+def failure(step: int | None, error: dict[str, Any]) -> dict[str, Any]:
+    return {"step": step, "error": error}
 
 
 def reach_step(run_dir: Path, step: int) -> None:
@@ -22,36 +26,32 @@ def reach_step(run_dir: Path, step: int) -> None:
 
 
 def test_attempts_follow_while_each_gets_further(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, limit=2)
+    failures = []
     for step, error in ((3, KILLED), (5, BUG)):
         reach_step(tmp_path, step)
-        assert restarts.refusal(error) is None
-        assert f"after step {step}" in restarts.describe()
-    reach_step(tmp_path, 7)
-    assert restarts.refusal(KILLED) == "launch.max_restarts=2 is used up"
-    assert [failure["step"] for failure in restarts.failures] == [3, 5, 7]
+        failures.append(failure(last_step(tmp_path), error))
+        assert refusal(failures, limit=2) is None
+    assert refusal([*failures, failure(7, KILLED)], limit=2) == "launch.max_restarts=2 is used up"
+    assert [one["step"] for one in failures] == [3, 5], "the step that a kill cut off does not count"
 
 
 @pytest.mark.parametrize("step", [4, 5])
-def test_an_attempt_that_gets_no_further_is_the_last(tmp_path: Path, step: int) -> None:
-    restarts = Restarts(tmp_path, limit=9)
-    reach_step(tmp_path, 5)
-    assert restarts.refusal(BUG) is None
-    reach_step(tmp_path, step)
-    refusal = restarts.refusal(BUG)
-    assert refusal is not None and f"no further than step {step}, and an earlier one to step 5" in refusal
+def test_an_attempt_that_gets_no_further_is_the_last(step: int) -> None:
+    first = failure(5, BUG)
+    assert refusal([first], limit=9) is None
+    why_not = refusal([first, failure(step, BUG)], limit=9)
+    assert why_not is not None and f"no further than step {step}, and an earlier one to step 5" in why_not
 
 
 def test_a_run_without_a_record_of_steps_has_its_number_of_attempts(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, limit=2)
     assert last_step(tmp_path) is None
-    assert [restarts.refusal(BUG) is None for _ in range(3)] == [True, True, False]
+    failures = [failure(None, BUG)] * 3
+    assert [refusal(failures[:count], limit=2) is None for count in (1, 2, 3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("kind", ["DataError", "CheckpointError", "AutomoeError"])
-def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path, kind: str) -> None:
-    error: dict[str, Any] = KILLED | {"type": kind}
-    assert Restarts(tmp_path, limit=3).refusal(error) is not None
+def test_what_a_person_must_mend_is_not_tried_again(kind: str) -> None:
+    assert refusal([failure(None, KILLED | {"type": kind})], limit=3) is not None
 
 
 @pytest.mark.faults

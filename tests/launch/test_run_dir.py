@@ -28,8 +28,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_the_first_error_is_final(started: Path) -> None:
-    assert runs.report_error(started, raised(ValueError("first")), 3)
-    assert not runs.report_error(started, raised(RuntimeError("connection closed by peer")), 0)
+    assert runs.record_failure(started, runs.error_report(raised(ValueError("first")), 3))
+    assert not runs.record_failure(started, runs.error_report(raised(RuntimeError("connection closed by peer")), 0))
     runs.write_status(started, "done", objective=1.0)
     status = runs.read_status(started)
     assert status["state"] == "failed"
@@ -46,7 +46,7 @@ def test_a_failure_while_another_rank_writes_its_status_is_final(
 
     def fail_first(path: Path, content: dict[str, Any]) -> None:
         if content["state"] == "running":
-            assert runs.report_error(started, raised(ValueError("first")), 1)
+            assert runs.record_failure(started, runs.error_report(raised(ValueError("first")), 1))
         replace(path, content)
 
     monkeypatch.setattr(runs, "_replace", fail_first)
@@ -56,12 +56,12 @@ def test_a_failure_while_another_rank_writes_its_status_is_final(
 
 
 def test_an_error_meant_for_a_person_is_shown_without_a_traceback(started: Path) -> None:
-    runs.report_error(started, raised(DataError("a.jsonl line 3: no JSON")), 0)
+    runs.record_failure(started, runs.error_report(raised(DataError("a.jsonl line 3: no JSON")), 0))
     assert runs.describe_error(runs.read_status(started)["error"]) == "rank 0: DataError: a.jsonl line 3: no JSON"
 
 
 def test_a_new_run_forgets_the_old_outcome_and_keeps_its_files(started: Path) -> None:
-    runs.report_error(started, raised(ValueError("old")), 1)
+    runs.record_failure(started, runs.error_report(raised(ValueError("old")), 1))
     (started / runs.STUCK_FILE).touch()
     (started / "metrics.jsonl").write_text("{}\n")
     runs.start_run(started)
@@ -129,7 +129,7 @@ def test_what_a_run_may_go_on_with_is_said(tmp_path: Path, state: runs.State, sa
 def test_a_folder_in_which_nothing_was_trained_takes_any_run(tmp_path: Path) -> None:
     runs.start_run(tmp_path)
     save_config(Config(), tmp_path)
-    runs.report_error(tmp_path, raised(DataError("no such file")), 0)
+    runs.record_failure(tmp_path, runs.error_report(raised(DataError("no such file")), 0))
     assert runs.check_same_run(tmp_path, Config(train=TrainConfig(seed=3))) == []
 
 
