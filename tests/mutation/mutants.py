@@ -371,8 +371,8 @@ _CHECKPOINT = [
     ),
     (
         "agreement.py",
-        "(isinstance(failure.error, OSError), failure.rank)",
-        "failure.rank",
+        "key=lambda error: isinstance(error, OSError)",
+        "key=lambda error: 0",
         ["tests/checkpoint/test_disk_faults.py::test_ranks_agree_on_what_went_wrong"],
     ),
     (
