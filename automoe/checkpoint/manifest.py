@@ -96,8 +96,8 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     changed = {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
     if changed:
         raise CheckpointError(
-            f"{step_dir} holds another model: {describe(changed, most=len(changed))}. Set them back, choose a new run_dir, or start over "
-            "with checkpoint.resume=never"
+            f"{step_dir} holds another model: {describe(changed, most=len(changed))}. Set them back, choose a new "
+            "run_dir, or start over with checkpoint.resume=never"
         )
 
 

@@ -79,7 +79,7 @@ class Loader:
         return batch
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        """The global batch that ``next_step`` gave last: first and last row, ``file`` or ``file:line`` of its documents."""
+        """First and last row of the step that ``next_step`` gave last; ``file`` or ``file:line`` of its documents."""
         packed, end = self._split_rows(self.split), self.consumed_rows
         first = end - self.config.train.global_batch_size
         found = packed.documents(np.arange(first, end))
