@@ -1,4 +1,4 @@
-"""Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks.
+"""Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks, pipeline stages.
 
 Plans, launchers and error messages need the shape of both meshes before any process group exists;
 ``automoe.parallel.mesh`` builds the DeviceMeshes from the same object, so the two cannot disagree.
@@ -7,6 +7,7 @@ Plans, launchers and error messages need the shape of both meshes before any pro
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from math import prod
 
 from automoe.config.schema import Config, MeshConfig
@@ -186,6 +187,29 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
         and config.optim.master_weights == "stochastic"
         and config.train.global_batch_size == config.train.micro_batch_size
     )
+
+
+def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None) -> list[range]:
+    """Consecutive layers of every pipeline stage, first stage first.
+
+    Args:
+        num_layers: decoder layers in the whole model.
+        num_stages: pp x stages_per_rank.
+        layers_per_stage: explicit sizes; None splits as evenly as it goes, the longer stages first,
+            because the last stage also holds the final norm and the head.
+
+    The rules of a split are in ``automoe.config.validate``.
+    """
+    if layers_per_stage is None:
+        each, longer = divmod(num_layers, num_stages)
+        layers_per_stage = [each + (stage < longer) for stage in range(num_stages)]
+    ends = list(accumulate(layers_per_stage))
+    return [range(end - size, end) for end, size in zip(ends, layers_per_stage, strict=True)]
+
+
+def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:
+    """Stages of every pp rank, in order: stage i lives on pp rank ``i % pp`` for every schedule."""
+    return [[rank + pp * turn for turn in range(stages_per_rank)] for rank in range(pp)]
 
 
 # Presets are named ways to fold attention and experts, scaled to the number of ranks: the strategies that arXiv

@@ -20,7 +20,6 @@ from automoe.config import schema
 from automoe.errors import ConfigError
 from automoe.shipped import load_file
 
-_SECTIONS = {"model": schema.ModelConfig, "moe": schema.MoEConfig, "data": schema.DataConfig}
 # What may be registered under a key. docs/architecture.md has the lines that each of them takes.
 KINDS = {
     "model.family": "automoe.hf.families.family.Family whose model_type is the name",
@@ -46,7 +45,7 @@ def register(key: str, name: str, value: Any) -> None:
     if key not in KINDS:
         raise ConfigError("plugins", key, "nothing can be registered under this key", f"Keys: {', '.join(KINDS)}")
     section, _, leaf = key.partition(".")
-    if name in get_args(get_type_hints(_SECTIONS[section])[leaf]):
+    if name in get_args(get_type_hints(get_type_hints(schema.Config)[section])[leaf]):
         raise ConfigError(key, name, "the name is taken by automoe itself", "Register it under another name")
     earlier = _registered[key].setdefault(name, value)
     if earlier is not value and earlier != value:

@@ -8,13 +8,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from automoe.config.mesh_shape import MeshShape, resolve_mesh, uses_ring
+from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, uses_ring
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config
-from automoe.config.stages import split_layers
 from automoe.errors import ConfigError
 from automoe.shipped import find_recipe
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from automoe.config.mesh_shape import MeshShape, stays_unsharded
+from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
 from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config
-from automoe.config.stages import split_layers, stage_of_rank
 from automoe.cost.activations import (
     BatchPlan,
     TokenLoad,

@@ -61,11 +61,11 @@ class Console:
 
             self._rich = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
 
-    def start(self, *, resume_step: int = 0, notes: Mapping[str, str] | None = None) -> None:
-        """The banner: what trains, on which meshes, with which batch. ``notes`` adds lines, e.g. the device."""
+    def start(self, *, resume_step: int = 0) -> None:
+        """The banner: what trains, on which meshes, with which batch."""
         if not self.enabled:
             return
-        facts = [*describe_run(self.config, self.mesh), *(notes or {}).items()]
+        facts = describe_run(self.config, self.mesh)
         if resume_step:
             facts.append(("resumed", f"after step {resume_step}"))
         facts.append(("run directory", self.config.run_dir))

@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from torch.profiler import profile
 
 from automoe.config.schema import Config
 from automoe.config.validate import parse_profile_steps
@@ -29,22 +30,23 @@ def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) ->
     if window is None:
         yield
         return
-    running: dict[int, Any] = {}  # first step -> the profile; at most one
+    running: dict[int, profile] = {}  # first step -> the profile; at most one
 
     def listener(name: str, step: int | None, edge: str) -> None:
         if name != "step" or step is None:
             return
         if edge == "begin" and not running and window[0] <= step <= window[1]:
-            running[step] = _start()
+            running[step] = profile(record_shapes=True)
+            running[step].start()
         elif edge == "end" and running and step >= window[1]:
             write(str(step))
 
     def write(last: str) -> None:
-        first, profile = running.popitem()
-        profile.stop()
+        first, ended = running.popitem()
+        ended.stop()
         directory = Path(run_dir) / PROFILE_DIR
         directory.mkdir(exist_ok=True)
-        profile.export_chrome_trace(str(directory / f"rank{rank}-steps-{first}-{last}.json.gz"))
+        ended.export_chrome_trace(str(directory / f"rank{rank}-steps-{first}-{last}.json.gz"))
 
     with listening(listener):
         try:
@@ -52,13 +54,3 @@ def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) ->
         finally:
             if running:
                 write("unfinished")
-
-
-def _start() -> Any:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    started = profile(activities=activities, record_shapes=True)
-    started.start()
-    return started

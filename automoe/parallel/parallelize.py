@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from automoe.config.mesh_shape import MeshShape, stays_unsharded
+from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
-from automoe.config.stages import split_layers, stage_of_rank
 from automoe.interop import quack, transformer_engine
 from automoe.model.attention_kernels import attention_fn
 from automoe.model.decoder import Decoder

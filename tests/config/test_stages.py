@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from automoe.config.mesh_shape import split_layers, stage_of_rank
 from automoe.config.schema import Config, MeshConfig
-from automoe.config.stages import split_layers, stage_of_rank
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 

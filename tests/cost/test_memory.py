@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from automoe.config.compose import compose_config
-from automoe.config.mesh_shape import MeshShape, resolve_mesh
+from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from automoe.config.stages import split_layers
 from automoe.cost.activations import TokenLoad, layer_activation_bytes, plan_batch
 from automoe.cost.memory import RankMemory, local_numel, peak_in_flight, plan_memory, rank_actions
 from automoe.cost.params import Param, count_params, stage_params

@@ -61,7 +61,7 @@ def test_the_header_comes_back_and_validations_stand_out(tmp_path):
 def test_a_log_file_gets_plain_text_without_escape_codes(tmp_path):
     config = small_config(tmp_path, steps=3)
     console, out = console_of(config)
-    console.start(notes={"device": "cpu"})
+    console.start()
     run_steps(console, config, 3)
     assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from automoe.config.compose import compose_config
-from automoe.config.stages import split_layers, stage_of_rank
+from automoe.config.mesh_shape import split_layers, stage_of_rank
 from automoe.config.validate import validate
 from automoe.cost.memory import local_numel
 from automoe.cost.params import stage_params
