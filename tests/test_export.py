@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from automoe.checkpoint.files import FileFacts, sha256
+from automoe.checkpoint.manifest import read_manifest, write_manifest
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.compose import compose_config
 from automoe.config.frozen import save_config
@@ -116,6 +120,31 @@ def test_damaged_checkpoint_is_not_exported(
     message = capsys.readouterr().err
     assert "step-4 is damaged" in message and victim.name in message
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_from_somebody_else_runs_no_code(
+    run_dir: Path, tmp_path: Path, ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.run(leave, 4, run_config(run_dir), run_dir, [4], export=False)
+    step = run_dir / "checkpoints" / "step-4"
+
+    class Attack:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    index = step / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    metadata.planner_data = Attack()
+    index.write_bytes(pickle.dumps(metadata))
+    # Whoever writes the files can write the hashes.
+    manifest = read_manifest(step)[0]
+    files = {name: FileFacts(**facts) for name, facts in manifest.pop("files").items()}
+    files[".metadata"] = FileFacts(index.stat().st_size, sha256(index))
+    content = {key: value for key, value in manifest.items() if key not in ("format", "sha256")}
+    write_manifest(step, content, files)
+    assert main([str(run_dir), "--out", str(tmp_path / "out")]) == 2
+    assert "names posix.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert not (tmp_path / "owned").exists() and not (tmp_path / "out").exists()
 
 
 def test_run_without_weights(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
