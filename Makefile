@@ -103,7 +103,7 @@ docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py
 
 docs-config: $(SETUP) ## Write docs/config.md from the schema
-	@$(PY) -m automoe.config.reference > docs/config.md
+	@$(PY) docs/write_config.py
 
 clean: ## Remove what was built and cached; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

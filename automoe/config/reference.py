@@ -1,6 +1,6 @@
 """Every key of the configuration with its type, default and meaning, read from the source of the schema.
 
-``automoe train --help mesh`` shows a section, and ``python -m automoe.config.reference`` prints ``docs/config.md``.
+``automoe train --help mesh`` shows a section; ``docs/write_config.py`` makes ``docs/config.md`` of them all.
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import automoe.config.schema as schema
 from automoe.config.convert import check_key, field_types, type_name
-
-_HEAD = """\
-# Configuration
-
-Every key, its type, its default and what it means. An override is `key=value`; `automoe train --help mesh` shows a
-section in the terminal, and `--print-config` the values that a run would have. Primaries and groups (`conf/`) hold what
-differs from these defaults. This page is made from `automoe/config/schema.py` by `make docs-config`.
-"""
 
 
 @dataclass(frozen=True)
@@ -74,23 +66,6 @@ def help_on(name: str, width: int = 80) -> str:
     return "\n".join(lines).rstrip()
 
 
-def page() -> str:
-    """``docs/config.md``."""
-    parts = [_HEAD]
-    for section, document, keys in sections():
-        if not keys:
-            continue
-        parts.append(f"\n## {section or 'At the top'}\n")
-        if document:
-            parts.append(f"\n{document}\n")
-        parts.append("\n| key | value | default | |\n|---|---|---|---|\n")
-        for key in keys:
-            default = f"`{key.default}`" if key.default else "empty"
-            cells = (f"`{key.name}`", key.kind, default, key.comment)
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return "".join(parts).replace("``", "`")
-
-
 @cache
 def _source() -> dict[str, tuple[str, dict[str, str]]]:
     """Class of the schema -> its docstring, and field -> the comments above it and behind it."""
@@ -133,7 +108,3 @@ def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    print(page(), end="")

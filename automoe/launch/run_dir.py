@@ -164,7 +164,7 @@ def write_status(run_dir: Path, state: State, **facts: Any) -> None:
     yields = state not in ("failed", "starting")
     if yields and (run_dir / ERROR_FILE).exists():
         return
-    _replace(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
+    replace_json(run_dir / STATUS_FILE, {"state": state, "time": time.time(), **facts})
     if yields and (failure := read_failure(run_dir)) is not None:  # written since this looked
         write_status(run_dir, "failed", error=failure)
 
@@ -179,7 +179,7 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
 
 def add_to_status(run_dir: Path, **facts: Any) -> None:
     """Add to a status that is final."""
-    _replace(run_dir / STATUS_FILE, read_status(run_dir) | facts)
+    replace_json(run_dir / STATUS_FILE, read_status(run_dir) | facts)
 
 
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
@@ -227,7 +227,8 @@ def describe_error(report: dict[str, Any]) -> str:
     return text
 
 
-def _replace(path: Path, content: dict[str, Any]) -> None:
+def replace_json(path: Path, content: Any) -> None:
+    """Write a file in one step: a reader sees the old one or the new one."""
     # Machines that share the directory number their processes alike.
     scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     scratch.write_text(json.dumps(content, indent=1) + "\n")

@@ -128,7 +128,7 @@ def _claim(directory: Path, config_name: str, overrides: list[str]) -> None:
         if then != now:
             rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
             raise ConfigError("run_dir", directory, rule, "Name another run_dir, or none: then each sweep has its own")
-    _write(path, {"definition": now, "jobs": _records(directory)})
+    runs.replace_json(path, {"definition": now, "jobs": _records(directory)})
 
 
 def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str) -> int:
@@ -188,7 +188,8 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
     record |= {"label": label or "as configured", "state": "running", "objective": None}
     record["process"] = [socket.gethostname(), os.getpid()]
     earlier, began = _read(path), time.monotonic()
-    _write(path, record)
+    path.parent.mkdir(exist_ok=True)
+    runs.replace_json(path, record)
     print(f"\njob {mine.job.num}: {record['label']}", flush=True)
     try:
         raw: Any = OmegaConf.to_container(composed, resolve=True)
@@ -201,7 +202,7 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
         record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
     ran = not record.pop("earlier", False)
     record["seconds"] = round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")
-    _write(path, record)
+    runs.replace_json(path, record)
     if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
         raise KeyboardInterrupt
     return math.inf if record["objective"] is None else record["objective"]
@@ -285,7 +286,7 @@ def _collect(directory: Path, start: str, stopped: bool) -> list[Record]:
             ended = {"state": "failed", "reason": "its process ended without a result"}
             job |= {"state": "stopped"} if stopped or job["start"] != start else ended
     path = directory / runs.SWEEP_FILE
-    _write(path, {"definition": json.loads(path.read_text())["definition"], "jobs": jobs})
+    runs.replace_json(path, {"definition": json.loads(path.read_text())["definition"], "jobs": jobs})
     return jobs
 
 
@@ -311,10 +312,3 @@ def _read(path: Path) -> Record | None:
         return record if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(scratch, path)
