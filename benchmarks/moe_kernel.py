@@ -25,7 +25,7 @@ from kernel_peers import MUST_RUN, NOT_A_LAYER, PEERS, Absent, Layer, Shape
 from measuring import PEAK, host_syncs, result_file, seconds
 from provenance import commit
 
-from automoe.moe.router import GATES
+from automoe.moe.router import gate_ids
 from automoe.observe.metrics import describe_environment
 
 TOLERANCE = 2e-2  # relative to float32, of the output and of every gradient
@@ -72,7 +72,7 @@ class Inputs:
 def choices(routing: str, shape: Shape, device: torch.device) -> torch.Tensor:
     """Experts [T, K] of one row of T tokens."""
     index = torch.arange(shape.tokens, device=device).unsqueeze(0)
-    return GATES[routing](index, shape.experts, shape.top_k, 0)[0]
+    return gate_ids(routing, index, shape.experts, shape.top_k)[0]
 
 
 @torch.no_grad()

@@ -23,8 +23,7 @@ from automoe.cost.plan import make_plan
 from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
-from automoe.moe.router import GATES as GATE_FNS
-from automoe.moe.router import expert_weights, score_experts
+from automoe.moe.router import expert_weights, gate_ids, score_experts
 from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fsdp import apply_data_parallel
@@ -303,7 +302,7 @@ def _forced_choices(routing: list[str], config: Config) -> Callable[..., Any]:
             return output
         logits, weights, ids = output
         index = torch.arange(logits.shape[0], device=logits.device).view(-1, config.train.seq_len)
-        ids = GATE_FNS["balanced"](index % config.train.seq_len, model.num_experts, ids.shape[-1], 0)
+        ids = gate_ids("balanced", index % config.train.seq_len, model.num_experts, ids.shape[-1])
         ids = ids.flatten(0, 1)
         scores = score_experts(logits.float(), model.router)
         return logits, expert_weights(scores.choice, ids, model.router).to(weights.dtype), ids

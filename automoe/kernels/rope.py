@@ -1,7 +1,7 @@
 """``kernels.rope=triton``: heads are rotated in the pass that copies them, and keys of MLA are joined in one kernel.
 
-    rotate_heads   x [B, S, N, D] -> the same with R dims from ``start`` on turned, laid out in halves
-    join_keys      kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
+    turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on turned, from and to pairs or halves
+    join_keys   kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
 
 Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no sum over views.
 One program sums the gradient of k_rope over heads, in order: a run repeats bit for bit. Angles and products are
@@ -157,39 +157,15 @@ def part_heads(
     tl.store(grad_k_rope + token * TURN + turn, acc, mask=turn < TURN)
 
 
-def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int) -> torch.Tensor:
-    """``automoe.model.rope.rotate`` in one kernel; bfloat16, float16 and float32, on CUDA.
+def turn_dims(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
+) -> torch.Tensor:
+    """``automoe.model.rope.turn_dims`` in one kernel; bfloat16, float16 and float32, on CUDA.
 
     Raises:
         BackendError: tensors on the CPU, or of another dtype.
     """
     check_served(x, *_CHOICES)
-    return _RotateHeads.apply(x, cos, sin, interleaved, start)
-
-
-def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as ``rotate_heads``."""
-    check_served(kv, *_CHOICES)
-    return _JoinKeys.apply(kv, k_rope, nope_dim)
-
-
-class _RotateHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin, interleaved, start):
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.start = interleaved, start
-        return _turn(x, cos, sin, start, interleaved, False, back=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True), None, None, None, None
-
-
-def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
-) -> torch.Tensor:
     x = _dense(x)
     batch, seq_len, num_heads, dim = x.shape
     half = cos.shape[-1]
@@ -203,6 +179,12 @@ def _turn(
             BLOCK_KEPT=triton.next_power_of_2(max(dim - 2 * half, 1)), num_warps=_NUM_WARPS,
         )  # fmt: skip
     return out
+
+
+def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as ``turn_dims``."""
+    check_served(kv, *_CHOICES)
+    return _JoinKeys.apply(kv, k_rope, nope_dim)
 
 
 class _JoinKeys(torch.autograd.Function):

@@ -183,10 +183,3 @@ class LatentAttention(nn.Module):
         kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_BRND, v_BRND = context.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
         return context.rotate(q_BSND, self.nope_dim), k_BRND, v_BRND
-
-
-def build_attention(config: ModelConfig, layer: int, runtime: Runtime) -> nn.Module:
-    """The attention that ``config.attention.kind`` names, as layer number ``layer`` has it."""
-    if config.attention.kind == "mla":
-        return LatentAttention(config, runtime)
-    return GroupedQueryAttention(config, layer, runtime)

@@ -1,20 +1,46 @@
 """One decoder layer: attention and feed-forward, each behind a norm, each added to the residual.
 
-Letters: B rows, s positions of this rank between two blocks (S under tp over its ranks), H hidden.
+Letters: B rows, S positions, s of them on this rank between two blocks (sequence parallelism), H hidden.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
-from automoe.model.attention import AttentionContext, build_attention
+from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
 from automoe.model.delta_net import GatedDeltaNet
-from automoe.model.mlp import MLP
+from automoe.model.linear import Linear
 from automoe.model.runtime import Runtime
+from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (arXiv 2002.05202, eq. 5): down(silu(gate(x)) * up(x)), [B, s, H] -> [B, s, H].
+
+    With ``gated_output`` (Qwen2-MoE's shared expert) the result is multiplied by sigmoid(x @ w), one number
+    a token.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, gated_output: bool = False, sequence: Communicator = SINGLE_RANK
+    ) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
+        self.output_gate = Linear(hidden_size, 1) if gated_output else None
+        self.sequence = sequence
+
+    def forward(self, x_BsH: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.sequence.all_gather(x_BsH)
+        out_BsH = self.sequence.reduce_scatter(self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)))
+        # The gate sees this rank's positions alone, as the result here holds no others.
+        return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
 
 
 class Block(nn.Module):
@@ -26,8 +52,10 @@ class Block(nn.Module):
         self.input_layernorm = runtime.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
             self.linear_attn = GatedDeltaNet(config, runtime)
+        elif config.attention.kind == "mla":
+            self.self_attn = LatentAttention(config, runtime)
         else:
-            self.self_attn = build_attention(config, layer, runtime)
+            self.self_attn = GroupedQueryAttention(config, layer, runtime)
         self.post_attention_layernorm = runtime.norm(hidden, config.norm_eps, config.zero_centered_norms)
         self.mlp: nn.Module
         if layer < config.first_k_dense:

@@ -7,6 +7,7 @@ start from the same numbers (``automoe.counter_random`` over the element's globa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import nn
@@ -35,9 +36,7 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
     if local.numel() == 0:
         return
     assert local.is_contiguous()
-    strides = [1]
-    for size in reversed(parameter.shape[1:]):
-        strides.insert(0, strides[0] * size)
+    strides = [prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
     inner = local[0].numel()
     rows_at_once = max(1, _CHUNK // max(inner, 1))
     within = torch.zeros((), dtype=torch.int64, device=local.device)

@@ -54,13 +54,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        labels_T: torch.Tensor,
-        first_id: int,
-        vocab: Communicator,
-        chunk_fn: ChunkLoss,
+        ctx, x_TH, weight_VH, labels_T, first_id: int, vocab: Communicator, chunk_fn: ChunkLoss
     ) -> torch.Tensor:
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         needs_x, needs_weight = ctx.needs_input_grad[:2]

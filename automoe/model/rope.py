@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -85,24 +86,25 @@ class _Rotation(torch.autograd.Function):
     """The rotation of ``rotate``; its backward is the rotation by minus the angle, laid out as x was."""
 
     @staticmethod
-    def forward(
-        ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int
-    ) -> torch.Tensor:
+    def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., torch.Tensor]) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.start = interleaved, start
-        return _turn(x, cos, sin, start, interleaved, False)
+        ctx.interleaved, ctx.start, ctx.turn = interleaved, start, turn
+        return turn(x, cos, sin, start, interleaved, False, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin, ctx.start, False, ctx.interleaved), None, None, None, None
+        return ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True), None, None, None, None, None
 
 
-def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool
+def turn_dims(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
 ) -> torch.Tensor:
-    """A copy of x with the dims from ``start`` on turned; read, and written, in pairs (2i, 2i+1) or in halves."""
+    """A copy of x with the dims from ``start`` on turned, the other way if ``back``; read, and written, in pairs
+    (2i, 2i+1) or in halves.
+    """
+    sin = -sin if back else sin
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     before, turned, behind = _thirds(x, start, cos)
     out_before, out_turned, out_behind = _thirds(out, start, cos)
@@ -124,7 +126,12 @@ def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
 
 
 def rotate(
-    x_BSND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, start: int = 0
+    x_BSND: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    start: int = 0,
+    turn: Callable[..., torch.Tensor] = turn_dims,
 ) -> torch.Tensor:
     """Rotate R dims of x, from ``start`` on, by the angles; pairs are (2i, 2i+1) or (i, i + P).
 
@@ -135,7 +142,7 @@ def rotate(
         before, turned, behind = _thirds(x_BSND, start, cos)
         first, second = _pairs(turned, interleaved)
         return torch.cat((before, first * cos - second * sin, second * cos + first * sin, behind), dim=-1)
-    return _Rotation.apply(x_BSND, cos, sin, interleaved, start)
+    return _Rotation.apply(x_BSND, cos, sin, interleaved, start, turn)
 
 
 def join_keys(kv_BSND: torch.Tensor, k_rope_BSR: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,4 +185,4 @@ def rope_fns(kernel: str) -> Rope:
     import_backend("triton", "kernels.rope=triton", "Install it, or set kernels.rope=torch")
     from automoe.kernels import rope as rope_kernels
 
-    return Rope(rope_kernels.rotate_heads, rope_kernels.join_keys, torch.float32)
+    return Rope(partial(rotate, turn=rope_kernels.turn_dims), rope_kernels.join_keys, torch.float32)

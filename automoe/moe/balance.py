@@ -130,19 +130,19 @@ class LoadCounter(nn.Module):
         self.totals.zero_()
 
     @torch.no_grad()
-    def add(self, chosen_BE: torch.Tensor, plain_BE: torch.Tensor, losses: list[torch.Tensor]) -> None:
-        """Counts of one micro-batch, and its losses, one for each of ``LOSSES``."""
+    def add(
+        self,
+        chosen_BE: torch.Tensor,
+        plain_BE: torch.Tensor,
+        losses: list[torch.Tensor],
+        dropped_BSK: torch.Tensor | None = None,
+    ) -> None:
+        """Counts of one micro-batch, its losses, one for each of ``LOSSES``, and which choices were dropped, if any."""
         if is_recomputing():
             return  # counted in the forward pass
-        step = torch.cat((chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64)))
-        self.totals[:-1] += step
-
-    @torch.no_grad()
-    def add_dropped(self, kept_BSK: torch.Tensor, valid_BS: torch.Tensor) -> None:
-        """Choices that fit, and tokens that are not padding."""
-        if is_recomputing():
-            return  # as above
-        self.totals[-1] += (valid_BS.unsqueeze(-1) & ~kept_BSK).sum()
+        self.totals[:-1] += torch.cat((chosen_BE.sum(0), plain_BE.sum(0), torch.stack(losses).to(torch.float64)))
+        if dropped_BSK is not None:
+            self.totals[-1] += dropped_BSK.sum()
 
 
 @torch.no_grad()

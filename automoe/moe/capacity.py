@@ -10,7 +10,7 @@ An expert takes at most C = ceil(factor * T * K / E) choices. The scope says whi
 Weights are computed before choices are dropped, and are not renormalised: a token that loses a choice loses that
 expert's term, and one that loses all of them keeps the residual (and the shared experts). Padding takes no capacity.
 Shapes: B rows, S positions of this rank, K top-k, E experts, T tokens of this rank, H hidden; G groups that share
-capacities, N choices of a group; W positions of a whole row; C slots of all experts.
+capacities, N choices of a group; W positions of a whole row; P slots of an expert, C of all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from automoe.config.schema import MoEConfig
 from automoe.moe.communicators import Communicators
-from automoe.moe.dispatch.base import Dispatcher, Experts, sum_to_tokens
+from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_to_tokens
 from automoe.moe.tokens import Tokens
 
 # Weights are compared in multiples of this, and of equal ones the first in the row is served first: equal tokens have
@@ -115,27 +115,23 @@ def dispatch_padded(
     x_TH: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    kept_TK: torch.Tensor,
     experts: Experts,
     num_experts: int,
     capacity: int,
 ) -> torch.Tensor:
-    """What ``dispatcher`` returns for the kept choices, with exactly ``capacity`` rows for every expert.
+    """What ``dispatcher`` returns for choices of which no expert has more than ``capacity``; an id of E is dropped.
 
-    Each slot of each expert goes to the dispatcher as a token with one choice. A slot without a choice reads token 0
-    with weight zero, so it changes no sum and no gradient. No expert is kept more than ``capacity`` times.
+    Every expert gets exactly ``capacity`` rows: each of its slots goes to the dispatcher as a token with one choice.
+    A slot without a choice reads token 0 with weight zero, so it changes no sum and no gradient.
     """
-    num_slots, device = num_experts * capacity, x_TH.device
-    ids = topk_ids_TK.flatten().masked_fill(~kept_TK.flatten(), num_experts)
-    place = rank_within_expert(ids.view(1, -1), num_experts, None).view(-1)
-    slot = torch.where(ids < num_experts, ids * capacity + place, num_slots)
-    choice_C = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
-    choice_C.scatter_(0, slot, torch.arange(len(ids), device=device))  # all dropped ones share the last slot
-    choice_C = choice_C[:-1]
-    filled_C, choice_C = choice_C >= 0, choice_C.clamp_min(0)
+    order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
+    slot_P = torch.arange(capacity, device=x_TH.device)
+    filled_C = (slot_P < counts_E.unsqueeze(1)).flatten()
+    place_C = ((counts_E.cumsum(0) - counts_E).unsqueeze(1) + slot_P).flatten()
+    choice_C = torch.where(filled_C, order_M[place_C.clamp_max(len(order_M) - 1)], 0)
     token_C = choice_C // topk_ids_TK.shape[1]
 
     weights_C1 = torch.where(filled_C, weights_TK.flatten()[choice_C], 0).unsqueeze(1)
-    ids_C = torch.arange(num_experts, device=device).repeat_interleave(capacity, output_size=num_slots)
+    ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(capacity, output_size=len(token_C))
     y_CH = dispatcher(x_TH.index_select(0, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity)
     return sum_to_tokens(y_CH, token_C, x_TH.shape[0])

@@ -98,18 +98,14 @@ class GroupedExperts(nn.Module):
     WIDTH_DIMS = {"w_gate_up": 2, "w_down": 2, "b_gate_up": 2, "b_down": 1}
     ROW_DIMS = {"w_gate_up": 2, "w_down": 1, "b_gate_up": 2, "b_down": 1}
 
-    b_gate_up: nn.Parameter | None
-    b_down: nn.Parameter | None
-
     def __init__(self, config: ModelConfig, backend: ExpertFn) -> None:
         super().__init__()
         num_experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.w_down = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.b_gate_up = self.b_down = None
-        if config.biased_experts:
-            self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width))
-            self.b_down = nn.Parameter(torch.empty(num_experts, hidden))
+        biased = config.biased_experts
+        self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
+        self.b_down = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.first_bias_column = 0  # of b_down, where this rank has some of its columns
         self.hidden_size, self.backend, self.activation = hidden, backend, expert_activation(config)
 

@@ -76,15 +76,12 @@ class MoE(nn.Module):
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch, experts and combine: [B, S, H]."""
         x_TH, ids_TK, weights_TK = (x.flatten(0, 1) for x in (x_BSH, routing.ids, routing.weights))
-        kept_BSK = routing.kept
-        if kept_BSK is None:
-            y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
-        elif self.moe.pad_to_capacity:
+        if routing.kept is not None:
+            ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
+        if routing.kept is not None and self.moe.pad_to_capacity:
             capacity = rows_per_expert(self.moe, tokens, self.comms, ids_TK.shape[1], self.num_experts)
-            chosen = ids_TK, weights_TK, kept_BSK.flatten(0, 1)
-            y_TH = dispatch_padded(self.dispatcher, x_TH, *chosen, self.experts, self.num_experts, capacity)
+            y_TH = dispatch_padded(self.dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity)
         else:
-            ids_TK = ids_TK.masked_fill(~kept_BSK.flatten(0, 1), self.num_experts)
             y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
         return y_TH.view(x_BSH.shape)
 

@@ -69,7 +69,7 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
         columns = self.scaling.gradient_transposed(_spread_rows(grad_RN, place_R, size), grad_scales)
         # Transposed in 8 bits, as in a linear layer: of the numbers that the forward multiplied, not wider ones.
         rows = self.scaling.quantize(_spread_rows(x_RK, place_R, size), x_scales, X)
-        return grouped_weight_product(columns, transposed(rows), ends_E, x_RK.dtype)
+        return grouped_product(columns, transposed(rows), ends_E, x_RK.dtype)
 
 
 def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -110,54 +110,32 @@ def _zero_unowned(rows: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_product(a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a [R, K] @ b[e] [E, N, K].T, each row by its expert's -> [R, N]; rows past the last offset may hold anything.
+    """Each row by its expert's weight, a [R, K] @ b[e] [E, N, K].T -> [R, N], rows past the last offset may hold
+    anything; or over each expert's columns, a [M, R] @ b [N, R].T -> [E, M, N].
 
     Args:
         a: in lines, or with one scale.
-        b: in blocks, or with one scale an expert.
-        offsets_E: int32, end of each expert's rows.
+        b: in blocks, or with one scale an expert; over columns as ``a``.
+        offsets_E: int32, end of each expert's rows or columns. Of columns no expert is empty, and lines end there.
     """
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
         columns = dequantize(b).to(wide).transpose(-2, -1)
         return grouped_mm(dequantize(a).to(wide), columns, offsets_E).to(dtype)
+    by_rows = b.codes.dim() == 3
     if a.tile != WHOLE:
-        from automoe.kernels.fp8 import block_scaled_rows
+        from automoe.kernels.fp8 import block_scaled_rows, block_scaled_weights
 
-        return block_scaled_rows(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
-    scale_a, scale_b = a.scales.view(1).expand(a.codes.shape[0]), b.scales.view(-1, 1).expand(b.codes.shape[:2])
-    return _scaled_grouped_mm(a.codes, b.codes.transpose(-2, -1), scale_a, scale_b, offsets_E, dtype)
-
-
-def grouped_weight_product(a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a [M, R] @ b [N, R].T over each expert's columns -> [E, M, N].
-
-    Args:
-        a, b: in lines, or with one scale.
-        offsets_E: int32, end of each expert's columns, where lines end; no expert is empty.
-    """
-    if not a.codes.is_cuda:
-        wide = torch.promote_types(dtype, torch.float32)
-        return grouped_mm(dequantize(a).to(wide), dequantize(b).to(wide).T, offsets_E).to(dtype)
-    if a.tile != WHOLE:
-        from automoe.kernels.fp8 import block_scaled_weights
-
-        return block_scaled_weights(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
-    num_experts = offsets_E.numel()
-    scale_a, scale_b = (q.scales.view(1).expand(num_experts * q.codes.shape[0]) for q in (a, b))
-    return _scaled_grouped_mm(a.codes, b.codes.T, scale_a, scale_b, offsets_E, dtype)
-
-
-def _scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    offsets_E: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Torch's kernel for Hopper takes only one scale a row (here all rows have the same) and returns bfloat16."""
-    by_row = F.ScalingType.RowWise
+        product = block_scaled_rows if by_rows else block_scaled_weights
+        return product(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
+    # Torch's kernel for Hopper takes only one scale a row (here all rows have the same) and returns bfloat16.
+    if by_rows:
+        scale_a, scale_b = a.scales.view(1).expand(a.codes.shape[0]), b.scales.view(-1, 1).expand(b.codes.shape[:2])
+    else:
+        scale_a, scale_b = (q.scales.view(1).expand(offsets_E.numel() * q.codes.shape[0]) for q in (a, b))
     scale_a, scale_b = (s.clone(memory_format=torch.contiguous_format) for s in (scale_a, scale_b))
-    out = F.scaled_grouped_mm(a, b, scale_a, by_row, scale_b, by_row, offs=offsets_E, output_dtype=torch.bfloat16)
+    of_rows, columns = F.ScalingType.RowWise, b.codes.transpose(-2, -1)
+    out = F.scaled_grouped_mm(
+        a.codes, columns, scale_a, of_rows, scale_b, of_rows, offs=offsets_E, output_dtype=torch.bfloat16
+    )
     return out.to(dtype)

@@ -14,14 +14,6 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class RecomputeContexts:
-    """For one call of a checkpointed function: the contexts of its forward pass and of its recomputation."""
-
-    def __init__(self) -> None:
-        self.saved: list = []
-        self.forward, self.recompute = _Context(self.saved, False), _Context(self.saved, True)
-
-
 class _Context:
     """Entered around one run of the function; the second context once more for each backward of a kept graph."""
 
@@ -34,6 +26,12 @@ class _Context:
 
     def __exit__(self, *_exc: object) -> None:
         _CURRENT.reset(self._token)
+
+
+def recompute_contexts() -> tuple[_Context, _Context]:
+    """For one call of a checkpointed function, made anew: the contexts of its forward pass and of its recomputation."""
+    saved: list = []
+    return _Context(saved, False), _Context(saved, True)
 
 
 # Per thread: on a GPU autograd runs the backward, and so the recomputation, in a thread of its own.

@@ -6,7 +6,6 @@ in place of B and S.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -248,7 +247,7 @@ class Router(nn.Module):
             forced = tokens.forced_ids[:, :, self.moe_index]
             return forced[:, :, 0], forced[:, :, 1]
         if self.moe.gate != "learned":
-            topk_ids_BSK = GATES[self.moe.gate](tokens.index, self.num_experts, self.top_k, self.moe_index)
+            topk_ids_BSK = gate_ids(self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index)
             return topk_ids_BSK, topk_ids_BSK
         return self.select(choice_BSE)
 
@@ -256,51 +255,37 @@ class Router(nn.Module):
         chosen_BE, plain_BE, losses = self.count(scores, routing.ids, routing.plain_ids, tokens)
         if any(loss.requires_grad for loss in losses):
             routing = routing._replace(weights=attach_loss(routing.weights, torch.stack(losses).sum()))
-        self.load.add(chosen_BE, plain_BE, losses)
-        if routing.kept is not None:
-            self.load.add_dropped(routing.kept, tokens.valid)
+        dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
+        self.load.add(chosen_BE, plain_BE, losses, dropped_BSK)
         return routing
 
 
-# Gates of benchmarks: routing of a known shape, the same on every mesh, at every step, for any weights. A token's
-# experts depend on its index in its row and, for zipf, on the layer. Weights still come from the router's scores, so
-# that everything else costs what it costs in training. Arguments: index [B, S], E, K, the layer's number among the
-# MoE layers; result: [B, S, K] int64.
-
-ZIPF_EXPONENT = 1.0
+GATES = ("balanced", "zipf", "one_hot", "empty")
 
 
-def _balanced(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
-    """Round robin over the row's (token, choice) pairs: every expert gets the same, up to one."""
-    slots_BSK = index_BS.unsqueeze(-1) * top_k + torch.arange(top_k, device=index_BS.device)
-    return slots_BSK % num_experts
+def gate_ids(gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, moe_index: int = 0) -> torch.Tensor:
+    """[B, S, K] int64 choices of a benchmark's gate: routing of a known shape, the same on every mesh, at every step.
 
+        balanced  round robin over the row's (token, choice) pairs: every expert gets the same, up to one
+        empty     balanced over all but the last expert, which gets nothing
+        one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
+        zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest is the layer's number mod E
 
-def _empty(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
-    """Balanced over all but the last expert, which gets nothing."""
-    return _balanced(index_BS, num_experts - 1, top_k, layer)
+    Weights still come from the router's scores, so that everything else costs what it costs in training.
 
-
-def _one_hot(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
-    """The worst case: every token to experts 0 ... K-1, on as few ranks as hold them."""
-    return torch.arange(top_k, device=index_BS.device).expand(*index_BS.shape, top_k)
-
-
-def _zipf(index_BS: torch.Tensor, num_experts: int, top_k: int, layer: int) -> torch.Tensor:
-    """K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest expert is the layer's number mod E.
-
-    Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
+    Args:
+        index_BS: of each token in its row.
+        moe_index: the layer's number among the MoE layers.
     """
-    experts_E = torch.arange(num_experts, device=index_BS.device)
-    rank_E = (experts_E - layer) % num_experts + 1
-    bits_BSE = bits_at(index_BS.unsqueeze(-1) * num_experts + experts_E, stream_key(f"zipf.{layer}", 0))
-    noisy_BSE = -ZIPF_EXPONENT * rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
-    return noisy_BSE.topk(top_k, dim=-1).indices
-
-
-GATES: dict[str, Callable[[torch.Tensor, int, int, int], torch.Tensor]] = {
-    "balanced": _balanced,
-    "zipf": _zipf,
-    "one_hot": _one_hot,
-    "empty": _empty,
-}
+    choice_K = torch.arange(top_k, device=index_BS.device)
+    if gate == "one_hot":
+        return choice_K.expand(*index_BS.shape, top_k)
+    if gate == "zipf":
+        experts_E = torch.arange(num_experts, device=index_BS.device)
+        rank_E = (experts_E - moe_index) % num_experts + 1
+        bits_BSE = bits_at(index_BS.unsqueeze(-1) * num_experts + experts_E, stream_key(f"zipf.{moe_index}", 0))
+        # Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
+        noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
+        return noisy_BSE.topk(top_k, dim=-1).indices
+    num_used = num_experts - 1 if gate == "empty" else num_experts
+    return (index_BS.unsqueeze(-1) * top_k + choice_K) % num_used

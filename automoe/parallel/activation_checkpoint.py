@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL, recomputed_modules
 from automoe.config.schema import ParallelConfig
+from automoe.model.block import MLP
 from automoe.model.decoder import Decoder
-from automoe.model.mlp import MLP
 from automoe.moe.layer import MoE
-from automoe.moe.recompute import RecomputeContexts
-from automoe.parallel.discard_outputs import DiscardOutputs, DiscardScope
+from automoe.moe.recompute import recompute_contexts
+from automoe.parallel.discard_outputs import discard_outputs, discard_scope
 
 
 class Recomputed:
@@ -35,8 +35,7 @@ class Recomputed:
     """
 
     def __init__(self, fn: Callable[..., torch.Tensor], to_end: bool = False, saves: bool = False) -> None:
-        self.fn, self.to_end = fn, to_end
-        self.contexts = _contexts if saves else noop_context_fn
+        self.fn, self.to_end, self.saves = fn, to_end, saves
 
     def __call__(self, *args: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():  # of the parts that are compiled none has an FSDP unit or saves
@@ -47,13 +46,8 @@ class Recomputed:
             use_reentrant=False,
             preserve_rng_state=False,  # nothing in a layer draws from a generator's state
             early_stop=not self.to_end,
-            context_fn=self.contexts,
+            context_fn=recompute_contexts if self.saves else noop_context_fn,
         )
-
-
-def _contexts() -> tuple[Any, Any]:
-    contexts = RecomputeContexts()  # of this call: other micro-batches have their own
-    return contexts.forward, contexts.recompute
 
 
 def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
@@ -78,20 +72,20 @@ def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
         if "layernorm" in modules:
             _discard_norms(block)
         if "mla_up_proj" in modules:
-            block.attention.project_up = DiscardOutputs(block.attention.project_up)
+            block.attention.project_up = discard_outputs(block.attention.project_up)
         if modules.intersection(DISCARDED_OUTPUTS):
-            block.forward = DiscardScope(block.forward)
+            block.forward = discard_scope(block.forward)
 
 
 def _discard_norms(block: nn.Module) -> None:
     for norm in (block.input_layernorm, block.post_attention_layernorm):
-        norm.forward = DiscardOutputs(norm.forward)
+        norm.forward = discard_outputs(norm.forward)
     for module in block.modules():
         # What projections keep under tp is gathered: made again, it need not be kept either.
         sequence = getattr(module, "sequence", None)
         if sequence is not None and sequence.num_ranks > 1:
             module.sequence = copy(sequence)
-            module.sequence.all_gather = DiscardOutputs(sequence.all_gather)
+            module.sequence.all_gather = discard_outputs(sequence.all_gather)
     _keep_on_one_stream(block)
 
 

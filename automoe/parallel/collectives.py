@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from automoe.moe.communicators import Communicator
+from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.dispatch.measure import stages_are_timed
 
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -77,6 +77,11 @@ class GroupCommunicator(Communicator):
         x = x.clone()
         dist.all_reduce(x, op, group=self.group)
         return x
+
+
+def communicator(group: dist.ProcessGroup | None) -> Communicator:
+    """That of ``group``; None is this rank alone."""
+    return SINGLE_RANK if group is None else GroupCommunicator(group)
 
 
 class ProcessGroupDispatch:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from automoe.model.block import Block
+from automoe.model.block import MLP, Block
 from automoe.model.decoder import Decoder
-from automoe.model.mlp import MLP
 from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
 from automoe.parallel.collectives import wait_tensor

@@ -8,7 +8,9 @@ its inputs for its own backward pass.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
@@ -18,44 +20,40 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class DiscardScope:
-    """``fn`` as a scope in which outputs of ``DiscardOutputs`` functions are discarded; same arguments, same result."""
+def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as a scope in which outputs of ``discard_outputs`` are discarded; same arguments, same result."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
+    def call(*args: Any) -> Any:
+        with _Hooks() if torch.is_grad_enabled() else nullcontext():
+            return fn(*args)
 
-    def __call__(self, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.fn(*args)
-        with _Hooks():
-            return self.fn(*args)
+    return call
 
 
-class DiscardOutputs:
-    """``fn``, whose outputs are discarded where it is called straight in a ``DiscardScope``.
+def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, whose outputs are discarded where it is called straight in a ``discard_scope``.
 
     Args:
         fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares storage with
             an argument. Run again, it must give the same numbers.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, *args: Any) -> Any:
-        outputs = self.fn(*args)
+    def call(*args: Any) -> Any:
+        outputs = fn(*args)
         hooks = _CURRENT.get()
         # A checkpointed part of the scope keeps nothing, and has hooks of its own.
         if torch.is_grad_enabled() and hooks is not None and _top_hooks() == hooks.pair:
-            hooks.discard(_Recompute(self.fn, args), outputs)
+            hooks.discard(_Recompute(fn, args), outputs)
         return outputs
+
+    return call
 
 
 class _Hooks(saved_tensors_hooks):
     """Saves the way to recompute what is discarded, and the rest as it would have been saved without them."""
 
     def __init__(self) -> None:
-        super().__init__(self._pack, _unpack)
+        super().__init__(self._pack, operator.call)
         self.pair = (self.pack_hook, self.unpack_hook)
         self.outer = _top_hooks()
         # By address of the storage, which no other can have while there is a weak reference to it.
@@ -91,10 +89,6 @@ _CURRENT: ContextVar[_Hooks | None] = ContextVar("discard_outputs", default=None
 
 def _top_hooks() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return saved()
 
 
 def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:

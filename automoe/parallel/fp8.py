@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
+from automoe.model.block import MLP
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
-from automoe.model.mlp import MLP
 from automoe.moe.quantized import QuantizedExperts
+from automoe.parallel.collectives import communicator
 from automoe.parallel.mesh import Meshes
 from automoe.quantize.formats import E4M3, E5M2
 from automoe.quantize.linear import QuantizedProduct
@@ -98,12 +99,7 @@ def _scaling(
 
 
 def _max_over(group: dist.ProcessGroup | None) -> AmaxReduce:
-    def largest(x: torch.Tensor) -> torch.Tensor:
-        if group is not None:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
-        return x
-
-    return largest
+    return communicator(group).all_reduce_max
 
 
 def _check_gpu(capability: tuple[int, int]) -> None:

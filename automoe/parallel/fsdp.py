@@ -7,6 +7,7 @@ nothing depends on how many there are (the reason for the divide factor of one).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,26 +41,20 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig
     reduction and resharding over its micro-batches.
     """
     compute, reduce = COMPUTE_DTYPES[dtype], PARAM_DTYPES[dtype]
-    keep = parallel.reshard == "step"
     # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not here.
     as_is = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")
     for block in model.layers.values():
-        for module in block.modules():
-            if isinstance(module, MoE):
-                fully_shard(
-                    module.experts,
-                    mesh=meshes.expert_fsdp,
-                    mp_policy=as_is,
-                    reshard_after_forward=not keep,
-                    shard_placement_fn=_row_shards(module.experts),
-                )
-                if compute != reduce:
-                    # The router multiplies in float32; in a unit of its own its weight stays unrounded.
-                    fully_shard(module.router, mesh=meshes.fsdp, mp_policy=wide, reshard_after_forward=not keep)
-        fully_shard(block, mesh=meshes.fsdp, mp_policy=dense, reshard_after_forward=not keep)
-    fully_shard(model, mesh=meshes.fsdp, mp_policy=dense, reshard_after_forward=False)
+        if isinstance(block.mlp, MoE):
+            experts, router = block.mlp.experts, block.mlp.router
+            shard(experts, mesh=meshes.expert_fsdp, mp_policy=as_is, shard_placement_fn=_row_shards(experts))
+            if compute != reduce:
+                # The router multiplies in float32; in a unit of its own its weight stays unrounded.
+                shard(router, mp_policy=wide)
+        shard(block, mp_policy=dense)
+    shard(model, mp_policy=dense, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # gloo has no pre-multiplied sum, which any other factor would use.
         module.set_force_sum_reduction_for_comms(True)

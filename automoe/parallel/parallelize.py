@@ -14,10 +14,10 @@ from automoe.model.loss import chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
 from automoe.model.runtime import Runtime
-from automoe.moe.communicators import SINGLE_RANK, Communicator, Communicators
+from automoe.moe.communicators import SINGLE_RANK, Communicators
 from automoe.moe.experts import expert_backend
 from automoe.parallel.activation_checkpoint import apply_recompute
-from automoe.parallel.collectives import GroupCommunicator, wait_tensor
+from automoe.parallel.collectives import communicator, wait_tensor
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
@@ -68,16 +68,12 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
 
 
 def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> Communicators:
-    def over(axis: str) -> Communicator:
-        group = meshes.group(axis)
-        return SINGLE_RANK if group is None else GroupCommunicator(group)
-
-    context = over("cp")
+    context = communicator(meshes.group("cp"))
     return Communicators(
-        sequence=over("tp"),
+        sequence=communicator(meshes.group("tp")),
         context=context,
         keys=context if parallel.context == "gather" else SINGLE_RANK,
-        data=(over("dp_shard"), over("dp_replicate")),
+        data=tuple(communicator(meshes.group(axis)) for axis in ("dp_shard", "dp_replicate")),
     )
 
 

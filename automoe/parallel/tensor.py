@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from automoe.model.attention import GroupedQueryAttention, LatentAttention
+from automoe.model.block import MLP
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
-from automoe.model.mlp import MLP
 from automoe.parallel.mesh import Meshes
 
 # The dim of a weight that is sharded: output features, heads or vocabulary rows, and a bias with them; or input

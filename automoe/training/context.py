@@ -13,28 +13,25 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass
 class StopRequest:
-    """Set by signal handlers, read by everybody.
+    """A flag that signal handlers set and everybody reads.
 
     No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and would wait for ever
     for the lock that the interrupted call holds.
     """
 
-    def __init__(self) -> None:
-        self._is_set = False
+    requested: bool = False
 
     def set(self) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        return self._is_set
+        self.requested = True
 
 
 @dataclass
 class RunContext:
     """Handed to a recipe's ``main(config, shape, context)``.
 
-    ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
+    ``stop`` is requested when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
     different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step. A recipe
     that leaves before its end for that reason sets ``preempted``.
     """
@@ -49,10 +46,8 @@ class RunContext:
 
     def any_rank_stops(self) -> bool:
         """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU memory."""
-        import torch
-        import torch.distributed as dist
+        from automoe.training.stats import max_over_ranks
 
-        flag = torch.tensor([int(self.stop.is_set())], dtype=torch.int32)
-        if self.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        if self.world_size == 1:
+            return self.stop.requested
+        return max_over_ranks(float(self.stop.requested)) == [1.0]

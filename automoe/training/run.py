@@ -200,13 +200,9 @@ class Saver:
         Raises:
             Exception: what ended that save, unless it was a write error.
         """
-        if not self.store.in_flight:
-            return
-        with self._blocking():
-            try:
+        if self.store.in_flight:
+            with self._blocking():
                 self._committed(self.store.poll(wait))
-            except SaveError as error:
-                self._failed(error)
 
     def due(self, step: int, stopping: bool) -> bool:
         """Whether the state after ``step`` is to be saved."""
@@ -222,17 +218,12 @@ class Saver:
             SaveError: the last checkpoint of the run could not be written.
         """
         self.poll(wait=True)
-        with self._blocking():
-            last = self._is_last(state.step, stopping)
-            try:
-                if self.config.checkpoint.async_save and not last:
-                    self.store.begin(state, val_loss)
-                else:
-                    self._committed(self.store.save(state, val_loss))
-            except SaveError as error:
-                if last:
-                    raise
-                self._failed(error)
+        last = self._is_last(state.step, stopping)
+        with self._blocking(last):
+            if self.config.checkpoint.async_save and not last:
+                self.store.begin(state, val_loss)
+            else:
+                self._committed(self.store.save(state, val_loss))
 
     def record(self, step_seconds: float) -> dict[str, Any]:
         """Keys for a step's metrics: what saving cost the loop since the record before.
@@ -257,15 +248,17 @@ class Saver:
         if step_dir is not None:
             self.note(f"checkpoint {step_dir}")
 
-    def _failed(self, error: SaveError) -> None:
-        self.failures += 1
-        self.warn(f"{error}. Training goes on")
-
     @contextmanager
-    def _blocking(self) -> Iterator[None]:
+    def _blocking(self, last: bool = False) -> Iterator[None]:
+        """Times what the loop waits for; a save that could not be written, but the last, is a warning."""
         started = time.perf_counter()
         try:
             yield
+        except SaveError as error:
+            if last:
+                raise
+            self.failures += 1
+            self.warn(f"{error}. Training goes on")
         finally:
             self._blocked_s += time.perf_counter() - started
 

@@ -28,7 +28,7 @@ from automoe.model.attention_kernels import AttentionFn, attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.runtime import Runtime
-from automoe.moe.recompute import RecomputeContexts
+from automoe.moe.recompute import recompute_contexts
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.mesh import Meshes, build_meshes
@@ -66,12 +66,12 @@ def saved_bytes(
         # Not the tensor itself: a node would hold its own output, which holds the node, and neither would ever go.
         return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
 
-    contexts: list[RecomputeContexts] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), contexts_of(contexts):
+    saved: list[list] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), results_kept(saved):
         output = part(x, doc_ids=(index >= SEQ_LEN // 2).long() if documents else None)
     assert output.requires_grad
     # Results saved for a recomputation are kept without autograd.
-    for result in (result for each in contexts for result in each.saved):
+    for result in (result for each in saved for result in each):
         kept.update({tensor.untyped_storage().data_ptr(): tensor for tensor in result})
     return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in ignored)
 
@@ -83,15 +83,15 @@ def meshes_of_one_rank() -> Meshes:
 
 
 @contextmanager
-def contexts_of(seen: list[RecomputeContexts]) -> Iterator[None]:
-    """Adds the contexts of every checkpointed call made meanwhile to ``seen``."""
+def results_kept(seen: list[list]) -> Iterator[None]:
+    """Adds what every checkpointed call made meanwhile saves for its recomputation to ``seen``."""
 
-    class Seen(RecomputeContexts):
-        def __init__(self) -> None:
-            super().__init__()
-            seen.append(self)
+    def watched():
+        contexts = recompute_contexts()
+        seen.append(contexts[0].saved)
+        return contexts
 
-    with patch.object(automoe.parallel.activation_checkpoint, "RecomputeContexts", Seen):
+    with patch.object(automoe.parallel.activation_checkpoint, "recompute_contexts", watched):
         yield
 
 

@@ -9,7 +9,7 @@ import torch
 from device_models import relative, small
 
 from automoe.data.loader import StepBatch
-from automoe.moe.quantized import _spread_rows, grouped_product, grouped_weight_product, whole_tiles
+from automoe.moe.quantized import _spread_rows, grouped_product, whole_tiles
 from automoe.quantize.formats import BLOCK, E4M3, E5M2, LINE, WHOLE, Quantized, dequantize, quantize
 from automoe.quantize.linear import scaled_product
 from tests.support.trajectories import run_trajectory
@@ -65,7 +65,7 @@ def test_grouped_products(device: torch.device, dtype: torch.dtype, tiles: tuple
     place, ends, size = whole_tiles(offsets.to(device), len(x))
     grad = numbers(device, sum(counts), cols, seed=1)
     lines = [quantize(_spread_rows(t, place, size).T, E4M3, tiles[0]) for t in (grad, x)]
-    got = grouped_weight_product(*lines, ends, dtype)
+    got = grouped_product(*lines, ends, dtype)
     starts = [0, *ends.tolist()]
     for expert, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
         expected = exact(lines[0])[:, start:end] @ exact(lines[1])[:, start:end].T

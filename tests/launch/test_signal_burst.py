@@ -19,8 +19,8 @@ stop = StopRequest()
 worker._handle_signals(stop, launcher=None)
 print("listens", flush=True)
 while not Path(sys.argv[1]).exists():
-    stop.is_set()
-sys.exit(0 if stop.is_set() else "the request was lost")
+    pass
+sys.exit(0 if stop.requested else "the request was lost")
 """
 
 

@@ -28,9 +28,9 @@ import automoe.verify.trajectory
 from automoe.config.schema import Config
 from automoe.local_shard import local_shard
 from automoe.model.attention import GroupedQueryAttention
+from automoe.model.block import MLP
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
-from automoe.model.mlp import MLP
 from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automoe.moe.router import GATES
+from automoe.moe.router import GATES, gate_ids
 
 E, K, S = 16, 4, 4096
 
 
 def choices(gate: str, layer: int = 0, size: int = S, top_k: int = K) -> torch.Tensor:
-    return GATES[gate](torch.arange(size).expand(2, size), E, top_k, layer)
+    return gate_ids(gate, torch.arange(size).expand(2, size), E, top_k, layer)
 
 
 def loads(gate: str, layer: int = 0, top_k: int = K) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_a_token_chooses_different_experts_that_exist(gate: str, top_k: int) -> 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_part_of_a_row_chooses_as_the_whole_row_does_there(gate: str) -> None:
     part = torch.arange(1, S, 3).expand(2, -1)
-    assert torch.equal(GATES[gate](part, E, K, 2), choices(gate, 2)[:, 1::3])
+    assert torch.equal(gate_ids(gate, part, E, K, 2), choices(gate, 2)[:, 1::3])
 
 
 def test_balanced_is_exact() -> None:

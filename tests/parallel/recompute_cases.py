@@ -24,7 +24,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import StepBatch
-from automoe.moe.recompute import RecomputeContexts, is_recomputing
+from automoe.moe.recompute import is_recomputing, recompute_contexts
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.discard_outputs import _Recompute
 from automoe.verify.trajectory import Batches, Trajectory
@@ -150,5 +150,5 @@ def made_otherwise_again():
 
 def results_shared_by_all_micro_batches():
     """One memory for all calls of a region: what a cache on a module comes to."""
-    shared = RecomputeContexts()
-    return patch.object(automoe.parallel.activation_checkpoint, "RecomputeContexts", lambda: shared)
+    shared = recompute_contexts()
+    return patch.object(automoe.parallel.activation_checkpoint, "recompute_contexts", lambda: shared)

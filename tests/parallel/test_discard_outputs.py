@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from automoe.parallel.discard_outputs import DiscardOutputs, DiscardScope
+from automoe.parallel.discard_outputs import discard_outputs, discard_scope
 
 WIDTH = 8
 
@@ -24,9 +24,9 @@ class Layer:
         self.weights = [torch.randn(WIDTH, WIDTH, generator=generator).requires_grad_() for _ in range(4)]
         self.first_calls = self.second_calls = 0
         self.storages: list[StorageWeakRef] = []
-        wrap: Callable = DiscardOutputs if discards else lambda fn: fn
+        wrap: Callable = discard_outputs if discards else lambda fn: fn
         self.first, self.second = wrap(self._first), wrap(self._second)
-        self.run = DiscardScope(self._run) if discards else self._run
+        self.run = discard_scope(self._run) if discards else self._run
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
         self.first_calls += 1
@@ -159,7 +159,7 @@ def test_a_compiled_reader_discards_too(x: torch.Tensor) -> None:
         def run(x: torch.Tensor, first=first, reader=reader) -> torch.Tensor:
             return reader(first(x))
 
-        out = DiscardScope(run)(x) if discards else run(x)
+        out = discard_scope(run)(x) if discards else run(x)
         storages.append(layer.storages[0].expired())
         results.append(list(torch.autograd.grad(out.sum(), (x, layer.weights[0]))))
     assert_equal(*results)

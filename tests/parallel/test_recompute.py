@@ -208,12 +208,12 @@ def test_a_backward_pass_may_be_repeated() -> None:
 def test_nothing_of_a_micro_batch_outlives_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref] = []
 
-    class Watched(cases.RecomputeContexts):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(weakref.ref(self.recompute))
+    def watched():
+        contexts = cases.recompute_contexts()
+        made.append(weakref.ref(contexts[1]))
+        return contexts
 
-    monkeypatch.setattr("automoe.parallel.activation_checkpoint.RecomputeContexts", Watched)
+    monkeypatch.setattr("automoe.parallel.activation_checkpoint.recompute_contexts", watched)
     model = decoder(FULL)
     tokens = torch.randint(0, cases.VOCAB, (2, cases.SEQ_LEN))
     loss = model(tokens, labels=tokens).sum()

@@ -333,7 +333,7 @@ def test_kernels_for_blocks_equal_the_emulation(counts: list[int], summed: int, 
     grad = random(len(x), cols, seed=1).flip(0)
     lines = [quantize(quantized._spread_rows(t, place, size).T, E4M3, LINE) for t in (grad, x)]
     got = block_scaled_weights(lines[0].codes, lines[0].scales, lines[1].codes, lines[1].scales, ends, torch.float32)
-    expected = quantized.grouped_weight_product(*lines, ends, torch.float32)
+    expected = quantized.grouped_product(*lines, ends, torch.float32)
     assert_equal_rows(got, expected)
 
 
@@ -372,6 +372,6 @@ def test_torch_takes_the_layouts_of_its_grouped_cuda_products(monkeypatch: pytes
     with FakeTensorMode():
         offsets = torch.empty(5, device="cuda", dtype=torch.int32)
         rows = quantized.grouped_product(fake(300, 64), fake(5, 96, 64, scales=(5, 1, 1)), offsets, torch.float32)
-        weight = quantized.grouped_weight_product(fake(96, 768), fake(64, 768), offsets, torch.bfloat16)
+        weight = quantized.grouped_product(fake(96, 768), fake(64, 768), offsets, torch.bfloat16)
     assert (rows.shape, rows.dtype) == ((300, 96), torch.float32)
     assert (weight.shape, weight.dtype) == ((5, 96, 64), torch.bfloat16)

@@ -34,9 +34,7 @@ class AllGatherDispatcher:
             local_ids_AK = topk_ids_AK - self.first_expert
             elsewhere_AK = (local_ids_AK < 0) | (local_ids_AK >= self.num_local)
             local_ids_AK = local_ids_AK.masked_fill(elsewhere_AK, self.num_local)
-            num_rows = None
-            if rows_per_expert is not None:
-                num_rows = rows_per_expert * self.num_local * self.ep.num_ranks
+            num_rows = None if rows_per_expert is None else rows_per_expert * self.num_local * self.ep.num_ranks
 
         def wait_and_run(x_AH: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
             return experts(self.ep.wait(x_AH), *routing)
