@@ -126,7 +126,7 @@ class Contender:
         dist.barrier()
         with StageTimer(self.device) as timer:
             whole = timed(self.device, self.forward)
-        stages = {name: (seconds.wall, seconds.cpu) for name, seconds in timer.times().items()}
+        stages = timer.times()
         self.forget()
         rest = tuple(max(whole[i] - sum(s[i] for s in stages.values()), 0.0) for i in range(2))
         return {**stages, "router and rest": (rest[0], rest[1])}

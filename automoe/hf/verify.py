@@ -29,7 +29,7 @@ from automoe.hf.read import Range, Reader, load_hf
 from automoe.hf.rewrite import plan_rewrite, rewrite_tensors
 from automoe.hf.shards import EXPORT_DTYPES, Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
-from automoe.moe.recording import recorded_choices
+from automoe.moe.router import recorded_choices
 from automoe.parallel.parallelize import build_decoder
 
 LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen

@@ -2,8 +2,7 @@
 
 The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; this project has not
 run them on a GPU. As in ``automoe.kernels``, the products gather the rows that they read. Besides the arguments,
-only gate and up before the activation are kept for the backward, here interleaved (g0, u0, g1, u1, ...). No
-autotuning: it would start again with every new number of rows.
+only gate and up before the activation are kept for the backward, here interleaved (g0, u0, g1, u1, ...).
 
 Shapes: T rows to read from, R computed rows, E experts of this rank, H hidden, I expert width, J = 2I.
 """
@@ -25,6 +24,7 @@ from automoe.moe.grouped_mm import zero_gradients
 # Of the epilogue that computes gradients: it packs a gate and an up into 32 bits.
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = 9
+FIXED = dict(dynamic_scheduler=False, tuned=False)  # tuning would start again with every new number of rows
 
 
 def experts() -> ExpertFn:
@@ -81,9 +81,8 @@ class _QuackExperts(torch.autograd.Function):
             activation="swiglu",
             cu_seqlens_m=ends,
             A_idx=row_idx_R,
-            dynamic_scheduler=False,
-            tuned=False,
             concat_layout=("B",),
+            **FIXED,
         )
         ctx.save_for_backward(*args, row_idx_R, ends, gate_up_RJ)
         act_RI.mul_(probs_R.unsqueeze(1))
@@ -107,8 +106,7 @@ class _QuackExperts(torch.autograd.Function):
             colvec_scale=probs_R.to(torch.promote_types(probs_R.dtype, torch.float32), copy=True),
             colvec_reduce=True,
             cu_seqlens_m=ends,
-            dynamic_scheduler=False,
-            tuned=False,
+            **FIXED,
         )
         grad_w_down_EHI = _product(ops, grad_out_RH.mT, act_RI, cu_seqlens_k=ends)
         # Transposed, because only the rows of the left operand can be gathered. Gates and ups are interleaved in
@@ -123,4 +121,4 @@ class _QuackExperts(torch.autograd.Function):
 
 def _product(ops: Any, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
     """Each expert's ``left @ right``; cu_seqlens_m are its rows of left, cu_seqlens_k its part of the summed dim."""
-    return ops.gemm(left, right, dynamic_scheduler=False, tuned=False, **options)
+    return ops.gemm(left, right, **options, **FIXED)

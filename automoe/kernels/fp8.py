@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from automoe.kernels.products import _narrow, _rows_of_tile
+from automoe.kernels.products import _dot, _narrow, _rows_of_tile
 from automoe.kernels.tiling import precision, row_tiles
 
 WARPS, STAGES = 8, 3
@@ -137,14 +137,6 @@ def encode_in_one_pass(
 
 
 @triton.jit
-def _scaled_dot(a, b, PRECISION: tl.constexpr):
-    """a @ b of 8-bit blocks in float32."""
-    if PRECISION == "ieee":  # the interpreter multiplies no 8-bit numbers
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
 def rows_by_blocks(
     a,  # [R, K]
     a_scales,  # [R, blocks of K]
@@ -178,9 +170,10 @@ def rows_by_blocks(
     acc = tl.zeros((BLOCK_M, _SIDE), tl.float32)
     for block in range(0, blocks):
         in_k = k < K - block * _SIDE
-        product = _scaled_dot(
+        product = _dot(
             tl.load(a, mask=real[:, None] & in_k[None, :], other=0.0),
             tl.load(w, mask=in_k[:, None] & inside[None, :], other=0.0),
+            None,
             PRECISION,
         )
         scale = tl.load(a_scales + block, mask=real, other=0.0) * tl.load(w_scales + block)
@@ -224,8 +217,8 @@ def weights_by_lines(
     b_scales += n * lines
     acc = tl.zeros((_SIDE, _COLUMNS), tl.float32)
     for line in range(first, end):
-        product = _scaled_dot(
-            tl.load(a, mask=(m < M)[:, None], other=0.0), tl.load(b, mask=(n < N)[None, :], other=0.0), PRECISION
+        product = _dot(
+            tl.load(a, mask=(m < M)[:, None], other=0.0), tl.load(b, mask=(n < N)[None, :], other=0.0), None, PRECISION
         )
         by_row = tl.load(a_scales + line, mask=m < M, other=0.0)
         by_col = tl.load(b_scales + line, mask=n < N, other=0.0)
@@ -236,26 +229,7 @@ def weights_by_lines(
     tl.store(to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def block_scaled_rows(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    w: torch.Tensor,
-    w_scales: torch.Tensor,
-    offsets: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """a [R, K] @ w[e].T -> [R, N] in ``dtype``; shapes as ``rows_by_blocks``, all contiguous."""
-    (num_rows, summed), (num_experts, num_cols, _) = a.shape, w.shape
-    out = torch.empty(num_rows, num_cols, dtype=dtype, device=a.device)
-    tiles = row_tiles(offsets, num_rows)
-    rows_by_blocks[(tiles.slots * triton.cdiv(num_cols, 128),)](
-        a, a_scales, w, w_scales, out, tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, num_experts,
-        summed, num_cols, PRECISION=precision(a.dtype), BLOCK_M=tiles.height, num_warps=WARPS, num_stages=STAGES,
-    )  # fmt: skip
-    return out
-
-
-def block_scaled_weights(
+def block_scaled_product(
     a: torch.Tensor,
     a_scales: torch.Tensor,
     b: torch.Tensor,
@@ -263,12 +237,21 @@ def block_scaled_weights(
     offsets: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """a [M, R] @ b [N, R].T -> [E, M, N] in ``dtype``; shapes as ``weights_by_lines``, all contiguous."""
-    (m, num_rows), n = a.shape, b.shape[0]
-    out = torch.empty(offsets.numel(), m, n, dtype=dtype, device=a.device)
-    grid = offsets.numel() * triton.cdiv(m, 128) * triton.cdiv(n, _COLUMNS.value)
-    weights_by_lines[(grid,)](
-        a, a_scales, b, b_scales, out, offsets, num_rows, m, n,
-        PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES,
+    """a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N], in ``dtype``.
+
+    Shapes of scales and offsets as ``rows_by_blocks`` and ``weights_by_lines`` have them, all contiguous.
+    """
+    fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)
+    num_experts, num_rows, num_cols, summed = offsets.numel(), a.shape[0], b.shape[-2], a.shape[1]
+    if b.dim() == 2:
+        out = torch.empty(num_experts, num_rows, num_cols, dtype=dtype, device=a.device)
+        grid = (num_experts * triton.cdiv(num_rows, 128) * triton.cdiv(num_cols, _COLUMNS.value),)
+        weights_by_lines[grid](a, a_scales, b, b_scales, out, offsets, summed, num_rows, num_cols, **fixed)
+        return out
+    out = torch.empty(num_rows, num_cols, dtype=dtype, device=a.device)
+    tiles = row_tiles(offsets, num_rows)
+    rows_by_blocks[(tiles.slots * triton.cdiv(num_cols, 128),)](
+        a, a_scales, b, b_scales, out, tiles.expert, tiles.first_row, tiles.offsets, tiles.slots, num_experts,
+        summed, num_cols, BLOCK_M=tiles.height, **fixed,
     )  # fmt: skip
     return out

@@ -16,16 +16,6 @@ _TILES_TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
-def _tile_and_column(num_tiles, num_columns):
-    """Program id -> (tile of rows, block of columns)."""
-    pid = tl.program_id(0)
-    together = _TILES_TOGETHER * num_columns
-    first = (pid // together) * _TILES_TOGETHER
-    height = tl.minimum(num_tiles - first, _TILES_TOGETHER)
-    return first + (pid % together) % height, (pid % together) // height
-
-
-@triton.jit
 def _known(size, STEP: tl.constexpr):
     """``size``, as a multiple of STEP that the compiler can see. By itself it sees only multiples of 16, and copies
     rows of other lengths one number at a time.
@@ -39,7 +29,11 @@ def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_co
     the row numbers from there, and which of them are real. The first row has 64 bits, for addresses; the numbers within
     the tile have 32, since 64 would spill.
     """
-    tile, column = _tile_and_column(num_tiles, num_columns)
+    pid = tl.program_id(0)
+    together = _TILES_TOGETHER * num_columns
+    first_tile = (pid // together) * _TILES_TOGETHER
+    height = tl.minimum(num_tiles - first_tile, _TILES_TOGETHER)
+    tile, column = first_tile + (pid % together) % height, (pid % together) // height
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
     row = tl.arange(0, BLOCK_M)
@@ -55,7 +49,7 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. ``ieee``: in full float32, which the interpreter also needs for bfloat16."""
+    """acc + a @ b; None is no acc. ``ieee``: in full float32, which the interpreter also needs for narrower numbers."""
     if PRECISION == "ieee":
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)

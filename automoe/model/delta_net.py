@@ -164,8 +164,6 @@ class GatedDeltaNet(nn.Module):
         weight = local_shard(self.conv1d.weight)
         if heads == self.key_heads:
             return weight
-        keys, width = self.key_heads * self.key_dim, self.repeats * self.value_dim
-        pieces = []
-        for start, per_head in ((0, self.key_dim), (keys, self.key_dim), (2 * keys, width)):
-            pieces.append(weight.narrow(0, start + self.first_key_head * per_head, heads * per_head))
-        return torch.cat(pieces)
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        pieces = [piece.unflatten(0, (self.key_heads, -1)) for piece in weight.split((keys, keys, values))]
+        return torch.cat([piece.narrow(0, self.first_key_head, heads).flatten(0, 1) for piece in pieces])

@@ -24,17 +24,7 @@ class SwiGLU:
         # With gradients it must stay unchanged for the backward.
         return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
 
-    def backward(
-        self,
-        gate_RI: torch.Tensor,
-        up_RI: torch.Tensor,
-        scale_R1: torch.Tensor,
-        grad_RI: torch.Tensor,
-        act_RI: torch.Tensor,
-        grad_gate_RI: torch.Tensor,
-        grad_up_RI: torch.Tensor,
-        grad_scale_R: torch.Tensor,
-    ) -> None:
+    def backward(self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R) -> None:
         """Gradients of ``scale * activation``, and the product itself once more, written into the last four.
 
         Args:

@@ -102,7 +102,8 @@ def z_loss(logits_BSE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return squares_BS.sum() / tokens.num_tokens.to(squares_BS.dtype)
 
 
-LOSSES = ("sequence", "lagged", "micro_batch", "z")  # the order in which a layer counts its losses
+# A layer's losses in the order in which it counts them, by their names in ``metrics.jsonl``.
+LOSSES = ("seq_balance_loss", "global_balance_loss", "micro_batch_balance_loss", "z_loss")
 
 
 class LoadCounter(nn.Module):

@@ -122,14 +122,12 @@ def grouped_product(a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: 
         wide = torch.promote_types(dtype, torch.float32)
         columns = dequantize(b).to(wide).transpose(-2, -1)
         return grouped_mm(dequantize(a).to(wide), columns, offsets_E).to(dtype)
-    by_rows = b.codes.dim() == 3
     if a.tile != WHOLE:
-        from automoe.kernels.fp8 import block_scaled_rows, block_scaled_weights
+        from automoe.kernels.fp8 import block_scaled_product
 
-        product = block_scaled_rows if by_rows else block_scaled_weights
-        return product(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
+        return block_scaled_product(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
     # Torch's kernel for Hopper takes only one scale a row (here all rows have the same) and returns bfloat16.
-    if by_rows:
+    if b.codes.dim() == 3:
         scale_a, scale_b = a.scales.view(1).expand(a.codes.shape[0]), b.scales.view(-1, 1).expand(b.codes.shape[:2])
     else:
         scale_a, scale_b = (q.scales.view(1).expand(offsets_E.numel() * q.codes.shape[0]) for q in (a, b))

@@ -61,18 +61,14 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     for group in given:
         for parameter in group["params"]:
             least = getattr(torch, optim.moments) if stochastic else parameter.dtype
-            optimizer.state[parameter] = _zeros(parameter, torch.promote_types(parameter.dtype, least))
+            dtype = torch.promote_types(parameter.dtype, least)
+            optimizer.state[parameter] = {  # as a fused AdamW lays it out
+                # On the parameter's device, so that nobody waits for it.
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+            }
     return optimizer
-
-
-def _zeros(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """State of ``parameter`` before its first step, as a fused AdamW lays it out."""
-    return {
-        # On the parameter's device, so that nobody waits for it.
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
-    }
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

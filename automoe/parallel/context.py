@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from automoe.model.attention_kernels import AttentionFn
 
-_SEQUENCE_DIM = 2  # of [B, N, S, D]
-
 
 def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
     """[R / cp] row positions that cp rank ``rank`` holds.
@@ -47,10 +45,8 @@ def ring_attention(mesh: DeviceMesh) -> AttentionFn:
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         v = F.pad(v, (0, q.shape[-1] - value_dim))  # flash kernels want equal head dims
-        cut = [
-            DTensor.from_local(x.transpose(1, 2).contiguous(), mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
-            for x in (q, k, v)
-        ]
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [B, N, S, D]
+        cut = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in (q, k, v)]
         out = F.scaled_dot_product_attention(*cut, is_causal=True, scale=scale)
         assert isinstance(out, DTensor)
         return out.to_local()[..., :value_dim].transpose(1, 2)

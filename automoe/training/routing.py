@@ -20,8 +20,7 @@ from torch import nn
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.errors import DataError
-from automoe.moe.recording import watch_routing
-from automoe.moe.router import Router, Routing
+from automoe.moe.router import Router, Routing, watch_routing
 from automoe.moe.tokens import Tokens
 
 

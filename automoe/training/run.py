@@ -109,10 +109,7 @@ class Run:
             "mfu": None,
             "peak_memory_bytes": int(memory),
             "step_seconds": seconds,
-            "seq_balance_loss": stats.sequence_balance,
-            "global_balance_loss": stats.lagged_balance,
-            "micro_batch_balance_loss": stats.micro_batch_balance,
-            "z_loss": stats.z_loss,
+            **stats.balance_losses,
             "skipped": state.skipped,
         }
         if update.skipped:

@@ -27,8 +27,7 @@ class StepStats:
 
     Attributes:
         loss: mean cross-entropy over the global batch's trained tokens, nats.
-        sequence_balance, lagged_balance, micro_batch_balance, z_loss: auxiliary losses summed over layers,
-            coefficients included.
+        balance_losses: by the names in ``LOSSES``, summed over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert, before
             any is dropped.
         dropped_share: [L] share of the choices that found no room.
@@ -37,10 +36,7 @@ class StepStats:
     """
 
     loss: float
-    sequence_balance: float
-    lagged_balance: float
-    micro_batch_balance: float
-    z_loss: float
+    balance_losses: dict[str, float]
     expert_counts: torch.Tensor
     dropped_share: list[float]
     device_counts: torch.Tensor
@@ -66,14 +62,11 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
     device_counts = table[:, : 2 * num_experts].unflatten(1, (2, num_experts))
     sums = sums.cpu()  # the host waits for the step's forward and backward here
     table = sums[:-1].view(num_layers, size)
-    losses = table[:, 2 * num_experts : -1].sum(0).tolist() if num_layers else [0.0] * len(LOSSES)
+    losses = table[:, 2 * num_experts : -1].sum(0).tolist()
     chosen = table[:, :num_experts]
     return StepStats(
         loss=float(sums[-1]),
-        sequence_balance=losses[0],
-        lagged_balance=losses[1],
-        micro_batch_balance=losses[2],
-        z_loss=losses[3],
+        balance_losses=dict(zip(LOSSES, losses, strict=True)),
         expert_counts=chosen,
         dropped_share=(table[:, -1] / chosen.sum(1).clamp_min(1)).tolist(),
         device_counts=device_counts,

@@ -12,9 +12,9 @@ from automoe.verify.trajectory import Trajectory
 Numbers = torch.Tensor | list[float] | float
 NUMBERS = {  # kind of quantity -> attribute of ``Trajectory``
     "loss": "losses",
-    "sequence balance loss": "sequence_balance",
-    "lagged balance loss": "lagged_balance",
-    "micro-batch balance loss": "micro_batch_balance",
+    "sequence balance loss": "seq_balance_loss",
+    "lagged balance loss": "global_balance_loss",
+    "micro-batch balance loss": "micro_batch_balance_loss",
     "z-loss": "z_loss",
     "dropped share": "dropped_share",
     "expert counts": "expert_counts",

@@ -15,7 +15,8 @@ from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
-from automoe.moe.recording import recorded_choices
+from automoe.moe.balance import LOSSES
+from automoe.moe.router import recorded_choices
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
@@ -28,9 +29,7 @@ Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank
 
 
 # Of a step's ``StepStats``, kept under the same names.
-BALANCE = (
-    "sequence_balance", "lagged_balance", "micro_batch_balance", "z_loss", "dropped_share", "expert_counts",
-)  # fmt: skip
+BALANCE = (*LOSSES, "dropped_share", "expert_counts")
 
 
 @dataclass
@@ -41,9 +40,9 @@ class Trajectory:
     """
 
     losses: list[float] = field(default_factory=list)
-    sequence_balance: list[float] = field(default_factory=list)
-    lagged_balance: list[float] = field(default_factory=list)
-    micro_batch_balance: list[float] = field(default_factory=list)
+    seq_balance_loss: list[float] = field(default_factory=list)
+    global_balance_loss: list[float] = field(default_factory=list)
+    micro_batch_balance_loss: list[float] = field(default_factory=list)
     z_loss: list[float] = field(default_factory=list)
     dropped_share: list[list[float]] = field(default_factory=list)  # [L] a step
     grad_norms: list[float] = field(default_factory=list)
@@ -114,8 +113,9 @@ def run_trajectory(
         update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
         seen.grad_norms.append(update.grad_norm)
+        facts = vars(stats) | stats.balance_losses
         for name in BALANCE:
-            getattr(seen, name).append(getattr(stats, name))
+            getattr(seen, name).append(facts[name])
     if keep_tensors:
         final = {name: whole(parameter) for name, parameter in named_parameters(parts).items()}
         buffers = {name: whole(b) for part in parts.values() for name, b in part.named_buffers()}

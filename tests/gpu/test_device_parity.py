@@ -15,7 +15,7 @@ from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder
-from automoe.moe.recording import recorded_choices
+from automoe.moe.router import recorded_choices
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts

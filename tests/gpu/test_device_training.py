@@ -42,12 +42,12 @@ def test_optimizer_steps_follow_float64(device: torch.device, family: str, dtype
     expected = run_trajectory(small(family, "float64"), rows, 2, record=True)
     got = run_trajectory(small(family, dtype), rows, 2, forced=expected.choices, device=str(device))
     assert torch.equal(got.expert_counts[0], expected.expert_counts[0])
-    assert expected.sequence_balance[0] > 0 and expected.lagged_balance[0] > 0
+    assert expected.seq_balance_loss[0] > 0 and expected.global_balance_loss[0] > 0
     for ours, theirs in (
         (got.losses, expected.losses),
         (got.grad_norms, expected.grad_norms),
-        (got.sequence_balance, expected.sequence_balance),
-        (got.lagged_balance, expected.lagged_balance),
+        (got.seq_balance_loss, expected.seq_balance_loss),
+        (got.global_balance_loss, expected.global_balance_loss),
     ):
         assert ours[0] == pytest.approx(theirs[0], rel=LOSS[dtype])
         # The second step has taken a step of Adam, which turns rounding on tiny gradients into lr.

@@ -69,7 +69,7 @@ def test_the_reference_has_something_to_compare(reference, family: str) -> None:
         assert all(gradient.norm() > 1e-6 for gradient in run.gradients[step].values())
         if not moe_layers:
             continue
-        assert run.sequence_balance[step] > 1e-3 and run.lagged_balance[step] > 1e-3
+        assert run.seq_balance_loss[step] > 1e-3 and run.global_balance_loss[step] > 1e-3
         assert run.z_loss[step] > 1e-3
         assert run.expert_counts[step].std(dim=1).min() > 1
     assert run.grad_norms[0] > 1, "clipping has to act"

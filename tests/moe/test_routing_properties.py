@@ -113,10 +113,10 @@ def test_the_router_is_the_reference(
 
     z = [math.log(sum(math.exp(v) for v in x[b, s].tolist())) ** 2 for b, s in tokens]
     expected = {
-        "sequence": sum(balance([t for t in tokens if t[0] == b]) for b in range(batch)),
-        "lagged": 0.0,
-        "micro_batch": balance(tokens),
-        "z": sum(z) / len(tokens),
+        "seq_balance_loss": sum(balance([t for t in tokens if t[0] == b]) for b in range(batch)),
+        "global_balance_loss": 0.0,
+        "micro_batch_balance_loss": balance(tokens),
+        "z_loss": sum(z) / len(tokens),
     }
     totals = router.load.totals.tolist()
     assert totals[2 * experts : -1] == pytest.approx([COEF * expected[name] for name in LOSSES], rel=1e-10)

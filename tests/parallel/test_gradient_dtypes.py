@@ -119,7 +119,7 @@ def test_gradients_in_bfloat16_are_those_in_float64(ranks: RankPool, model: dict
     [expected] = ranks.run(run_trajectory, 1, wide, rows, 1, record=True)
     [seen] = ranks.run(run_trajectory, 1, narrow, rows, 1, forced=expected.choices)
     assert seen.losses[0] == pytest.approx(expected.losses[0], rel=1e-2)
-    assert seen.sequence_balance[0] == pytest.approx(expected.sequence_balance[0], rel=1e-2)
+    assert seen.seq_balance_loss[0] == pytest.approx(expected.seq_balance_loss[0], rel=1e-2)
     for name, gradient in expected.gradients[0].items():
         difference = (seen.gradients[0][name].double() - gradient).norm()
         assert difference <= 0.2 * gradient.norm(), (name, float(difference / gradient.norm()))

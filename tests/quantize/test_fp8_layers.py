@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from automoe.kernels.fp8 import block_scaled_rows, block_scaled_weights
+from automoe.kernels.fp8 import block_scaled_product
 from automoe.model.linear import Linear
 from automoe.moe import quantized
 from automoe.moe.experts import loop_experts
@@ -325,14 +325,14 @@ def test_kernels_for_blocks_equal_the_emulation(counts: list[int], summed: int, 
     x = random(sum(counts) + 3, summed) * torch.logspace(-6, 6, sum(counts) + 3, base=2).unsqueeze(1)
     weight = random(len(counts), cols, summed) * torch.logspace(-6, 6, summed, base=2)
     a, b = quantize(x, E4M3, LINE), quantize(weight, E4M3, BLOCK)
-    got = block_scaled_rows(a.codes, a.scales, b.codes, b.scales, offsets, torch.float32)
+    got = block_scaled_product(a.codes, a.scales, b.codes, b.scales, offsets, torch.float32)
     expected = quantized.grouped_product(a, b, offsets, torch.float32)
     assert_equal_rows(got[: sum(counts)], expected[: sum(counts)])
 
     place, ends, size = whole_tiles(offsets, len(x))
     grad = random(len(x), cols, seed=1).flip(0)
     lines = [quantize(quantized._spread_rows(t, place, size).T, E4M3, LINE) for t in (grad, x)]
-    got = block_scaled_weights(lines[0].codes, lines[0].scales, lines[1].codes, lines[1].scales, ends, torch.float32)
+    got = block_scaled_product(lines[0].codes, lines[0].scales, lines[1].codes, lines[1].scales, ends, torch.float32)
     expected = quantized.grouped_product(*lines, ends, torch.float32)
     assert_equal_rows(got, expected)
 

@@ -15,9 +15,9 @@ from automoe.verify.trajectory import Trajectory
 def trajectory() -> Trajectory:
     return Trajectory(
         losses=[5.0, 4.0],
-        sequence_balance=[0.1, 0.0],
-        lagged_balance=[0.2, 0.3],
-        micro_batch_balance=[0.4, 0.5],
+        seq_balance_loss=[0.1, 0.0],
+        global_balance_loss=[0.2, 0.3],
+        micro_batch_balance_loss=[0.4, 0.5],
         z_loss=[0.6, 0.7],
         dropped_share=[[0.0], [0.25]],
         grad_norms=[1.5, 1.25],
@@ -50,8 +50,8 @@ def change(path: str, value: object) -> Trajectory:
     [
         ("losses.1", 4.001, "loss", 1),
         ("losses.0", nan, "loss", 0),
-        ("sequence_balance.1", 1e-30, "sequence balance loss", 1),
-        ("lagged_balance.0", 0.21, "lagged balance loss", 0),
+        ("seq_balance_loss.1", 1e-30, "sequence balance loss", 1),
+        ("global_balance_loss.0", 0.21, "lagged balance loss", 0),
         ("grad_norms.1", -1.25, "gradient norm", 1),
         ("expert_counts.0", torch.tensor([[4.0, 4.0]]), "expert counts", 0),
         ("gradients.0.a", torch.full((2, 3), nan), "gradient", 0),

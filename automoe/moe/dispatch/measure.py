@@ -10,26 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 # In the order of a forward pass. The exchange of sizes belongs to the collective that needs them.
 STAGES = ("permute", "a2a_dispatch", "all_gather", "experts", "reduce_scatter", "a2a_combine", "unpermute")
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Seconds of one stage over everything timed.
-
-    Attributes:
-        wall: on the clock; on CUDA, between two events on the stage's stream.
-        cpu: of all threads of this process, the backend's included; 0.0 on CUDA.
-    """
-
-    wall: float
-    cpu: float
 
 
 class StageTimer:
@@ -57,14 +43,18 @@ class StageTimer:
     def __exit__(self, *exc: object) -> None:
         StageTimer._active = None
 
-    def times(self) -> dict[str, StageTime]:
-        """Seconds so far of each stage that occurred, in the order of ``STAGES``."""
+    def times(self) -> dict[str, tuple[float, float]]:
+        """Seconds so far of each stage that occurred, in the order of ``STAGES``: on the clock, and of the CPU.
+
+        On CUDA the clock is between two events on the stage's stream, and the CPU's seconds are 0.0. Elsewhere these
+        are of all threads of this process, the backend's included.
+        """
         if self._events:
             torch.cuda.synchronize(self.device)
             for name, start, end in self._events:
                 self._wall[name] += start.elapsed_time(end) / 1e3
             self._events.clear()
-        return {name: StageTime(self._wall[name], self._cpu[name]) for name in STAGES if name in self._wall}
+        return {name: (self._wall[name], self._cpu[name]) for name in STAGES if name in self._wall}
 
     @contextmanager
     def _time(self, name: str) -> Iterator[None]:
