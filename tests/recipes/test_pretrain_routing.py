@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def run_pretrain(config: Config) -> None:
     rank = dist.get_rank()
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    context = RunContext(rank, dist.get_world_size(), rank, torch.device("cpu"), run_dir, threading.Event())
+    context = RunContext(rank, dist.get_world_size(), rank, torch.device("cpu"), run_dir)
     main(config, resolve_mesh(config.mesh, dist.get_world_size()), context)
 
 
