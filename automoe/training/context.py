@@ -31,7 +31,7 @@ class StopRequest:
 class RunContext:
     """Handed to a recipe's ``main(config, shape, context)``.
 
-    ``stop`` is requested when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
+    ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
     different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step. A recipe
     that leaves before its end for that reason sets ``preempted``.
     """
