@@ -1,4 +1,4 @@
-"""What a checkpoint costs, beside a raw write with fsync and beside plain torch.distributed.checkpoint.
+"""What a checkpoint costs, compared with a raw write with fsync and with plain torch.distributed.checkpoint.
 
     make bench-checkpoint
 
@@ -41,15 +41,15 @@ def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     total = sum(rank["bytes"] for rank in ranks)
 
     def seconds(name: str) -> dict[str, Any]:
-        rounds = [max(of_round) for of_round in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+        rounds = [max(times) for times in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
         return {"seconds": median(rounds), "gb_per_s": total / 1e9 / median(rounds), "rounds": rounds}
 
     def cpu(name: str) -> float:
-        return median(sum(of_round) for of_round in zip(*(rank["cpu"][name] for rank in ranks), strict=True))
+        return median(sum(times) for times in zip(*(rank["cpu"][name] for rank in ranks), strict=True))
 
-    def beside(kind: str) -> dict[str, float]:
+    def async_over_plain(kind: str) -> dict[str, float]:
         alone = median(value for rank in ranks for value in rank["seconds"]["product_alone"])
-        slowed = median(value for rank in ranks for value in rank["seconds"][f"product_beside_{kind}"])
+        slowed = median(value for rank in ranks for value in rank["seconds"][f"product_during_{kind}"])
         return {
             "blocks_s": seconds(f"plain_{kind}_begin")["seconds"],
             "total_s": seconds(f"plain_{kind}_total")["seconds"],
@@ -83,7 +83,7 @@ def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "async_save": cpu("async_begin_first") + cpu("async_rest"),
         },
         "memory_above_state_bytes": memory,
-        "async_of_plain_dcp": {kind: beside(kind) for kind in ("thread", "process")},
+        "async_of_plain_dcp": {kind: async_over_plain(kind) for kind in ("thread", "process")},
     }
 
 
@@ -129,7 +129,7 @@ def main() -> None:
     result = summarize(ranks)
     check_memory(result)
     report = {
-        "what": "saving and loading the training state, beside a raw write and plain torch.distributed.checkpoint",
+        "what": "saving and loading the training state, compared with a raw write and plain torch.distributed.checkpoint",
         "quick": args.quick,
         "commit": commit(),
         "environment": describe_environment(),

@@ -180,7 +180,7 @@ class Bench:
             self.check("load", lambda: store.load_latest(self.state))
 
     def steps_beside(self, background: dist.ProcessGroup) -> None:
-        """Matrix products for as long as a save takes, alone and beside saves in the background."""
+        """Matrix products for as long as a save takes, alone and during saves in the background."""
         self.seconds.setdefault("product_alone", []).append(products(seconds=2.0)[0])
         for name, kind in (("thread", AsyncCheckpointerType.THREAD), ("process", AsyncCheckpointerType.PROCESS)):
             target = self.fresh(f"plain_{name}")
@@ -190,8 +190,8 @@ class Bench:
                 self.state.tensors(), checkpoint_id=target, async_checkpointer_type=kind, process_group=background
             )
             self.seconds.setdefault(f"plain_{name}_begin", []).append(time.perf_counter() - wall)
-            beside, work = products(until=future.done)
-            self.seconds.setdefault(f"product_beside_{name}", []).append(beside)
+            during, work = products(until=future.done)
+            self.seconds.setdefault(f"product_during_{name}", []).append(during)
             future.result()
             self.seconds.setdefault(f"plain_{name}_total", []).append(time.perf_counter() - wall)
             self.cpu.setdefault(f"plain_{name}", []).append(cpu_seconds() - cpu - work)

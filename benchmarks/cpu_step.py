@@ -1,4 +1,4 @@
-"""Tokens per CPU second of a training step on one core, ours beside other trainers, same model and weights.
+"""Tokens per CPU second of a training step on one core, ours and other trainers, same model and weights.
 
 A step is forward, backward, AdamW update and gradient zeroing in float32, one process, one thread. Contenders
 take turns, step by step, so that noise of the machine meets all of them; only ratios within a run count.

@@ -1,4 +1,4 @@
-"""How fast one MoE layer runs forward and backward on one GPU, beside every implementation that is there.
+"""How fast one MoE layer runs forward and backward on one GPU, compared with every implementation that is there.
 
 Ceilings come first: a dense product of the layer's size and of 8192 cubed, and a copy. Then, for each model's
 layer and each routing, every peer must equal a float32 computation within bfloat16's bounds, with its memory
@@ -116,7 +116,7 @@ def poison(device: torch.device) -> None:
 
 
 def saved_bytes(layer: Layer, inputs: Inputs) -> int:
-    """What a forward pass keeps for the backward beside the weights, the tokens themselves included."""
+    """What a forward pass keeps for the backward besides the weights, the tokens themselves included."""
     weights = {inputs.w_gate_up.untyped_storage().data_ptr(), inputs.w_down.untyped_storage().data_ptr()}
     kept: dict[int, int] = {}
 

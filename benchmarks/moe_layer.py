@@ -27,7 +27,7 @@ from moe_mappings import DISPATCHERS, MAPPINGS, RANKS, Size
 from provenance import commit, cpu_model
 
 GATE = {"cpu": 1e-5, "cuda": 2e-2}  # relative difference of output and gradient that is accepted
-BYTES_GATE = 0.01  # of the ratio of bytes from EP/K; routing weights travel beside the rows
+BYTES_GATE = 0.01  # of the ratio of bytes from EP/K; routing weights travel with the rows
 AIM = 1.5  # all-gather's time over all-to-all's at ep8, K = 2
 HERE = Path(__file__).resolve().parent
 STAGE_COLOURS = {

@@ -1,10 +1,10 @@
 """Kill training runs at random moments, for as long as asked, and check that nothing is lost.
 
 One job after the other, on meshes in turn: its uninterrupted record first, then the same command again and again,
-each start killed by SIGKILL at a random moment (a rank, all ranks, or the launching process), until one
-comes to its end. Three of four moments are drawn from the time that training takes, which is short beside that of starting
-on a small job; the others from the whole run. After every kill no process may be left and the record so far must be the uninterrupted
-one's to the bit; at the end the whole record must, and every tensor of the last checkpoint.
+each start killed by SIGKILL at a random moment (a rank, all ranks, or the launching process), until one comes to its
+end. Three of four moments are drawn from the time that training takes, which is short compared with the time to start
+a small job; the others from the whole run. After every kill no process may be left and the record so far must be the
+uninterrupted one's to the bit; at the end the whole record must, and every tensor of the last checkpoint.
 
     make soak                                  # ten minutes; writes benchmarks/results/soak.json
     make soak SOAK_SECONDS=3600 SOAK_SEED=7    # the same victims again, at the same fractions of a run

@@ -1,7 +1,7 @@
 """What a step of ``train_step.py`` should take on one GPU, part by part, from operations, bytes and assumed rates.
 
 Operations come from shapes. Bytes of element-wise operators are counted while the step's model runs on the meta device.
-The rates are assumptions, written beside each part; nothing runs on a GPU.
+The rates are assumptions, written with each part; nothing runs on a GPU.
 
     python benchmarks/step_floors.py    # anywhere, half a minute: the step tables of NOTES.md
 """
@@ -104,9 +104,9 @@ def elementwise_bytes(config: Config) -> int:
         layer.router.float()
     index = torch.empty(train.micro_batch_size, train.seq_len, dtype=torch.int64, device=META)
     counts = TokenCounts(*torch.empty(2, dtype=torch.int64, device=META))
-    beside = dict(positions=index, index=index, row_ids=index, not_padding=index >= 0)
+    other_inputs = dict(positions=index, index=index, row_ids=index, not_padding=index >= 0)
     with fake_world(0, 1), traffic(Elementwise) as counter:
-        part(index, labels=index, token_counts=counts, **beside).sum().backward()
+        part(index, labels=index, token_counts=counts, **other_inputs).sum().backward()
     return counter.bytes
 
 

@@ -33,7 +33,7 @@ PARTS = (
     "other",
 )
 _BY_NAME = {
-    "": "cross-entropy",  # what the model itself does beside its modules
+    "": "cross-entropy",  # what the model itself does outside of its modules
     "self_attn": "attention",
     "linear_attn": "attention",
     "experts": "experts",

@@ -1,4 +1,4 @@
-"""torchtitan's MoE layer: its experts beside ours on the CPU (no whole step there, see ``WHY``), and all of it
+"""torchtitan's MoE layer: its experts and ours on the CPU (no whole step there, see ``WHY``), and all of it
 in the place of ours for a step on a GPU."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from automoe.moe.layer import MoE
 
 WHY = (
     "torchtitan 0.3.0 multiplies experts in bfloat16 whatever the model's dtype (GroupedExperts.forward casts "
-    "rows and weights), so it has no float32 step that could pass the gate; its experts alone are timed beside "
+    "rows and weights), so it has no float32 step that could pass the gate; its experts alone are timed with "
     "ours in float32 and in bfloat16, and their difference from ours in float32 is given"
 )
 
@@ -116,7 +116,7 @@ def torchtitan_moe(config: ModelConfig, layer: MoE) -> nn.Module:
 
 
 class TorchtitanLayer(nn.Module):
-    """x [B, S, H] -> [B, S, H]: torchtitan's routed experts, and the shared one beside them."""
+    """x [B, S, H] -> [B, S, H]: torchtitan's routed experts, and the shared one."""
 
     def __init__(self, layer: nn.Module, shared_experts: nn.Module | None) -> None:
         super().__init__()

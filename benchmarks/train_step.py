@@ -1,4 +1,4 @@
-"""How fast whole training steps run on one GPU, beside other model code in the same step.
+"""How fast whole training steps run on one GPU, compared with other model code in the same step.
 
 A step is automoe's own: inputs, forward and backward over micro-batches, statistics, gradient norm, AdamW. Of each
 model as many layers are taken as fit, by the plan; every contender starts from the same weights. First all of
@@ -72,7 +72,7 @@ def release(device: torch.device) -> None:
 
 
 def examine(trainer: Trainer, device: torch.device) -> dict[str, Any]:
-    """Beside time: memory, waits of the host and seconds by part, of a step that is not the first."""
+    """Besides time: memory, waits of the host and seconds by part, of a step that is not the first."""
     facts: dict[str, Any] = {"loss": trainer.step(), "state_bytes": trainer.state_bytes()}
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -150,10 +150,10 @@ def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> No
         ranks = str(first) if stride == 1 else f"{first}–{first + stride - 1}"
         axis.text(middle, top + 0.36, str(position), fontweight="bold", **CENTRED)
         axis.text(middle, top + 0.72, ranks, fontsize=6.2, color=FRAME, **CENTRED)
-    beside = {"ha": "right", "va": "center"}
-    axis.text(-0.02, top + 0.38, name, color=INK, fontsize=9.5, fontweight="bold", **beside)
+    label = {"ha": "right", "va": "center"}
+    axis.text(-0.02, top + 0.38, name, color=INK, fontsize=9.5, fontweight="bold", **label)
     parts = f"{size} × {stride}" if stride > 1 else f"{size} ranks"
-    axis.text(-0.02, top + 0.72, parts, color=MUTED, fontsize=8, **beside)
+    axis.text(-0.02, top + 0.72, parts, color=MUTED, fontsize=8, **label)
     if stride > 1:
         funnel = [(0.004, top + 1.0), (width - 0.004, top + 1.0), (0.996, top + 1.5), (0.004, top + 1.5)]
         axis.add_patch(Polygon(funnel, facecolor="#e9edf1", edgecolor="none"))

@@ -70,7 +70,7 @@ def test_transformers_5_spelling(tmp_path: Path) -> None:
     new |= {"rope_parameters": yarn, "num_local_experts": new.pop("n_routed_experts")}
     old = model_config_from_hf(write(tmp_path, DSV3))
     assert model_config_from_hf(write(tmp_path, new)) == old
-    # Written over such a source, the old spelling must not stand beside the new one.
+    # Written over such a source, the old spelling must not stand next to the new one.
     assert "rope_parameters" not in family_of(old).write_config(old, new)
     qwen = {"num_local_experts": 128} | {k: v for k, v in QWEN3_30B.items() if k != "num_experts"}
     assert model_config_from_hf(write(tmp_path, qwen)).num_experts == 128

@@ -157,7 +157,7 @@ class ElasticBuffer:
 
 LINES = {
     "v1": SimpleNamespace(Buffer=Buffer),
-    # 2.x keeps the old class beside the new one
+    # 2.x keeps the old class next to the new one
     "v2": SimpleNamespace(Buffer=Buffer, ElasticBuffer=ElasticBuffer, topk_idx_t=torch.int64),
 }
 

@@ -168,7 +168,7 @@ def test_rows_past_the_last_offset_touch_no_weight() -> None:
 
 
 @pytest.mark.usefixtures("documented")
-def test_what_is_kept_beside_the_arguments_is_gate_and_up() -> None:
+def test_what_is_kept_besides_the_arguments_is_gate_and_up() -> None:
     args = [x.requires_grad_(x.is_floating_point()) for x in expert_args([3, 1, 2, 2])]
     known = {x.untyped_storage().data_ptr() for x in args}
     kept: dict[int, int] = {}

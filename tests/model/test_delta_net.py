@@ -29,9 +29,9 @@ def recurrent(
     """S <- exp(g) S, S <- S + beta k (v - S^T k)^T, o = S^T q."""
     q, k = (x / (x.pow(2).sum(-1, keepdim=True) + UNIT_EPS).sqrt() for x in (q, k))
     state, outputs = torch.zeros(B, N, DK, DV, dtype=v.dtype), []
-    of_head = torch.arange(N) // (N // G)
+    key_head = torch.arange(N) // (N // G)
     for t in range(v.shape[1]):
-        query, key = q[:, t, of_head] * DK**-0.5, k[:, t, of_head]
+        query, key = q[:, t, key_head] * DK**-0.5, k[:, t, key_head]
         state = log_decay[:, t].exp()[..., None, None] * state
         missing = v[:, t] - torch.einsum("bnkv,bnk->bnv", state, key)
         state = state + torch.einsum("bnk,bnv->bnkv", key, beta[:, t, :, None] * missing)

@@ -122,7 +122,7 @@ def test_rows_past_the_last_offset_reach_no_weight_and_no_token() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_gate_and_up_are_all_that_is_kept_beside_the_arguments() -> None:
+def test_gate_and_up_are_all_that_is_kept_besides_the_arguments() -> None:
     """2TH + 4TKI bytes with the tokens themselves: 28 KiB a token for Qwen3-30B-A3B in bfloat16."""
     args = arguments([16, 8, 8], 8, 32, 24, torch.bfloat16)
     given_storage = {arg.untyped_storage().data_ptr() for arg in args}

@@ -80,7 +80,7 @@ def step_of(pool: RankPool, config: Config) -> list[list[Message]]:
 
 @pytest.mark.parametrize("ep", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_all_to_all_sends_each_choice_once(ranks: RankPool, ep: int) -> None:
-    """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; the weights of T K choices beside."""
+    """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; and the weights of T K choices."""
     for messages in step_of(ranks, config(dp_shard=ep, ep=ep)):
         tokens = ROWS // ep * SEQ
         rows_away = tokens * TOP_K * (ep - 1) // ep
@@ -92,7 +92,7 @@ def test_all_gather_dispatch_sends_ep_over_k_times_as_much(ranks: RankPool) -> N
     gathered = step_of(ranks, config(dispatcher="allgather", dp_shard=ep, ep=ep))[0]
     plain = step_of(ranks, config(dp_shard=ep, ep=1, ep_shard=ep))[0]
     one_pass = tokens * BYTES * (ep - 1)
-    # FSDP gathers and reduces beside it, the experts' weights included where they are not cut over ep.
+    # FSDP also gathers and reduces, the experts' weights included where they are not cut over ep.
     expert_numbers = 3 * MODEL.num_experts * MODEL.moe_intermediate_size * HIDDEN * LAYERS
     fsdp_experts = expert_numbers * BYTES * (ep - 1) // ep
     assert sent(plain, "all_gather", ep) - fsdp_experts == sent(plain, "reduce_scatter", ep) - fsdp_experts

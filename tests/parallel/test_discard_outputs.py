@@ -81,21 +81,21 @@ def test_outputs_are_freed_after_the_forward_pass_and_after_the_backward_pass(x:
     assert not all(storage.expired() for storage in kept.storages)
     assert len(layer.storages) == 3 and all(storage.expired() for storage in layer.storages)
     own = x * 2  # of the graph alone
-    of_input, again = StorageWeakRef(own.untyped_storage()), layer.run(own).sum()
+    input_storage, again = StorageWeakRef(own.untyped_storage()), layer.run(own).sum()
     del own
-    assert not of_input.expired(), "what is made again needs its input"
+    assert not input_storage.expired(), "what is made again needs its input"
     for loss in (*losses, again):
         loss.backward()
     del loss, losses, again
-    assert of_input.expired() and all(storage.expired() for storage in layer.storages)
+    assert input_storage.expired() and all(storage.expired() for storage in layer.storages)
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_a_graph_without_a_backward_pass_is_freed(x: torch.Tensor) -> None:
     own = x * 2
-    of_input, loss = StorageWeakRef(own.untyped_storage()), Layer(discards=True).run(own).sum()
+    input_storage, loss = StorageWeakRef(own.untyped_storage()), Layer(discards=True).run(own).sum()
     del own, loss
-    assert of_input.expired()
+    assert input_storage.expired()
 
 
 def test_a_graph_that_is_kept_may_be_walked_again_and_in_part(x: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def traced(*names: str) -> dict[str, Any]:
 
 
 def check(rank: dict[str, Any], dtypes: tuple[str, ...] = ("float32",), sizes: int = 0) -> None:
-    """``sizes``: numbers of rows that the host reads, beside the step's statistics and its norm."""
+    """``sizes``: numbers of rows that the host reads, besides the step's statistics and its norm."""
     assert rank["without_gradient"] == [] and rank["elsewhere"] == []
     assert rank["num_reads"] == 2 + sizes
     assert rank["dtypes"] == [f"torch.{dtype}" for dtype in dtypes]

@@ -30,7 +30,7 @@ SCALINGS: dict[str, tuple[Callable[[], Scaling], float]] = {
     "delayed": (partial(Delayed, E5M2), E5),
     "blockwise": (Blockwise, E4),
 }
-EACH = pytest.mark.parametrize("scaling, of_gradients", SCALINGS.values(), ids=SCALINGS)
+EACH = pytest.mark.parametrize("scaling, grad_tol", SCALINGS.values(), ids=SCALINGS)
 
 
 def off(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,7 +50,7 @@ def through(product: Callable[..., torch.Tensor], *args: torch.Tensor, grad: tor
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_linear_layer_is_off_by_what_its_formats_round(
-    scaling: Callable[[], Scaling], of_gradients: float, dtype: torch.dtype
+    scaling: Callable[[], Scaling], grad_tol: float, dtype: torch.dtype
 ) -> None:
     x, weight, bias = random(3, 150, 200).to(dtype), random(160, 200).to(dtype), random(160).to(dtype)
     grad = random(3, 150, 160, seed=1).to(dtype)
@@ -64,7 +64,7 @@ def test_a_linear_layer_is_off_by_what_its_formats_round(
     exact = through(torch.nn.functional.linear, *(t.double() for t in (x, weight, bias)), grad=grad)
     assert all(t.dtype == dtype for t in got)
     for name, mine, theirs, bound in zip(
-        ("out", "dx", "dw", "db"), got, exact, (E4, of_gradients, of_gradients, 1e-2), strict=True
+        ("out", "dx", "dw", "db"), got, exact, (E4, grad_tol, grad_tol, 1e-2), strict=True
     ):
         assert off(mine, theirs) < bound, name
         assert name == "db" or off(mine, theirs) > bound / 3, f"{name} was not rounded"
@@ -107,7 +107,7 @@ def test_all_three_products_have_quantized_operands(name: str, monkeypatch: pyte
 
 
 @EACH
-def test_products_of_one_input_keep_it_once(scaling: Callable[[], Scaling], of_gradients: float) -> None:
+def test_products_of_one_input_keep_it_once(scaling: Callable[[], Scaling], grad_tol: float) -> None:
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,12 +119,12 @@ def test_products_of_one_input_keep_it_once(scaling: Callable[[], Scaling], of_g
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outs = [layer(x, weight) for layer in layers]
     assert all(out.requires_grad for out in outs)
-    of_scales = 0 if scaling is Blockwise else 4 + 4  # each product's own, of x and of the weight
-    assert sum(kept.values()) == 2 * x.numel() + 2 * weight.numel() + 3 * of_scales
+    scale_bytes = 0 if scaling is Blockwise else 4 + 4  # each product's own, of x and of the weight
+    assert sum(kept.values()) == 2 * x.numel() + 2 * weight.numel() + 3 * scale_bytes
 
 
 @EACH
-def test_no_tokens(scaling: Callable[[], Scaling], of_gradients: float) -> None:
+def test_no_tokens(scaling: Callable[[], Scaling], grad_tol: float) -> None:
     out, dx, dw = through(QuantizedProduct(scaling()), random(0, 2, 64), random(32, 64), grad=random(0, 2, 32))
     assert out.shape == (0, 2, 32) and dx.shape == (0, 2, 64) and torch.equal(dw, torch.zeros(32, 64))
 
@@ -254,7 +254,7 @@ def test_experts_are_off_by_what_their_formats_round(make: Callable[[], Scaling]
 
 
 @pytest.mark.parametrize("make", [partial(Tensorwise, E4M3), Blockwise])
-def test_an_expert_computes_the_same_beside_others(make: Callable[[], Scaling]) -> None:
+def test_an_expert_computes_the_same_among_others(make: Callable[[], Scaling]) -> None:
     """Blocks and lines hold one expert's numbers alone; one scale for all moves what is tiny, and no more."""
     counts = COUNTS["uneven"]
     args = expert_args(counts)
@@ -276,7 +276,7 @@ def test_an_expert_computes_the_same_beside_others(make: Callable[[], Scaling]) 
 
 @pytest.mark.parametrize("make", [partial(Tensorwise, E4M3), partial(Delayed, E4M3), Blockwise])
 def test_rows_past_the_last_offset_reach_no_scale(make: Callable[[], Scaling]) -> None:
-    """A dispatcher's buffer may be longer than what has arrived, and hold anything there."""
+    """A dispatcher's buffer may be longer than what was received, and hold anything there."""
     args = expert_args([20, 0, 40])
     expected = experts_through(QuantizedExperts(make(), make()), args)
     x, gather_idx, offsets, probs, up, down = args

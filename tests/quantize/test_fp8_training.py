@@ -1,4 +1,4 @@
-"""Whole steps with 8-bit products: on several meshes, beside float32, and what stays as it was."""
+"""Whole steps with 8-bit products: on several meshes, compared with float32, and what stays as it was."""
 
 from __future__ import annotations
 

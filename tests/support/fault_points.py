@@ -101,7 +101,7 @@ class Fault:
     once: str | None = None
 
 
-def reach(name: str, step: int | None = None) -> None:
+def fault_point(name: str, step: int | None = None) -> None:
     """Say that this rank is at point ``name`` in ``step``; a fault that ``AUTOMOE_FAULT`` asks for happens here.
 
     Raises:
@@ -129,7 +129,7 @@ def faults(text: str | None = None) -> Iterator[None]:
         text: the faults; None: what ``AUTOMOE_FAULT`` says.
 
     Raises:
-        ConfigError: as ``reach``.
+        ConfigError: as ``fault_point``.
     """
     with ExitStack() as stack:
         if text is not None:
@@ -142,13 +142,13 @@ def faults(text: str | None = None) -> Iterator[None]:
 
         saving: Any = None  # the store of the save in progress, and its step
 
-        def hear(name: str, step: int | None, edge: str) -> None:
+        def at_phase(name: str, step: int | None, edge: str) -> None:
             if (point := AT_PHASES.get((name, edge))) not in asked_for:
                 return
             if point in SHARED:
-                saving[0].ranks.all(lambda: reach(point, step))
+                saving[0].ranks.all(lambda: fault_point(point, step))
             else:
-                reach(point, step)
+                fault_point(point, step)
 
         def write(store: Any, tensors: Any, content: Any, step: int, original=CheckpointStore._write) -> Any:
             nonlocal saving
@@ -160,7 +160,7 @@ def faults(text: str | None = None) -> Iterator[None]:
             if path.suffix == ".distcp":
                 stream._file = HalfWritten(stream._file, saving[1])
 
-        stack.enter_context(listening(hear))
+        stack.enter_context(listening(at_phase))
         stack.enter_context(mock.patch.object(CheckpointStore, "_write", write))
         stack.enter_context(mock.patch.object(HashingStream, "__init__", open_stream))
         yield
@@ -177,7 +177,7 @@ class HalfWritten:
         if self._writes == 1:
             return self._file.write(view[: max(len(view) // 2, 1)])
         if self._writes == 2:
-            reach("shard_write", self._step)
+            fault_point("shard_write", self._step)
         return self._file.write(view)
 
     def __getattr__(self, name: str) -> Any:

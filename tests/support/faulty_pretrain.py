@@ -6,11 +6,11 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.shipped import load_recipe
 from automoe.training.context import RunContext
-from tests.support.fault_points import faults, reach
+from tests.support.fault_points import fault_point, faults
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     """``pretrain``'s main, with faults."""
     with faults():
-        reach("started")
+        fault_point("started")
         return load_recipe("pretrain").main(config, shape, context)

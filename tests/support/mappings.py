@@ -80,7 +80,7 @@ def _fits_pipeline(shape: MeshShape, config: Config) -> bool:
     parallel, train = config.parallel, config.train
     interleaved = parallel.schedule == "Interleaved1F1B"
     if shape.pp == 1:
-        return parallel.stages_per_rank == 1
+        return parallel.stages_per_rank == 1 and parallel.layers_per_stage in (None, [config.model.num_layers])
     if (parallel.stages_per_rank > 1) != interleaved:
         return False
     stages = shape.pp * parallel.stages_per_rank

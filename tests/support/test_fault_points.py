@@ -14,7 +14,7 @@ import pytest
 
 from automoe.errors import ConfigError
 from automoe.trace import phase
-from tests.support.fault_points import AT_PHASES, POINTS, VARIABLE, Fault, InjectedFault, faults, parse, reach
+from tests.support.fault_points import AT_PHASES, POINTS, VARIABLE, Fault, InjectedFault, fault_point, faults, parse
 
 WRONG = {
     "explode:at=renamed": "'explode' is not a kind of fault. Kinds: kill, raise, sleep, hold, enospc",
@@ -33,7 +33,7 @@ WRONG = {
 def test_what_cannot_be_understood_is_refused_at_any_point(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=WRONG[text]):
-        reach("step_end", 1)
+        fault_point("step_end", 1)
 
 
 def test_fields_are_read() -> None:
@@ -47,29 +47,29 @@ def test_fields_are_read() -> None:
 def test_without_the_variable_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     for name in POINTS:
-        reach(name, 1)
+        fault_point(name, 1)
 
 
 def test_a_fault_fires_on_its_rank_at_its_point_in_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "raise:rank=0:at=renamed:step=4")
-    reach("renamed", 3)
-    reach("manifest_written", 4)
+    fault_point("renamed", 3)
+    fault_point("manifest_written", 4)
     with pytest.raises(InjectedFault, match="raise on rank 0 at renamed, step 4"):
-        reach("renamed", 4)
+        fault_point("renamed", 4)
     monkeypatch.setenv("RANK", "1")
-    reach("renamed", 4)
+    fault_point("renamed", 4)
 
 
 def test_hit_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, "raise:at=forward:step=99:hit=2")
-    reach("forward", 99)
+    fault_point("forward", 99)
     with pytest.raises(InjectedFault):
-        reach("forward", 99)
-    reach("forward", 99)
+        fault_point("forward", 99)
+    fault_point("forward", 99)
     monkeypatch.setenv(VARIABLE, f"raise:at=forward:once={tmp_path / 'fired'}")
     with pytest.raises(InjectedFault):
-        reach("forward", 1)
-    reach("forward", 1)
+        fault_point("forward", 1)
+    fault_point("forward", 1)
     assert (tmp_path / "fired.rank0").exists()
 
 
@@ -90,18 +90,18 @@ def test_points_are_begins_and_ends_of_phases() -> None:
 def test_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, "enospc:at=shard_write")
     with pytest.raises(OSError) as full:
-        reach("shard_write", 1)
+        fault_point("shard_write", 1)
     assert full.value.errno == errno.ENOSPC
     monkeypatch.setenv(VARIABLE, "sleep:at=forward:seconds=0.2")
     before = time.monotonic()
-    reach("forward", 1)
+    fault_point("forward", 1)
     assert time.monotonic() - before >= 0.2
     there = tmp_path / "there"
     monkeypatch.setenv(VARIABLE, f"hold:at=forward:until={there}")
     threading.Timer(0.2, there.touch).start()
-    reach("forward", 1)
+    fault_point("forward", 1)
     assert there.exists()
     monkeypatch.setenv(VARIABLE, "kill:at=started")
-    code = "from tests.support.fault_points import reach; reach('started'); print('alive')"
+    code = "from tests.support.fault_points import fault_point; fault_point('started'); print('alive')"
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "")
