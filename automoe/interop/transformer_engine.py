@@ -27,6 +27,7 @@ from automoe.moe.activation import SWIGLU, Activation
 from automoe.moe.dispatch.measure import on_host
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.parallel.collectives import wait_tensor
 
 
 def attention() -> AttentionFn:
@@ -100,13 +101,9 @@ def experts() -> ExpertFn:
     return te_experts
 
 
-def norm(wait: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., RMSNorm]:
-    """What makes an ``RMSNorm`` that transformer-engine computes, zero-centered ones included.
-
-    Args:
-        wait: gives a tensor whose data is there, for kernels that read by pointer.
-    """
-    return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"), wait)
+def norm() -> Callable[..., RMSNorm]:
+    """What makes an ``RMSNorm`` that transformer-engine computes, zero-centered ones included."""
+    return partial(_Norm, _load("kernels.norm=te", "kernels.norm=torch"))
 
 
 def _load(choice: str, instead: str) -> Any:
@@ -117,16 +114,12 @@ def _load(choice: str, instead: str) -> Any:
 class _Norm(RMSNorm):
     """x [..., D] -> [..., D] in the dtype of x."""
 
-    def __init__(
-        self, te: Any, wait: Callable[[torch.Tensor], torch.Tensor], dim: int, eps: float, zero_centered: bool = False
-    ) -> None:
+    def __init__(self, te: Any, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__(dim, eps, zero_centered)
         module = te.RMSNorm(dim, eps=eps, zero_centered_gamma=zero_centered, device="meta", dtype=self.weight.dtype)
-        self._wait = wait
         self._module = (module,)  # in a tuple: none of this model's modules, whose parameters have names
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
-        # Under tp the first layer's rows may still be on their way.
-        x_ready = self._wait(x)
-        return functional_call(self._module[0], {"weight": self.weight}, (x_ready,)).to(x.dtype)
+        # Under tp the first layer's rows may still be on their way, and a kernel that reads by pointer must wait.
+        return functional_call(self._module[0], {"weight": self.weight}, (wait_tensor(x),)).to(x.dtype)

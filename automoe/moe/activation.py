@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from automoe.config.schema import ModelConfig
-
 
 class SwiGLU:
     """silu(gate) * up (arXiv 2002.05202, eq. 5)."""
@@ -74,14 +72,6 @@ class ClampedSwiGLU:
 
 Activation = SwiGLU | ClampedSwiGLU
 SWIGLU = SwiGLU()
-
-
-def expert_activation(config: ModelConfig) -> Activation:
-    """The activation that ``config.expert_activation`` names."""
-    if config.expert_activation == "clamped_swiglu":
-        return ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
-    return SWIGLU
-
 
 BLOCK_ELEMENTS = 1 << 17  # 512 KiB of float32: the result of an operation is still in L2 for the next
 

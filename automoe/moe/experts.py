@@ -30,7 +30,7 @@ from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.local_shard import local_shard
-from automoe.moe.activation import SWIGLU, Activation, expert_activation
+from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
 
@@ -107,7 +107,9 @@ class GroupedExperts(nn.Module):
         self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.first_bias_column = 0  # of b_down, where this rank has some of its columns
-        self.hidden_size, self.backend, self.activation = hidden, backend, expert_activation(config)
+        self.hidden_size, self.backend = hidden, backend
+        clamped = config.expert_activation == "clamped_swiglu"
+        self.activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
 
     def forward(
         self, x_TH: torch.Tensor, gather_idx_R: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor

@@ -17,7 +17,7 @@ from automoe.model.runtime import Runtime
 from automoe.moe.communicators import SINGLE_RANK, Communicators
 from automoe.moe.experts import expert_backend
 from automoe.parallel.activation_checkpoint import apply_recompute
-from automoe.parallel.collectives import communicator, wait_tensor
+from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
@@ -60,7 +60,7 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
         experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS) if config.model.num_moe_layers else None,
         attend=attend if ring is None else ring_attention(ring),
         rope=rope_fns(kernels.rope),
-        norm=transformer_engine.norm(wait_tensor) if kernels.norm == "te" else RMSNorm,
+        norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
         always_masked=config.train.compile,
         seed=config.train.seed,

@@ -6,6 +6,7 @@ Shapes: M micro-batches of B rows, S positions of this rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,9 +131,7 @@ class PipelineRunner:
         self.parts, self.device = parts, device
         self.shared = SharedGradients(parts, meshes)
         self.reports_loss = meshes.coordinate("tp") == 0
-        num_stages = meshes.shape.pp * config.parallel.stages_per_rank
-        train = config.train
-        num_rows = train.global_batch_size // meshes.shape.dp
+        num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
 
         def meta(*size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -142,19 +141,16 @@ class PipelineRunner:
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
+        make_stage = partial(PipelineStage, num_stages=num_stages, device=device, group=meshes.group("pp"))
         stages = []
         for stage, part in parts.items():
             given = tokens if stage == 0 else hidden
             returned = loss if stage == num_stages - 1 else hidden
-            group = meshes.group("pp")
-            stages.append(
-                PipelineStage(part, stage, num_stages, device, input_args=given, output_args=returned, group=group)
-            )
-        schedule = SCHEDULES[config.parallel.schedule]
+            stages.append(make_stage(part, stage, input_args=given, output_args=returned))
         self.first, self.last = 0 in parts, num_stages - 1 in parts
-        self.schedule = schedule(
+        self.schedule = SCHEDULES[config.parallel.schedule](
             stages if config.parallel.schedule == "Interleaved1F1B" else stages[0],
-            n_microbatches=num_rows // rows,
+            n_microbatches=train.global_batch_size // meshes.shape.dp // rows,
             loss_fn=lambda loss, _: loss.sum(),
             scale_grads=False,
         )
