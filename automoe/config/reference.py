@@ -10,7 +10,7 @@ import io
 import textwrap
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -40,9 +40,9 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
         if not is_dataclass(hint)
     ]
     yield prefix.rstrip("."), document, keys
-    for field in fields(cls):
-        if is_dataclass(hint := types[field.name]):
-            yield from sections(hint, f"{prefix}{field.name}.")
+    for name, hint in types.items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from sections(hint, f"{prefix}{name}.")
 
 
 def help_on(name: str, width: int = 80) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from automoe.errors import BackendError
-from automoe.interop.torchtitan import peak_flops, titan_grad_norm
+from automoe.interop.torchtitan import peak_flops
+from tests.support.titan_norm import titan_grad_norm
 
 
 def test_peak_flops_of_known_devices() -> None:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
-from automoe.interop.torchtitan import titan_grad_norm
 from automoe.optim.grad_norm import global_grad_norm
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
@@ -20,6 +19,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.step import prepare_inputs
 from automoe.verify.pool import RankPool
 from tests.support.sampling import one_in
+from tests.support.titan_norm import titan_grad_norm
 
 # All with ep: without it torchtitan stacks the norms of both meshes, which DTensor refuses.
 CASES = [

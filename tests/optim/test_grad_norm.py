@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from automoe.interop.torchtitan import titan_grad_norm
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.verify.pool import RankPool
+from tests.support.titan_norm import titan_grad_norm
 
 E, H = 8, 12
 X = torch.linspace(-1, 1, 3 * H, dtype=torch.float64).view(3, H)
