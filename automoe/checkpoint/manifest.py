@@ -69,12 +69,8 @@ def verify_step(step_dir: Path, ranks: Ranks, content: bool = True) -> tuple[dic
         return manifest, problem
     files = manifest["files"]
     mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
-
-    def check() -> list[str]:
-        return [found for name in mine if (found := file_damage(step_dir / name, files[name], content)) is not None]
-
-    found = [text for damaged in ranks.all(check) for text in damaged]
-    return manifest, min(found, default=None)
+    found = ranks.all(lambda: [file_damage(step_dir / name, files[name], content) for name in mine])
+    return manifest, min((text for damaged in found for text in damaged if text is not None), default=None)
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:

@@ -26,20 +26,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from automoe.checkpoint import folder as folders
 from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
 from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
-from automoe.checkpoint.folder import (
-    FOLDER,
-    LATEST,
-    check_writable,
-    clean,
-    commit,
-    committed_steps,
-    point_to,
-    promised_step,
-    retain,
-    source_steps,
-)
 from automoe.checkpoint.manifest import changed_settings, check_model, verify_step, write_manifest
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
@@ -60,12 +49,10 @@ class Resumed:
 
     Attributes:
         step: optimizer steps done.
-        step_dir: the checkpoint that was loaded.
-        own: it is in the run's own directory, whose record goes on; else the run has a record of its own.
+        own: the checkpoint is in the run's own directory, whose record goes on; else the run has a record of its own.
     """
 
     step: int
-    step_dir: Path
     own: bool
 
 
@@ -79,7 +66,7 @@ class CheckpointStore:
     """
 
     def __init__(self, config: Config, shape: MeshShape, run_dir: Path) -> None:
-        self.config, self.shape, self.run_dir, self.folder = config, shape, run_dir, run_dir / FOLDER
+        self.config, self.shape, self.run_dir, self.folder = config, shape, run_dir, run_dir / folders.FOLDER
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
         self._stager: Any = None
         self._in_flight: Future[Path] | None = None
@@ -95,8 +82,8 @@ class CheckpointStore:
         if self.config.checkpoint.every:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
-            check_writable(self.ranks, self.folder)
-        self.ranks.lead(lambda: source_steps(self.config.checkpoint.resume, self.run_dir))
+            folders.check_writable(self.ranks, self.folder)
+        self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
 
     # ---------------------------------------------------------------- saving
 
@@ -194,10 +181,10 @@ class CheckpointStore:
                 with phase("write_manifest", step):
                     self.ranks.lead(lambda: write_manifest(temporary, content, files))
                 with phase("commit", step):
-                    self.ranks.lead(lambda: commit(temporary, final))
+                    self.ranks.lead(lambda: folders.commit(temporary, final))
                 with phase("write_latest", step):
-                    self.ranks.lead(lambda: point_to(self.folder, final.name))
-                self._warn(self.ranks.lead(lambda: retain(self.folder, final.name, self.config.checkpoint)))
+                    self.ranks.lead(lambda: folders.point_to(self.folder, final.name))
+                self._warn(self.ranks.lead(lambda: folders.retain(self.folder, final.name, self.config.checkpoint)))
         except OSError as error:
             newest = self.ranks.lead(lambda: _give_up(temporary, self.folder))
             raise save_error(error, step, newest) from error
@@ -239,7 +226,7 @@ class CheckpointStore:
         if resume == "never":
             self.ranks.lead(self._start_over)
             return None
-        self.ranks.lead(lambda: clean(self.folder))
+        self.ranks.lead(lambda: folders.clean(self.folder))
         found, own = self._newest_valid(self.folder, own=True), True
         if resume != "auto":
             source = Path(resume).expanduser()
@@ -255,7 +242,7 @@ class CheckpointStore:
         step_dir, manifest = found
         with phase("load", manifest["step"]):
             self._load(state, step_dir, manifest)
-        return Resumed(state.step, step_dir, own)
+        return Resumed(state.step, own)
 
     def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
         check_model(step_dir, manifest["config"], self.config)
@@ -277,10 +264,11 @@ class CheckpointStore:
 
         The own folder is left as if that step were the newest of all.
         """
-        steps, promised = self.ranks.lead(lambda: (committed_steps(folder), promised_step(folder)))
+        steps, promised = self.ranks.lead(lambda: (folders.committed_steps(folder), folders.promised_step(folder)))
         if promised is not None and promised not in steps:
             self._warn(
-                f"{folder / LATEST} names {promised!r}, which is not there; looking for the newest checkpoint that is"
+                f"{folder / folders.LATEST} names {promised!r}, which is not there; looking for the newest checkpoint "
+                "that is"
             )
         damaged: list[str] = []
         for name in reversed(steps):
@@ -291,7 +279,7 @@ class CheckpointStore:
             self._warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before")
         else:
             if damaged or promised is not None:
-                listed = "; ".join(damaged) or f"{LATEST} names {promised!r}, and there is none"
+                listed = "; ".join(damaged) or f"{folders.LATEST} names {promised!r}, and there is none"
                 raise CheckpointError(
                     f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
                     "or start over with checkpoint.resume=never, which sets the folder aside"
@@ -305,7 +293,7 @@ class CheckpointStore:
 
     def _from_path(self, source: Path) -> tuple[Path, dict[str, Any]]:
         """The step that ``checkpoint.resume=PATH`` names, verified; nothing there is changed."""
-        steps = self.ranks.lead(lambda: source_steps(str(source), self.run_dir))
+        steps = self.ranks.lead(lambda: folders.source_steps(str(source), self.run_dir))
         if steps != [source]:
             found = self._newest_valid(steps[0].parent, own=False)
             assert found is not None, "source_steps saw a committed step"
@@ -320,7 +308,7 @@ class CheckpointStore:
 
     def _start_over(self) -> None:
         if self.folder.exists() and any(self.folder.iterdir()):
-            set_aside(self.folder, FOLDER)
+            set_aside(self.folder, folders.FOLDER)
 
     def _warn(self, text: str | None) -> None:
         if text is not None and self.ranks.rank == 0:
@@ -350,7 +338,7 @@ def _give_up(temporary: Path, folder: Path) -> str | None:
     """Free the space of a save that failed; returns the newest step that is there."""
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        steps = committed_steps(folder)
+        steps = folders.committed_steps(folder)
     except OSError:  # the disk that failed the save may not even list what it has
         return "what was there before"
     return steps[-1] if steps else None
@@ -359,7 +347,7 @@ def _give_up(temporary: Path, folder: Path) -> str | None:
 def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
     warnings = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
     if promised != name:
-        point_to(folder, name)
+        folders.point_to(folder, name)
     return warnings
 
 
@@ -386,14 +374,12 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     """Undo ``rng_state``; a generator that ``state`` lacks stays as it is."""
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    if "python" in state:
-        words, gauss = _from_twister(state["python"])
-        random.setstate((3, tuple(words), gauss))
-    if "numpy" in state:
-        (*keys, position), gauss = _from_twister(state["numpy"])
-        np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
+    state = rng_state() | state
+    torch.set_rng_state(state["torch"])
+    words, gauss = _from_twister(state["python"])
+    random.setstate((3, tuple(words), gauss))
+    (*keys, position), gauss = _from_twister(state["numpy"])
+    np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
