@@ -27,10 +27,9 @@ from automoe.hf.verify import verify_with_transformers
 from automoe.hf.write import to_hf as to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
+from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_runtime, parallelize
-
-_NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def from_hf(
@@ -58,8 +57,8 @@ def from_hf(
         CheckpointError: files missing, damaged, or not those of the model that config.json describes.
     """
     config = model_config_from_hf(path)
-    if dtype not in _NAMES:
-        raise ConfigError("dtype", dtype, f"must be one of {', '.join(_NAMES.values())}", "Use torch.float32")
+    if dtype not in COMPUTE_DTYPES.values():
+        raise ConfigError("dtype", dtype, f"must be one of {', '.join(COMPUTE_DTYPES)}", "Use torch.float32")
     catalog = None
     if mesh is None:
         model = build_decoder(config, MoEConfig(experts=_expert_backend(config, dtype)), dtype)
@@ -83,11 +82,10 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
             )
     moe = MoEConfig(experts=_expert_backend(config, dtype, shape.etp))
     on_mesh = Config(mesh=mesh, model=config, moe=moe, data=DataConfig(document_mask=False))
-    on_mesh.train.dtype = _NAMES[dtype]  # type: ignore[assignment]
+    on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     check_rows(on_mesh, model_rows(on_mesh, shape), shape)
     meshes = build_meshes(shape, device)
-    stored = torch.float32 if dtype == torch.bfloat16 else dtype
-    model = build_decoder(config, moe, stored, runtime=build_runtime(on_mesh, meshes))
+    model = build_decoder(config, moe, PARAM_DTYPES[on_mesh.train.dtype], runtime=build_runtime(on_mesh, meshes))
     parallelize(model, meshes, on_mesh)
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))

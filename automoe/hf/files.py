@@ -227,8 +227,7 @@ def write_files(contents: Iterable[tuple[Path, list[Item]]], tensors: Iterator[t
                         stream.write(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
                 when = "at its end"
         except OSError as error:
-            remedy = "Make room or name another directory"
-            raise CheckpointError(f"{file}: {error.strerror} {when}. {remedy}") from error
+            raise CheckpointError(f"{file}: {error.strerror} {when}. Make room or name another directory") from error
 
 
 def write_index(folder: Path, names: list[str], contents: list[list[Item]], dtype: torch.dtype) -> Written:

@@ -71,8 +71,7 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
     Attributes:
         key: the HuggingFace tensor.
         shape: its whole shape.
-        select: for each leading dim of ours, the index this piece lies at, or None for a dim that
-            both have; dims not listed are common too.
+        select: for each dim of ours, the index this piece lies at, or None for a dim that both have.
         offset: where the common dims start in the HuggingFace tensor, one number a dim.
         size: extent of the common dims.
         order: the common dims in the order of the HuggingFace tensor, where that is another than ours; then
@@ -99,10 +98,9 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         Returns:
             (slices of the HuggingFace tensor, index into the shard), or None where they do not meet.
         """
-        select = self.select + (None,) * (len(start) - len(self.select))
         source: list[slice] = []
         target: list[int | slice] = []
-        for at, first, count in zip(select, start, extent, strict=True):
+        for at, first, count in zip(self.select, start, extent, strict=True):
             if at is None:
                 begin = self.offset[len(source)] + first
                 source.append(slice(begin, begin + count))
@@ -145,13 +143,13 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     """
 
     def whole(key: str) -> list[Piece]:
-        return [Piece(key, shape, (), (0,) * len(shape), shape)]
+        return [Piece(key, shape, (None,) * len(shape), (0,) * len(shape), shape)]
 
     def reordered(key: str, *order: int, merged: bool = False) -> list[Piece]:
         stored = [shape[dim] for dim in order]
         if merged:
             stored[-2:] = [stored[-2] * stored[-1]]
-        return [Piece(key, tuple(stored), (), (0,) * len(shape), shape, order, merged)]
+        return [Piece(key, tuple(stored), (None,) * len(shape), (0,) * len(shape), shape, order, merged)]
 
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -172,11 +170,12 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         if keys.transposed:
             return reordered(prefix + keys.gate, 0, 3, 2, 1, merged=True)
         num_experts, _, width, hidden = shape
+        one = (width, hidden)
         if keys.fused:
             fused, half = (num_experts, 2 * width, hidden), (num_experts, width, hidden)
-            return [Piece(prefix + keys.gate, fused, (None, i), (0, i * width, 0), half) for i in (0, 1)]
+            return [Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * width, 0), half) for i in (0, 1)]
         return [
-            Piece(prefix + key.format(expert=expert), (width, hidden), (expert, i), (0, 0), (width, hidden))
+            Piece(prefix + key.format(expert=expert), one, (expert, i, None, None), (0, 0), one)
             for expert in experts or range(num_experts)
             for i, key in enumerate((keys.gate, keys.up))
         ]
@@ -186,7 +185,7 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         if keys.fused:
             return whole(prefix + keys.down)
         return [
-            Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert,), (0, 0), shape[1:])
+            Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert, None, None), (0, 0), shape[1:])
             for expert in experts or range(shape[0])
         ]
     if rest.startswith("mlp.shared_experts."):

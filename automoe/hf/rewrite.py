@@ -110,9 +110,8 @@ def _assemble(job: Job, reader: Reader) -> torch.Tensor:
     """The tensor to be written, each of its parts read as the shard of a rank that holds just that."""
     whole = torch.empty(job.pieces[0].shape, dtype=job.dtype)
     for piece in job.pieces:
-        select = piece.select + (None,) * (len(job.shape) - len(piece.select))
-        start = tuple(index or 0 for index in select)
-        extent = tuple(size if index is None else 1 for index, size in zip(select, job.shape, strict=True))
+        start = tuple(index or 0 for index in piece.select)
+        extent = tuple(size if index is None else 1 for index, size in zip(piece.select, job.shape, strict=True))
         found = piece.overlap(start, extent)
         assert found is not None
         local = piece.from_stored(whole[found[0]]).view(extent)

@@ -156,11 +156,9 @@ def gather(outgoing: Outgoing) -> torch.Tensor:
     found = piece.overlap(shard.start, tuple(shard.local.shape))
     assert found is not None, "called by a rank that does not hold the tensor"
     tensor = shard.local[found[1]].to(outgoing.dtype)
-    if not isinstance(shard.tensor, DTensor):
-        return piece.to_stored(tensor)
-    mesh = shard.tensor.device_mesh
-    for axis, dim, size in _gathered_axes(shard.tensor, piece):
-        tensor = _join(tensor, dim, size, mesh.get_group(axis))
+    if isinstance(shard.tensor, DTensor):
+        for axis, dim, size in _gathered_axes(shard.tensor, piece):
+            tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
     return piece.to_stored(tensor)
 
 
@@ -180,12 +178,12 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
     mesh = tensor.device_mesh
     outer_first: list[tuple[int, int, int]] = []
     for dim in range(tensor.dim()):
-        if _selected(piece, dim) is not None:
+        if piece.select[dim] is not None:
             continue
         axes = [axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim]
         axes.sort(key=lambda axis: not isinstance(tensor.placements[axis], _StridedShard))
         assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
-        hf_dim = dim - sum(_selected(piece, before) is not None for before in range(dim))
+        hf_dim = dim - sum(at is not None for at in piece.select[:dim])
         extent = piece.size[hf_dim]
         for axis in reversed(axes):
             outer_first.append((axis, hf_dim, extent))
@@ -207,7 +205,7 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
     index: list[int | slice] = []
     for axis, placement in enumerate(tensor.placements):
         dim = _cut_dim(placement)
-        at = None if dim is None else _selected(piece, dim)
+        at = None if dim is None else piece.select[dim]
         if at is None or dim is None:
             index.append(slice(None))
         else:
@@ -218,10 +216,6 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
 def _cut_dim(placement: Placement) -> int | None:
     # Not a subclass of Shard in every torch.
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
-
-
-def _selected(piece: Piece, dim: int) -> int | None:
-    return piece.select[dim] if dim < len(piece.select) else None
 
 
 def _ranks_of(shards: list[LocalShard]) -> tuple[int, ...]:
