@@ -66,11 +66,6 @@ class Loader:
         self.rows_per_epoch = self._split_rows(split).num_rows
         self.consumed_rows = 0  # over all ranks, since the start of training
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.consumed_rows / self.rows_per_epoch
-
     def next_step(self) -> StepBatch:
         """This rank's rows of the next global batch; a new epoch starts where one ends."""
         first = self.consumed_rows + self.dp_rank * self.rows_per_rank

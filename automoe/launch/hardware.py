@@ -86,12 +86,8 @@ def torch_note(installed: str) -> str | None:
 def start_notes(config: Config) -> list[str]:
     """Lines that a run begins with: an untried torch, a CPU where a GPU was meant, a recipe of the user's own."""
     recipe = own_recipe(config.recipe)
-    notes = [
-        torch_note(version("torch")),
-        cpu_note(config),
-        None if recipe is None else f"note: recipe={config.recipe} is {recipe}",
-    ]
-    return [note for note in notes if note is not None]
+    recipe_note = None if recipe is None else f"note: recipe={config.recipe} is {recipe}"
+    return [note for note in (torch_note(version("torch")), cpu_note(config), recipe_note) if note is not None]
 
 
 def default_num_ranks(config: Config, device: str) -> int | None:
@@ -143,33 +139,28 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
 def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, str, str]]:
     """(key=value, package, remedy) of every package that ``config`` computes with and not every machine has."""
     experts = _experts(config)
-    chosen = (
-        ("kernels.attention", config.kernels.attention, "sdpa"),
-        ("kernels.norm", config.kernels.norm, "torch"),
-        ("moe.experts", experts, "grouped_mm"),
-    )
     for key, instead in _launching_triton(config, device):
         yield key, "triton", f"Install triton, or set {instead}"
     if device == "cuda" and not config.cluster.peak_flops:
-        yield (
-            "cluster.peak_flops=0",
-            "torchtitan",
-            "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU",
+        remedy = (
+            "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU"
         )
+        yield "cluster.peak_flops=0", "torchtitan", remedy
     if deepep:
         remedy = "Build DeepEP from its sources (the release on the package index does not compile)"
         yield "moe.dispatcher=deepep", "deep_ep", f"{remedy}, or set moe.dispatcher=alltoall"
     if experts == "quack":
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
-    for key, value, instead in chosen:
+    for key, value, instead in (
+        ("kernels.attention", config.kernels.attention, "sdpa"),
+        ("kernels.norm", config.kernels.norm, "torch"),
+        ("moe.experts", experts, "grouped_mm"),
+    ):
         if value == "te":
+            remedy = f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}"
             # Its Python part installs anywhere, and imports only together with the part built for torch.
             for package in ("transformer_engine", "transformer_engine_torch"):
-                yield (
-                    f"{key}={value}",
-                    package,
-                    f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}",
-                )
+                yield f"{key}=te", package, remedy
 
 
 def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
