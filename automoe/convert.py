@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automoe.export import add_options, options_of, report
+from automoe.export import add_options, report
 
 if TYPE_CHECKING:
     from automoe.hf.files import Written
@@ -19,23 +20,6 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Convert the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
-    args = _parser().parse_args(argv)
-    return report(lambda: _convert(args.source, args.out, layout=args.layout, **options_of(args)), args.plugins)
-
-
-def _convert(source: str, out: str, **options: Any) -> Written:
-    from automoe.hf.families.registry import model_config_from_hf
-    from automoe.hf.folder import check_conversion
-
-    asked = {key: options[key] for key in ("fp8", "layout", "overwrite")}
-    check_conversion(model_config_from_hf(source), Path(out).expanduser(), **asked)
-
-    from automoe.hf.api import convert_hf  # torch
-
-    return convert_hf(source, out, **options)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m automoe.convert",
         description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
@@ -49,7 +33,20 @@ def _parser() -> argparse.ArgumentParser:
         default="published",
         help="experts one by one as published, or fused as transformers 5 holds them (default: published)",
     )
-    return parser
+    args = parser.parse_args(argv)
+    return report(args, partial(_convert, args.source, layout=args.layout))
+
+
+def _convert(source: str, out: str, **options: Any) -> Written:
+    from automoe.hf.families.registry import model_config_from_hf
+    from automoe.hf.folder import check_conversion
+
+    asked = {key: options[key] for key in ("fp8", "layout", "overwrite")}
+    check_conversion(model_config_from_hf(source), Path(out).expanduser(), **asked)
+
+    from automoe.hf.api import convert_hf  # torch
+
+    return convert_hf(source, out, **options)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automoe.config.plugins import load_plugins
 from automoe.errors import AutomoeError, CheckpointError
@@ -28,8 +29,15 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
-    args = _parser().parse_args(argv)
-    return report(lambda: export_run(args.run, args.out, **options_of(args)), args.plugins)
+    parser = argparse.ArgumentParser(
+        prog="python -m automoe.export",
+        description="Write a run's newest weights as a HuggingFace checkpoint, reload it in transformers, compare, "
+        "and only then call it saved.",
+    )
+    parser.add_argument("run", help="run directory of automoe.train")
+    add_options(parser, "as trained")
+    args = parser.parse_args(argv)
+    return report(args, partial(export_run, args.run))
 
 
 def export_run(
@@ -132,17 +140,16 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     )
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``add_options`` added, apart from ``--out``, as arguments of ``export_run`` and ``convert_hf``."""
-    max_shard_bytes = int(args.max_shard_gb * 1e9)
-    return {"dtype": args.dtype, "fp8": args.fp8, "max_shard_bytes": max_shard_bytes, "overwrite": args.overwrite}
+def report(args: argparse.Namespace, write: Callable[..., Written]) -> int:
+    """Import plugins, ``write`` as ``add_options`` asked, say what was saved or why not; the exit status.
 
-
-def report(write: Callable[[], Written], plugins: list[str]) -> int:
-    """Import ``plugins``, write, and say what was saved or why not; the exit status (2: nothing was written)."""
+    Args:
+        write: ``export_run`` or ``convert_hf`` of a source.
+    """
+    max_bytes = int(args.max_shard_gb * 1e9)
     try:
-        load_plugins(plugins)
-        written = write()
+        load_plugins(args.plugins)
+        written = write(args.out, dtype=args.dtype, fp8=args.fp8, overwrite=args.overwrite, max_shard_bytes=max_bytes)
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -155,17 +162,6 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
     return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m automoe.export",
-        description="Write a run's newest weights as a HuggingFace checkpoint, reload it in transformers, compare, "
-        "and only then call it saved.",
-    )
-    parser.add_argument("run", help="run directory of automoe.train")
-    add_options(parser, "as trained")
-    return parser
 
 
 if __name__ == "__main__":

@@ -219,10 +219,10 @@ def _check_encoding(folder: Path, key: str, source: Source, block: tuple[int, in
 
 def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig, keys: KeyMap) -> None:
     """Another number of experts would show as thousands of missing or unexpected keys: say it plainly."""
-    count = len({keys.expert_of(key) for key in sources} - {None})
     if keys.fused:
-        counts = (source.shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}"))
-        count = next(counts, 0)
+        count = next((source.shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}")), 0)
+    else:
+        count = len({keys.expert_of(key) for key in sources} - {None})
     if count and count != config.num_experts:
         raise CheckpointError(
             f"{folder} holds {count} experts a layer, and the model has {config.num_experts} "

@@ -52,9 +52,7 @@ class KeyMap:
         return replace(self, **names)
 
     def expert_of(self, key: str) -> int | None:
-        """Number of the routed expert that ``key`` belongs to; None for other tensors and fused ones."""
-        if self.fused:
-            return None
+        """Number of the routed expert that ``key`` belongs to, None for other tensors, where they are not fused."""
         for name in (self.gate, self.up, self.down):
             if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
                 return int(match[1])
@@ -142,11 +140,8 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         experts: where every expert has tensors of its own, those of these experts alone.
     """
 
-    def whole(key: str) -> list[Piece]:
-        return [Piece(key, shape, (None,) * len(shape), (0,) * len(shape), shape)]
-
-    def reordered(key: str, *order: int, merged: bool = False) -> list[Piece]:
-        stored = [shape[dim] for dim in order]
+    def whole(key: str, *order: int, merged: bool = False) -> list[Piece]:
+        stored = [shape[dim] for dim in order or range(len(shape))]
         if merged:
             stored[-2:] = [stored[-2] * stored[-1]]
         return [Piece(key, tuple(stored), (None,) * len(shape), (0,) * len(shape), shape, order, merged)]
@@ -165,10 +160,10 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     if rest in renamed:
         return whole(prefix + renamed[rest])
     if rest == "mlp.experts.b_gate_up":
-        return reordered(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
+        return whole(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
     if rest == "mlp.experts.w_gate_up":
         if keys.transposed:
-            return reordered(prefix + keys.gate, 0, 3, 2, 1, merged=True)
+            return whole(prefix + keys.gate, 0, 3, 2, 1, merged=True)
         num_experts, _, width, hidden = shape
         one = (width, hidden)
         if keys.fused:
@@ -181,7 +176,7 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         ]
     if rest == "mlp.experts.w_down":
         if keys.transposed:
-            return reordered(prefix + keys.down, 0, 2, 1)
+            return whole(prefix + keys.down, 0, 2, 1)
         if keys.fused:
             return whole(prefix + keys.down)
         return [
