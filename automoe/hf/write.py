@@ -131,7 +131,9 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
     plan: list[Outgoing] = []
     load: dict[int, int] = {}
     shards = list(local_shards(parts))
-    stage_ranks = _ranks_of(shards)
+    # Those of the largest mesh that a tensor lies on hold the same stages; without one the first rank's copy counts.
+    meshes = [shard.tensor.device_mesh.mesh for shard in shards if isinstance(shard.tensor, DTensor)]
+    stage_ranks = tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
     for shard in shards:
         if shard.copy:
             continue
@@ -216,11 +218,3 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
 def _cut_dim(placement: Placement) -> int | None:
     # Not a subclass of Shard in every torch.
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
-
-
-def _ranks_of(shards: list[LocalShard]) -> tuple[int, ...]:
-    """Ranks that hold the same stages, in order: those of the largest mesh that a tensor lies on."""
-    meshes = [shard.tensor.device_mesh.mesh for shard in shards if isinstance(shard.tensor, DTensor)]
-    if not meshes:
-        return (0,)  # no mesh: the first rank's copy of the model counts
-    return tuple(sorted(max(meshes, key=lambda mesh: mesh.numel()).flatten().tolist()))

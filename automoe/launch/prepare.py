@@ -37,12 +37,33 @@ def compose(args: Arguments) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """``config`` with the model of its checkpoint. Raises ``ConfigError`` where an override contradicts something."""
+    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the truth.
+
+    Raises:
+        ConfigError: no such checkpoint, an unknown family, an override of the model that contradicts it, or one of
+            ``launch.num_ranks`` that contradicts the mesh.
+    """
     if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
         mesh = expand_preset(config.mesh, config.launch.num_ranks)
         sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
         check_num_ranks(config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}")
-    return with_checkpoint_model(config, overrides)
+    path = config.model.hf_path
+    if path is None:
+        return config
+    from automoe.hf.families.registry import model_config_from_hf
+
+    model = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
+    stored, keys = replace(config, model=model), set(leaf_keys())
+    for override in overrides:
+        key, value = key_of(override), override.partition("=")[2]
+        compared = (key,) if key.startswith("model.") and key in keys else ()
+        if key == "model":
+            compared = ("model.family", "model.num_layers", "model.hidden_size", "model.num_experts")
+        values = [(one, attrgetter(one)(stored), attrgetter(one)(config)) for one in compared]
+        if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
+            rule = f"the checkpoint model.hf_path={path} has {differing}"
+            raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
+    return stored
 
 
 def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:
@@ -74,28 +95,3 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
 
         family_of(config.model).write_config(config.model)
     return shape
-
-
-def with_checkpoint_model(config: Config, overrides: list[str]) -> Config:
-    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the truth.
-
-    Raises:
-        ConfigError: no such checkpoint, an unknown family, or a ``model.`` override that contradicts it.
-    """
-    path = config.model.hf_path
-    if path is None:
-        return config
-    from automoe.hf.families.registry import model_config_from_hf
-
-    model = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
-    stored, keys = replace(config, model=model), set(leaf_keys())
-    for override in overrides:
-        key, value = key_of(override), override.partition("=")[2]
-        compared = (key,) if key.startswith("model.") and key in keys else ()
-        if key == "model":
-            compared = ("model.family", "model.num_layers", "model.hidden_size", "model.num_experts")
-        values = [(one, attrgetter(one)(stored), attrgetter(one)(config)) for one in compared]
-        if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
-            rule = f"the checkpoint model.hf_path={path} has {differing}"
-            raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
-    return stored
