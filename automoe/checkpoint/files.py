@@ -47,16 +47,14 @@ class HashingStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._size += len(view)
-        if self._error is not None:
-            return len(view)
-        if len(view) < _WORTH_A_THREAD:
+        if self._error is None and len(view) < _WORTH_A_THREAD:
             self._sha.update(view)
             self._put(view)
-            return len(view)
-        # Both release the interpreter lock, so hashing costs no time of its own.
-        hashing = self._hasher.submit(self._sha.update, view)
-        self._put(view)
-        hashing.result()  # the memory is the caller's
+        elif self._error is None:
+            # Both release the interpreter lock, so hashing costs no time of its own.
+            hashing = self._hasher.submit(self._sha.update, view)
+            self._put(view)
+            hashing.result()  # the memory is the caller's
         return len(view)
 
     def tell(self) -> int:

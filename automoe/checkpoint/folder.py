@@ -72,13 +72,9 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     if (problem := damage(folder / newest, content=False)) is not None:
         return f"checkpoint {folder / newest} is damaged right after it was written ({problem}); none is deleted"
     names = committed_steps(folder)
-    losses: dict[str, float] = {}
-    if checkpoint.keep_best:
-        for name in names:
-            loss = read_manifest(folder / name)[0].get("val_loss")
-            if loss is not None:
-                losses[name] = loss
-    for name in superfluous(names, losses, checkpoint):
+    losses = {name: read_manifest(folder / name)[0].get("val_loss") for name in names} if checkpoint.keep_best else {}
+    validated = {name: loss for name, loss in losses.items() if loss is not None}
+    for name in superfluous(names, validated, checkpoint):
         remove(folder / name)
     return None
 

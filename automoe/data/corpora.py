@@ -79,7 +79,8 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         )
     elif (root := Path(data.path).expanduser()).is_dir():
         suffix = source_of(data.kind).pattern
-        paths = [p for p in root.rglob(suffix) if p.is_file() and not _hidden(p.relative_to(root))]
+        visible = (p for p in root.rglob(suffix) if "/." not in f"/{p.relative_to(root).as_posix()}")
+        paths = [p for p in visible if p.is_file()]
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
     else:
         found = [str(root)] if root.is_file() else glob.glob(str(root), recursive=True)
@@ -122,10 +123,6 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
         # The library has empty __init__.py files; in a user's corpus an empty file is a mistake.
         if not found and data.kind != "stdlib":
             raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def _decode(raw: bytes, path: Path, first_line: int) -> str:

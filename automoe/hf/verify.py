@@ -71,7 +71,12 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         CheckpointError: the first difference, or why transformers does not load it.
     """
     try:
-        _compare_config(config, catalog.folder)
+        read = model_config_from_hf(catalog.folder)
+        for key in differing_values(config, read, family_of(config)):
+            raise CheckpointError(
+                f"{catalog.folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
+                f"{value_of(config, key)}: the family {config.family} cannot express it"
+            )
         _compare_census(config, catalog.folder)
         return _compare_logits(catalog)
     except CheckpointError:
@@ -113,15 +118,6 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, f
                 f"{catalog.folder}: {key} is not the model's: its numbers are off by {off:.1%}, and FP8 rounds by "
                 f"no more than {FP8_ERROR:.1%}"
             )
-
-
-def _compare_config(config: ModelConfig, folder: Path) -> None:
-    read = model_config_from_hf(folder)
-    for key in differing_values(config, read, family_of(config)):
-        raise CheckpointError(
-            f"{folder}/config.json says model.{key}={value_of(read, key)}, and the model has "
-            f"{value_of(config, key)}: the family {config.family} cannot express it"
-        )
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:

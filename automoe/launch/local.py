@@ -135,8 +135,7 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
 class _Launch:
     def __init__(self, run_dir: Path, num_ranks: int, config: Config, run_dir_lost: Callable[[], str | None]) -> None:
         self.run_dir, self.num_ranks, self.run_dir_lost = run_dir, num_ranks, run_dir_lost
-        self.saves = config.checkpoint.every > 0
-        self.grace_s = config.launch.grace_s
+        self.config = config
         self.signum: int | None = None
         self.kill_at = math.inf  # on the monotonic clock, once asked to stop
         self.gave_up = False  # on ranks that were asked to stop: they were killed
@@ -208,16 +207,16 @@ class _Launch:
         if self.signum is None:
             name = signal.Signals(signum).name
             # Not print(): a handler may interrupt one.
-            then = "save" if self.saves else "leave without saving (checkpoint.every=0)"
+            then = "save" if self.config.checkpoint.every else "leave without saving (checkpoint.every=0)"
             with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
                 os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
-            self.kill_at = time.monotonic() + self.grace_s
+            self.kill_at = time.monotonic() + self.config.launch.grace_s
         self.signum = signum
         self._ask_to_stop()
 
     def _end_grace(self) -> None:
-        why = f"the ranks have not left in launch.grace_s={self.grace_s} s and are killed; what they did since the "
-        why += "newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)"
+        why = f"the ranks have not left in launch.grace_s={self.config.launch.grace_s} s and are killed; what they did "
+        why += "since the newest checkpoint is lost. Give them more time, or save more often (checkpoint.every)"
         print(why, file=sys.stderr, flush=True)
         self._give_up()
 

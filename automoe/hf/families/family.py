@@ -108,8 +108,7 @@ class Family:
         """
         for key, value in self.only.items():
             if key in hf and hf[key] != value:
-                alone = f"{self.model_type} here computes {key}={value} alone"
-                raise not_computed(path, f"{key}={hf[key]}, and {alone}")
+                raise not_computed(path, f"{key}={hf[key]}, and {self.model_type} here computes {key}={value} alone")
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
         values = {ours: self._value(ours, f, hf, path) for ours, f in self.fields.items()} | self.fixed
         for ours, value in values.items():
