@@ -46,10 +46,9 @@ class StepReader(dcp.FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-            strange = [name for name, entry in metadata.state_dict_metadata.items() if not _is_tensor(entry)]
-            outside = [
-                info.relative_path for info in metadata.storage_data.values() if not _is_name(info.relative_path)
-            ]
+            entries, paths = metadata.state_dict_metadata, [one.relative_path for one in metadata.storage_data.values()]
+            strange = [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
+            outside = [path for path in paths if not _is_name(path)]
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error}") from None
         except Exception as error:  # a pickle that is none can fail in any way
@@ -80,10 +79,6 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise CheckpointError(f"names {module}.{name}, which no checkpoint needs: it may be an attack. Nothing was run")
-
-
-def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
 
 
 def _is_name(path: object) -> bool:

@@ -116,12 +116,9 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
                 print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
             break
         after = "" if step is None else f" after step {step}"
-        print(
-            f"attempt {number} failed{after}: {runs.describe_error(result.error)}\n"
-            f"starting again from the newest checkpoint: restart {number} of at most {limit}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"attempt {number} failed{after}: {runs.describe_error(result.error)}", file=sys.stderr)
+        again = f"starting again from the newest checkpoint: restart {number} of at most {limit}"
+        print(again, file=sys.stderr, flush=True)
         runs.start_again(launch.run_dir, number)
         if config.checkpoint.resume == "never" and earlier != _identity(launch.run_dir / "checkpoints"):
             # The first attempt has set aside what was there; the next goes on from its checkpoints.
