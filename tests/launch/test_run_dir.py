@@ -42,14 +42,14 @@ def test_a_failure_while_another_rank_writes_its_status_is_final(
     started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank fails after another has seen no error, and before that one says that the run is running."""
-    replace = runs._replace
+    replace = runs.replace_json
 
     def fail_first(path: Path, content: dict[str, Any]) -> None:
         if content["state"] == "running":
             assert runs.record_failure(started, runs.error_report(raised(ValueError("first")), 1))
         replace(path, content)
 
-    monkeypatch.setattr(runs, "_replace", fail_first)
+    monkeypatch.setattr(runs, "replace_json", fail_first)
     runs.write_status(started, "running", pid=1)
     status = runs.read_status(started)
     assert (status["state"], status["error"]["message"]) == ("failed", "first")

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.distributed.utils import clip_grad_norm_
 
 
 def titan_grad_norm(parameters: Iterable[torch.Tensor], pp_mesh: DeviceMesh | None = None) -> torch.Tensor:
@@ -21,6 +20,8 @@ def titan_grad_norm(parameters: Iterable[torch.Tensor], pp_mesh: DeviceMesh | No
     Returns:
         A scalar in the gradients' dtype.
     """
+    from torchtitan.distributed.utils import clip_grad_norm_  # not on every machine with a GPU
+
     parameters = list(parameters)
     meshes = [getattr(parameter, "device_mesh", None) for parameter in parameters]
     ep_enabled = any("ep" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None)
