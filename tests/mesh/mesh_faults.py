@@ -377,7 +377,7 @@ def norm_of_tp_shards_summed_twice():
 def terms_of_etp_ranks_averaged():
     return _replace(
         ExpertTensorDispatcher,
-        "_run",
+        "__call__",
         lambda original: lambda self, *args, **options: original(self, *args, **options) / self.etp.num_ranks,
     )
 
