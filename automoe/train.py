@@ -1,7 +1,7 @@
 """``python -m automoe.train``: parse, check, hand over. Torch is not imported before the configuration is valid.
 
 Exit status: 0 done, 1 a rank failed, 2 the configuration or the launch is wrong, 3 the hardware is not
-here (the plan was printed), 130 and 143 stopped by Ctrl-C and SIGTERM after saving.
+here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _main(args: Arguments) -> int:
         from automoe.cli import train_help
         from automoe.config.reference import help_on
 
-        print("\n\n".join(map(help_on, args.overrides)) or train_help(args.config_dir))
+        asked = [word for word in args.overrides if "=" not in word]
+        print("\n\n".join(map(help_on, asked)) or train_help(args.config_dir))
         return 0
     external = detect_external(os.environ)
     if external is not None:

@@ -63,12 +63,14 @@ class Ranks:
         """What ``action`` returned on each rank, in rank order, on every rank.
 
         Raises:
-            OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every rank.
+            OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every rank. One process
+                alone sees the error itself.
         """
+        if self.size == 1:
+            return [action()]
         mine, own = _attempt(self.rank, action)
-        outcomes: list[Any] = [mine] * self.size
-        if self.size > 1:
-            dist.all_gather_object(outcomes, mine, group=self.group)
+        outcomes: list[Any] = [None] * self.size
+        dist.all_gather_object(outcomes, mine, group=self.group)
         if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
             raise worst(errors) from own
         return outcomes
@@ -77,12 +79,13 @@ class Ranks:
         """What ``action`` returns on rank 0, the only one that runs it, on every rank.
 
         Raises:
-            OSError, CheckpointError, RuntimeError: it raised; the same error on every rank.
+            OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as ``all``.
         """
+        if self.size == 1:
+            return action()
         outcome, own = _attempt(0, action) if self.rank == 0 else (None, None)
         box: list[Any] = [outcome]
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Exception):
             raise box[0] from own
         return box[0]

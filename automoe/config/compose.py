@@ -278,7 +278,7 @@ def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
 def folder_name(overrides: Iterable[str]) -> str:
     """``ep4-lr0.003-model-small_mixtral``: overrides as a folder's name, whatever their order; empty for none.
 
-    Overrides that differ have names that differ: what a name cannot say follows as a number.
+    What a name cannot say follows as a number.
     """
     words = short_keys(overrides)
     text = "-".join(f"{key}{'' if value[:1].isdigit() else '-'}{value}" for key, value in words)
@@ -289,7 +289,8 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
     """(key, value) of overrides, sorted; a key is its last word where that names one of them alone."""
-    pairs = dict(sorted((key_of(text), text.partition("=")[2]) for text in overrides))
+    typed = {key_of(text): text.partition("=")[2] for text in overrides}  # the last of a key counts, as for Hydra
+    pairs = dict(sorted(typed.items()))
     last = Counter(key.rpartition(".")[2] for key in pairs)
     short = {key: key.rpartition(".")[2] for key in pairs}
     return [(short[key] if last[short[key]] == 1 else key, value) for key, value in pairs.items()]

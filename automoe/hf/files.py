@@ -221,7 +221,8 @@ def write_files(contents: Iterable[tuple[Path, list[Item]]], tensors: Iterator[t
         try:
             with open(file, "wb") as stream:
                 stream.write(header_bytes(items))
-                for item, tensor in zip(items, tensors, strict=False):  # what comes after belongs to the next file
+                for item in items:
+                    tensor = next(tensors)
                     when = f"while {item[0].key} was written"
                     for part in [tensor.to(item[0].dtype)] if len(item) == 1 else quantize_fp8(tensor):
                         stream.write(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -242,8 +242,10 @@ class _Launch:
             if self.gave_up:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
-                codes = ", ".join(str(rank.returncode) for rank in self.ranks)
-                message = f"the ranks ended without a result, with status {codes}; see logs/rank*.log"
+                ended = [
+                    f"rank {n} with status {r.returncode}" for n, r in enumerate(self.ranks) if n not in self.killed
+                ]
+                message = f"ranks ended without a result: {', '.join(ended)}; see above and logs/rank*.log"
                 # Overruled: a report that a rank began and had no room for.
                 failure = runs.read_failure(self.run_dir) or runs.launch_failure(None, message)
                 runs.record_failure(self.run_dir, failure, overrule=True)

@@ -108,13 +108,28 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     except (OSError, ValueError) as error:
         reason = f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}"
         raise ConfigError("run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}") from None
-    may = {key for key, both in changed.items() if goes_on(key, *both) and (saved or not done)}
-    if refused := {key: both for key, both in changed.items() if key not in may}:
+    # Of another run too, where a start over ended before it had set them aside.
+    newest = _newest_config(run_dir)
+    held = (differences(newest, config) if newest else {}) | changed
+    may = {key for key, both in held.items() if goes_on(key, *both) and (saved or not done)}
+    if refused := {key: both for key, both in held.items() if key not in may}:
         what = "holds a run with other settings" if saved or not done else "holds a finished run, no checkpoint of it"
         there = f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)" if saved else ""
         remedy = f"Set them back, name another run_dir{there}, or {over}"
         raise ConfigError("run_dir", run_dir, f"{what}: {describe(refused)}", remedy)
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
+
+
+def _newest_config(run_dir: Path) -> dict[str, Any] | None:
+    """The configuration in the newest checkpoint; None where there is none that says it."""
+    steps = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdigit()]
+    if not steps:
+        return None
+    newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
+    try:
+        return dict(json.loads((newest / "manifest.json").read_bytes())["config"])
+    except (OSError, ValueError, KeyError, TypeError):  # the run that goes on says what is wrong with it
+        return None
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

@@ -54,7 +54,8 @@ Record = dict[str, Any]
 def run_sweep(args: Arguments) -> int:
     """Run every combination of the comma-separated overrides; returns the exit status.
 
-    0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143: stopped by Ctrl-C, SIGTERM.
+    0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143, 129: stopped by Ctrl-C, SIGTERM,
+    SIGHUP.
 
     The objective of a job (final validation loss, else training loss; infinity where there is none) is
     what the job function returns, so Hydra sweepers such as Optuna minimise it.
@@ -242,9 +243,10 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
 def _finished(config: Config) -> dict[str, Any] | None:
     """Status of an earlier, completed run of this configuration in its directory; None where there is none."""
     try:
-        status = runs.read_status(config.run_dir)
-        same = status.get("state") == "done" and not differences(runs.read_config(Path(config.run_dir)), config)
-    except (OSError, ValueError):
+        status, then = runs.read_status(config.run_dir), runs.read_config(Path(config.run_dir))
+        same = status.get("state") == "done" and not differences(then, config)
+        same &= then["checkpoint"]["export_hf"] or not config.checkpoint.export_hf  # else it is asked for by now
+    except (OSError, ValueError, KeyError):
         return None  # training goes on there, or says what is wrong
     return status if same else None
 

@@ -38,6 +38,11 @@ def test_names_differ_where_overrides_do() -> None:
     assert all(len(name) < 100 and "/" not in name and " " not in name for name in names)
 
 
+def test_of_a_key_that_is_given_twice_the_last_counts() -> None:
+    typed = ["optim.lr=3e-3", "optim.lr=1e-3"]
+    assert folder_name(typed) == folder_name(typed[1:]) != folder_name(typed[:1])
+
+
 def test_what_makes_another_run_and_what_may_differ() -> None:
     before, config = config_to_dict(Config()), Config()
     del before["optim"]["moments"]  # written by a version that had no such key

@@ -49,7 +49,7 @@ def test_the_first_error_is_shown_once_and_peers_leave(command: Command) -> None
 def test_a_failure_that_no_rank_could_write_down_is_told_all_the_same(command: Command) -> None:
     code, _, err = command.run("recipe_raises_without_room", *TWO_RANKS)
     assert code == 1
-    assert "error: LaunchError: the ranks ended without a result, with status 1, 1; see logs" in err
+    assert "ranks ended without a result: rank 0 with status 1, rank 1 with status 1; see above and logs" in err
     assert read_status(command.run_dir)["state"] == "failed"
 
 

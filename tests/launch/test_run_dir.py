@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from automoe.config.convert import config_to_dict
 from automoe.config.frozen import save_config
-from automoe.config.schema import Config, DataConfig, OptimConfig, TrainConfig
+from automoe.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from automoe.errors import ConfigError, DataError, LaunchError
 from automoe.launch import run_dir as runs
 
@@ -124,6 +126,22 @@ def test_what_a_run_may_go_on_with_is_said(tmp_path: Path, state: runs.State, sa
         return
     (note,) = runs.check_same_run(tmp_path, longer)
     assert "train.steps was 200, is 300; data.path was None, is moved" in note
+
+
+def test_checkpoints_of_another_run_are_not_those_of_a_start_over_that_came_to_nothing(tmp_path: Path) -> None:
+    left_by(tmp_path, "done", saved=True)
+    manifest = tmp_path / "checkpoints" / "step-2" / "manifest.json"
+    manifest.write_text(json.dumps({"config": config_to_dict(Config())}))
+    other = Config(optim=OptimConfig(lr=0.5), checkpoint=CheckpointConfig(resume="never"))
+    assert runs.check_same_run(tmp_path, other) == []
+    runs.start_run(tmp_path)  # and stopped before a rank has set the checkpoints aside
+    save_config(other, tmp_path)
+    other.checkpoint.resume = "auto"
+    with pytest.raises(ConfigError, match=r"optim\.lr was 0\.003, is 0\.5"):
+        runs.check_same_run(tmp_path, other)
+    for damaged in ("", "[]", '{"config": 3}'):
+        manifest.write_text(damaged)
+        assert runs.check_same_run(tmp_path, other) == [], "resuming says what is wrong with it"
 
 
 def test_a_folder_in_which_nothing_was_trained_takes_any_run(tmp_path: Path) -> None:

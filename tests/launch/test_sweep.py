@@ -44,6 +44,13 @@ def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command)
     assert "hello from rank" not in out, "nothing ran again"
     assert [job["objective"] for job in journal(command)] == [2.0, 3.0, None, None]
 
+    # What was not asked for then was not made then.
+    path = command.run_dir / "ep1-steps2" / "config.yaml"
+    path.write_text(path.read_text().replace("export_hf: true", "export_hf: false"))
+    code, out, err = command.run("recipe_answers", *sweep)
+    assert code == 0, err
+    assert out.count("done in an earlier run of this sweep") == 1 and "hello from rank" in out
+
     # Another sweep would show the first one's losses under its own values.
     code, out, err = command.run("recipe_answers", "-m", *sweep[1:-1], "train.steps=7,8")
     assert code == 2 and "job 0" not in out
