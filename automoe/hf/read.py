@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -294,14 +295,13 @@ def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Cal
         num_bytes: of all that will be read.
         shown: whether this rank may show something.
     """
+    if not (shown and sys.stderr.isatty()):  # every rank would import rich for nothing
+        yield lambda num_bytes: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda num_bytes: None
-        return
     columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=num_bytes)
         yield lambda num_bytes: progress.advance(task, num_bytes)

@@ -53,7 +53,8 @@ def to_hf(
         verify: compare every number with the model, and the whole with transformers (``verify_hf``).
 
     Raises:
-        ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype.
+        ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype; no such tokenizer, which
+            ranks of several are told as a CheckpointError.
         CheckpointError: on every rank alike: the directory exists or cannot be written, or is not equal to the
             model. Nothing is left under ``path`` then, and an older export stays.
     """

@@ -266,7 +266,7 @@ def test_dtypes_of_an_export(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_there(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere: there is no such directory"):
+    with pytest.raises(ConfigError, match="nowhere: there is no such directory"):
         to_hf(automoe.from_hf(source), tmp_path / "out", tokenizer=str(tmp_path / "nowhere"), verify=False)
     assert entries(tmp_path) == ["source"]
 
