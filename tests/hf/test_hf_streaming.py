@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_a_terminal_sees_a_bar_and_a_log_sees_none(
     assert capfd.readouterr() == ("", "")
     screen, real = io.StringIO(), rich.console.Console
     monkeypatch.setattr(rich.console, "Console", lambda **_: real(file=screen, force_terminal=True, width=100))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     load_hf(model, tmp_path / "checkpoint", progress=True)
     shown = screen.getvalue()
     # The bytes of the files, all of them arrived; how fast depends on the machine.
