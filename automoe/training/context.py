@@ -46,8 +46,10 @@ class RunContext:
 
     def any_rank_stops(self) -> bool:
         """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU memory."""
-        from automoe.training.stats import max_over_ranks
+        import torch
+        import torch.distributed as dist
 
-        if self.world_size == 1:
-            return self.stop.requested
-        return max_over_ranks(float(self.stop.requested)) == [1.0]
+        flag = torch.tensor([int(self.stop.requested)], dtype=torch.int32)
+        if self.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
