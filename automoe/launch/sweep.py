@@ -47,7 +47,6 @@ from automoe.shipped import shipped_folder
 RECORDS = "jobs"
 STOPPED = 130
 NO_SHAPE = ("data.", "checkpoint.", "model.hf_path", "recipe", "plugins", "run_dir")  # keys that a person must mend
-WIDE = 110  # columns of a terminal that has room for the meshes
 Record = dict[str, Any]
 
 
@@ -74,9 +73,10 @@ def run_sweep(args: Arguments) -> int:
         status = _multirun(args, directory, overrides, start)
         jobs = _collect(directory, start, stopped=status == STOPPED)
         if jobs:
-            print_sweep(jobs)
             from automoe.observe.plots import draw_sweep
+            from automoe.observe.summary import print_sweep
 
+            print_sweep(jobs)
             print(f"\nplot {draw_sweep(directory, jobs)}")
     return _exit_status(status, [job for job in jobs if job["start"] == start])
 
@@ -249,32 +249,6 @@ def _finished(config: Config) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError):
         return None  # training goes on there, or says what is wrong
     return status if same else None
-
-
-def print_sweep(jobs: list[dict[str, Any]]) -> None:
-    """A line a job, at the width of the terminal, and why jobs were skipped or failed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("job", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for heading in ("objective", "tokens/s", "seconds"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    meshes = ("default", "moe") if console.width >= WIDE else ()
-    for heading in meshes:
-        table.add_column(heading)
-    for job in jobs:
-        objective, speed, seconds = (job.get(key) for key in ("objective", "tokens_per_second", "seconds"))
-        numbers = ((objective, ".4f"), (speed, ",.0f"), (seconds, ".1f"))
-        cells = ["-" if value is None else f"{value:{how}}" for value, how in numbers]
-        table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
-    console.print()
-    console.print(table)
-    for job in jobs:
-        if job.get("reason") and job["state"] != "done":
-            console.print(f"\n{job['label']} {job['state']}: {job['reason']}", soft_wrap=True)
 
 
 # ---------------------------------------------------------------- the journal

@@ -1,4 +1,4 @@
-"""What a run is, how far it came and both views of its ranks, as text: shared by console, plan and report."""
+"""What a run is, how far it came, both views of its ranks and the jobs of a sweep, as text for terminals and reports."""
 
 from __future__ import annotations
 
@@ -187,3 +187,29 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
         ranks = range(row * columns, (row + 1) * columns)
         lines.append(f"{label:>{width}} |" + "".join(f"{rank:>{cell}}" for rank in ranks))
     return lines
+
+
+def print_sweep(jobs: list[dict[str, Any]]) -> None:
+    """A line a job, at the width of the terminal, and why jobs were skipped or failed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("job", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for heading in ("objective", "tokens/s", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    meshes = ("default", "moe") if console.width >= 110 else ()
+    for heading in meshes:
+        table.add_column(heading)
+    for job in jobs:
+        objective, speed, seconds = (job.get(key) for key in ("objective", "tokens_per_second", "seconds"))
+        numbers = ((objective, ".4f"), (speed, ",.0f"), (seconds, ".1f"))
+        cells = ["-" if value is None else f"{value:{how}}" for value, how in numbers]
+        table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
+    console.print()
+    console.print(table)
+    for job in jobs:
+        if job.get("reason") and job["state"] != "done":
+            console.print(f"\n{job['label']} {job['state']}: {job['reason']}", soft_wrap=True)

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from synthetic_run import write_run
 
-from automoe.launch.sweep import print_sweep
 from automoe.observe.plots import draw_sweep
+from automoe.observe.summary import print_sweep
 
 KEYS = "pp=2 dp_shard=2 ep=4 lr=0.003 micro_batch_size=2 capacity_factor=1.25"
 
