@@ -1,4 +1,4 @@
-"""What a run is, how far it came, both views of its ranks and the jobs of a sweep, as text for terminals and reports."""
+"""What a run is, how far it came, both views of its ranks, and the jobs of a sweep: as text for people."""
 
 from __future__ import annotations
 
