@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+import time
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# What a network file system, or a disk that reads a block at the second try, answers for a moment.
+_PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
+_WAITS_S = (0.1, 0.5, 2.0)
 
 
 class AutomoeError(Exception):
@@ -67,3 +76,23 @@ def listed(names: Iterable[object], shown: int = 4) -> str:
     texts = sorted(map(str, names))
     more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
     return ", ".join(texts[:shown]) + more
+
+
+def retried(action: Callable[[], T]) -> T:
+    """What ``action`` returns; called again, up to three times, where a disk fails for a moment, each time with a line.
+
+    Not for a bare ``fsync``: Linux says once that pages could not be written, and then forgets it. Write them anew.
+
+    Raises:
+        OSError: any other, or the last of these (EIO, ESTALE, EINTR, EAGAIN, ETIMEDOUT).
+    """
+    for wait in _WAITS_S:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            print(f"warning: {where}{error.strerror}; trying again in {wait} s", flush=True)
+            time.sleep(wait)
+    return action()

@@ -1,0 +1,59 @@
+"""What fails for a moment is tried again, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from automoe import errors
+from automoe.errors import retried
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_WAITS_S", (0.0,) * len(errors._WAITS_S))
+
+
+class Failing:
+    """Raises ``number`` for the first ``times`` calls."""
+
+    def __init__(self, number: int, times: int) -> None:
+        self.number, self.times, self.calls = number, times, 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise OSError(self.number, os.strerror(self.number), "file")
+        return 7
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT])
+def test_a_disk_that_is_away_for_a_moment(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert retried(Failing(number, 3)) == 7
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"warning: file: {os.strerror(number)}; trying again in 0.0 s"] * 3
+
+
+def test_it_ends() -> None:
+    failing = Failing(errno.EIO, 99)
+    with pytest.raises(OSError, match="Input/output error"):
+        retried(failing)
+    assert failing.calls == 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.EROFS])
+def test_what_does_not_pass_is_not_tried_again(number: int) -> None:
+    failing = Failing(number, 1)
+    with pytest.raises(OSError):
+        retried(failing)
+    assert failing.calls == 1
+
+
+def test_a_real_input_output_error() -> None:
+    """Nobody has memory mapped at address 0, and the kernel says so with EIO."""
+    with pytest.raises(OSError) as raised:
+        retried(Path("/proc/self/mem").read_bytes)
+    assert raised.value.errno == errno.EIO
