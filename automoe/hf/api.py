@@ -15,15 +15,16 @@ from automoe.config.rules import check_rows
 from automoe.config.rules_model import model_rows
 from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import ConfigError
-from automoe.hf.catalog import check_catalog
+from automoe.hf.catalog import Catalog, check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
-from automoe.hf.keys import fp8_config
+from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.read import load_hf, show_progress
 from automoe.hf.rewrite import compare_rewritten, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import export_dtype
-from automoe.hf.verify import verify_with_transformers
+from automoe.hf.upcycle import upcycled
+from automoe.hf.verify import compare_with_dense, verify_with_transformers
 from automoe.hf.write import to_hf as to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.collectives import all_gather
@@ -139,8 +140,55 @@ def convert_hf(
     path = Path(out).expanduser().absolute()
     config = model_config_from_hf(source)
     keys = check_conversion(config, path, fp8=fp8, layout=layout, overwrite=overwrite)
-    out_dtype, catalog = export_dtype(dtype), check_catalog(source, config)
-    jobs = plan_rewrite(catalog, config, keys, out_dtype, fp8)
+    return _rewrite(check_catalog(source, config), config, keys, path, dtype, fp8, max_shard_bytes, overwrite)
+
+
+def upcycle_hf(
+    source: str | Path,
+    out: str | Path,
+    num_experts: int,
+    num_experts_per_token: int,
+    granularity: int = 1,
+    dtype: str = "keep",
+    *,
+    seed: int = 0,
+    fp8: bool = False,
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+) -> Written:
+    """Write the dense checkpoint ``source`` at ``out`` as a mixture of experts that computes the same.
+
+    One tensor at a time, in one process on the CPU, and proven as by ``convert_hf``; where both are small enough to be
+    run, the logits are compared with the dense model's too.
+
+    Args:
+        granularity: G, experts that share a copy of the dense FFN; each has 1/G of its width.
+        seed: of the routers.
+
+    Raises:
+        ConfigError: a family without a counterpart, or sizes with which the mixture would not compute the same.
+        CheckpointError: as ``convert_hf``, or the mixture computes other logits than the dense model.
+    """
+    path = Path(out).expanduser().absolute()
+    sizes = (num_experts, num_experts_per_token, granularity)
+    config, upcycling = upcycled(source, *sizes, seed=seed)
+    keys = check_conversion(config, path, fp8=fp8, layout="published", overwrite=overwrite)
+    catalog = check_catalog(source, config, upcycling)
+    return _rewrite(catalog, config, keys, path, dtype, fp8, max_shard_bytes, overwrite)
+
+
+def _rewrite(
+    catalog: Catalog,
+    config: ModelConfig,
+    keys: KeyMap,
+    path: Path,
+    dtype: str,
+    fp8: bool,
+    max_shard_bytes: int,
+    overwrite: bool,
+) -> Written:
+    """``catalog`` written at ``path`` as ``config`` in the layout ``keys``, and proven."""
+    jobs = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
     num_bytes = sum(stored.data.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:
         with show_progress(catalog.folder.name, num_bytes) as advance:
@@ -148,4 +196,7 @@ def convert_hf(
         write_settings(folder, config, done.dtype, None, fp8_config(config, keys) if fp8 else None)
         written = check_catalog(folder, config)
         compare_rewritten(jobs, catalog, written)
-        return replace(done, path=path, logits_error=verify_with_transformers(config, written))
+        logits_error = verify_with_transformers(config, written)
+        if catalog.upcycling is not None and not fp8:
+            compare_with_dense(catalog.folder, folder)
+        return replace(done, path=path, logits_error=logits_error)

@@ -19,6 +19,8 @@ from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.files import DTYPES, StoredTensor, read_headers
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
+from automoe.hf.shards import LocalShard
+from automoe.hf.upcycle import Upcycling
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 Encoding = Literal["plain", "fp8", "mxfp4"]
@@ -48,12 +50,19 @@ class Catalog:
         keys: the names by which it holds the model's tensors.
         block: rows and columns under one scale in block-FP8.
         sources: by the tensor's name.
+        upcycling: the directory is dense and the model is not.
     """
 
     folder: Path
     keys: KeyMap
     sources: dict[str, Source]
     block: tuple[int, int] = FP8_BLOCK
+    upcycling: Upcycling | None = None
+
+    def finish(self, shard: LocalShard) -> None:
+        """What is left to do for a shard that is filled from the files."""
+        if self.upcycling is not None:
+            self.upcycling.finish(shard)
 
 
 @contextmanager
@@ -73,32 +82,35 @@ without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
-def open_catalog(path: str | Path, config: ModelConfig) -> Catalog:
+def open_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
     """Headers of every file, read and checked against the whole model on rank 0, for all ranks. Collective.
+
+    Args:
+        upcycling: ``path`` is dense, and ``config`` what it is to become.
 
     Raises:
         CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys missing or
             unexpected, another shape or number of experts, FP8 without scales, an unknown quantization.
     """
-    return Ranks().lead(lambda: check_catalog(path, config))
+    return Ranks().lead(lambda: check_catalog(path, config, upcycling))
 
 
 @without_collection()
-def check_catalog(path: str | Path, config: ModelConfig) -> Catalog:
+def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
     """``open_catalog`` of this process alone."""
     try:
-        return _check(Path(path).expanduser(), config)
+        return _check(Path(path).expanduser(), config, upcycling)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: {error.strerror}. Make it readable, or copy it again"
         ) from error
 
 
-def _check(folder: Path, config: ModelConfig) -> Catalog:
+def _check(folder: Path, config: ModelConfig, upcycling: Upcycling | None) -> Catalog:
     tensors = read_headers(folder)
     encoding, block = _quantization(folder)
     sources = _pair_scales(tensors, encoding)
-    keys = family_of(config).keys
+    keys = family_of(config).keys if upcycling is None else upcycling.keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
     wanted = hf_tensors(config, keys)
@@ -124,7 +136,7 @@ def _check(folder: Path, config: ModelConfig) -> Catalog:
     order = sorted(wanted, key=lambda key: (sources[key].data.file, sources[key].data.start))
     used = {key: sources[key] for key in order}
     _check_encodings(folder, used, encoding, block)
-    return Catalog(folder, keys, used, block)
+    return Catalog(folder, keys, used, block, upcycling)
 
 
 def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:

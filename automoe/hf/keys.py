@@ -28,6 +28,8 @@ class KeyMap:
 
     With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first. With ``transposed``
     too (GPT-OSS) it is [E, H, 2I], gates and ups in turn, and ``down`` is [E, I, H]; biases likewise.
+    With ``ffn_parts`` the checkpoint is dense: expert e is part e mod ``ffn_parts`` of the layer's FFN, and there is no
+    router (``automoe.hf.upcycle``).
     """
 
     router: str = "mlp.gate.weight"
@@ -42,6 +44,7 @@ class KeyMap:
     down_bias: str = "mlp.experts.down_proj_bias"
     fused: bool = False
     transposed: bool = False
+    ffn_parts: int = 0
 
     @property
     def in_memory(self) -> KeyMap:
@@ -53,7 +56,7 @@ class KeyMap:
 
     def expert_of(self, key: str) -> int | None:
         """Number of the routed expert that ``key`` belongs to, None for other tensors, where they are not fused."""
-        for name in (self.gate, self.up, self.down):
+        for name in () if self.ffn_parts else (self.gate, self.up, self.down):
             if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
                 return int(match[1])
         return None
@@ -150,6 +153,8 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     if match is None:
         return whole(name if name.startswith("lm_head.") else f"model.{name}")
     prefix, rest = f"model.layers.{match[1]}.", match[2]
+    if keys.ffn_parts and rest.startswith(("mlp.experts.", "mlp.router.")):
+        return _ffn_pieces(prefix, rest, shape, keys, experts)
     renamed = {
         "mlp.router.weight": keys.router,
         "mlp.router.expert_bias": keys.expert_bias,
@@ -186,6 +191,29 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     if rest.startswith("mlp.shared_experts."):
         return whole(prefix + keys.shared_experts + rest.removeprefix("mlp.shared_experts"))
     return whole(prefix + rest)
+
+
+def _ffn_pieces(
+    prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None
+) -> list[Piece]:
+    """Experts out of a dense FFN: rows of its gate and up projections, columns of its down projection."""
+    if rest.startswith("mlp.router."):
+        return []
+    numbers = experts or range(shape[0])
+    if rest == "mlp.experts.w_down":
+        _, hidden, width = shape
+        whole, part = (hidden, width * keys.ffn_parts), (hidden, width)
+        return [
+            Piece(prefix + keys.down, whole, (expert, None, None), (0, expert % keys.ffn_parts * width), part)
+            for expert in numbers
+        ]
+    _, _, width, hidden = shape
+    whole, part = (width * keys.ffn_parts, hidden), (width, hidden)
+    return [
+        Piece(prefix + key, whole, (expert, i, None, None), (expert % keys.ffn_parts * width, 0), part)
+        for expert in numbers
+        for i, key in enumerate((keys.gate, keys.up))
+    ]
 
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -74,13 +74,16 @@ def load_hf(
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
     with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
-        ranges = reader.plan(local_shards(parts))
+        shards = list(local_shards(parts))
+        ranges = reader.plan(shards)
         shown = progress and ranks.rank == 0
 
         def fill() -> tuple[int, float]:
             total = sum(one.num_bytes(one.place) for one in ranges)
             with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(ranges)
+            for shard in shards:
+                reader.catalog.finish(shard)
             return reader.bytes_read, time.perf_counter() - started
 
         read, seconds = zip(*ranks.all(fill), strict=True)

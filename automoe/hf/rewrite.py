@@ -102,7 +102,8 @@ def compare_rewritten(jobs: list[Job], source: Catalog, written: Catalog) -> Non
 def _own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece) -> torch.dtype:
     """Of the source's tensor that holds the first number of ``piece``; bfloat16 for a quantized one."""
     expert = next((at for at in piece.select if at is not None), 0)
-    source = catalog.sources[hf_pieces(name, shape, catalog.keys, range(expert, expert + 1))[0].key]
+    pieces = hf_pieces(name, shape, catalog.keys, range(expert, expert + 1))
+    source = catalog.sources[pieces[0].key] if pieces else next(iter(catalog.sources.values()))  # of a new tensor
     return DTYPES[source.data.dtype] if source.encoding == "plain" else torch.bfloat16
 
 
@@ -117,4 +118,5 @@ def _assemble(job: Job, reader: Reader) -> torch.Tensor:
         local = piece.from_stored(whole[found[0]]).view(extent)
         shard = LocalShard(job.name, torch.empty(job.shape, device="meta"), local, start)
         reader.fill(reader.plan([shard]))
+        reader.catalog.finish(shard)
     return whole

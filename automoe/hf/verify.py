@@ -177,6 +177,32 @@ def _compare_logits(catalog: Catalog) -> float | None:
     return error
 
 
+def compare_with_dense(dense: Path, mixture: Path) -> float | None:
+    """Logits of an upcycled checkpoint and of the dense one it was made from, both run by transformers in float32.
+
+    Returns:
+        Relative difference; None for models too large.
+
+    Raises:
+        CheckpointError: it is more than ``LOGITS_TOLERANCE``.
+    """
+    configs = [model_config_from_hf(folder) for folder in (dense, mixture)]
+    if any(4 * count_params(config).total > MAX_COMPARED_BYTES for config in configs):
+        return None
+    tokens = torch.randint(configs[0].vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0))
+    (before, _), (after, _) = (
+        _run_transformers(folder, tokens, config) for folder, config in zip((dense, mixture), configs, strict=True)
+    )
+    error = float((after - before).norm() / before.norm())
+    if not error <= LOGITS_TOLERANCE:  # so that NaN fails
+        raise CheckpointError(
+            f"{mixture}: its logits are not those of {dense}: relative difference {error:.1e}, allowed "
+            f"{LOGITS_TOLERANCE:.0e}. Where weights are in bfloat16 and the granularity is no power of two, down "
+            "projections are rounded: write them with --dtype float32"
+        )
+    return error
+
+
 @contextmanager
 def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     """The directory, or a float32 copy of a quantized one for as long as it is needed.

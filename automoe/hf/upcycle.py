@@ -1,0 +1,105 @@
+"""Upcycling: a dense checkpoint as a mixture of experts that computes the same, to be trained on from there.
+
+Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of it (arXiv 2410.07524):
+experts x*G ... x*G + G-1 are the parts of copy x, and routers begin with the same row for all of them, so that a token
+goes to whole copies. The weights of a token's K experts sum to one, K is a multiple of G, and down projections are
+multiplied by G: whatever the routers choose, the layer's output is the dense one's.
+
+Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G width of an expert, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from automoe.config.schema import ModelConfig
+from automoe.counter_random import normal_at
+from automoe.errors import ConfigError
+from automoe.hf.families.registry import family_of, model_config_from_hf, read_hf_config
+from automoe.hf.keys import KeyMap
+
+if TYPE_CHECKING:
+    from automoe.hf.shards import LocalShard
+
+# Dense families, and those that have the same attention and experts in place of the FFN.
+TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """How the tensors of a mixture come out of a dense checkpoint.
+
+    Attributes:
+        granularity: G, parts of the dense FFN.
+        std: standard deviation of the routers' first weights.
+        seed: of these.
+    """
+
+    granularity: int
+    std: float
+    seed: int = 0
+
+    @property
+    def keys(self) -> KeyMap:
+        """Names of the dense FFN."""
+        names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+        return KeyMap(**names, ffn_parts=self.granularity)
+
+    def finish(self, shard: LocalShard) -> None:
+        """Scale a down projection, draw a router; ``shard`` is filled from the files otherwise."""
+        if shard.name.endswith("mlp.experts.w_down"):
+            shard.local.mul_(self.granularity)
+        elif shard.name.endswith("mlp.router.weight"):
+            (rows, hidden), (first, column) = shard.local.shape, shard.start
+            copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // self.granularity
+            index_RH = copy_R1 * shard.tensor.shape[1] + torch.arange(column, column + hidden)
+            shard.local.copy_((normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype))
+
+
+def upcycled(
+    path: str | Path, num_experts: int, num_experts_per_token: int, granularity: int = 1, seed: int = 0
+) -> tuple[ModelConfig, Upcycling]:
+    """The mixture that the dense model of directory ``path`` becomes, and how.
+
+    Raises:
+        ConfigError: sizes with which it would not compute the same, or a family without a counterpart.
+    """
+    dense = model_config_from_hf(path)
+    G, width = granularity, dense.intermediate_size
+
+    def refuse(key: str, value: object, rule: str, remedy: str) -> ConfigError:
+        return ConfigError(key, value, rule, remedy)
+
+    if dense.family not in TARGETS:
+        there = ", ".join(f"{source} (to {target})" for source, target in TARGETS.items())
+        rule = f"model_type={dense.family} has no family with the same attention and experts in place of the FFN"
+        raise refuse("upcycle", path, rule, f"Dense families that have: {there}")
+    if G < 1 or width % G:
+        near = max(n for n in range(1, width + 1) if width % n == 0 and n <= max(G, 1))
+        rule = f"an expert is one of G equal parts of the FFN's width {width}, and {width} % {G} is not 0"
+        raise refuse("granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}")
+    for key, value in (("num_experts", num_experts), ("num_experts_per_token", num_experts_per_token)):
+        if value < 1 or value % G:
+            rule = f"whole copies of the FFN have G={G} experts each, and {value} is no multiple of that"
+            raise refuse(key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}")
+    if num_experts_per_token > num_experts:
+        rule = f"a token cannot choose {num_experts_per_token} of {num_experts} experts"
+        raise refuse("num_experts_per_token", num_experts_per_token, rule, f"Set at most {num_experts}")
+    mixture = replace(
+        dense,
+        family=TARGETS[dense.family],  # type: ignore[arg-type]
+        num_experts=num_experts,
+        num_experts_per_token=num_experts_per_token,
+        moe_intermediate_size=width // G,
+        first_k_dense=0,
+        router=replace(dense.router, score="softmax", norm_topk_prob=True),
+    )
+    # As a reader of its config.json would have it, which has no place for what the family does not vary.
+    family = family_of(mixture)
+    described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
+    return described, Upcycling(G, dense.initializer_range, seed)
