@@ -14,6 +14,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.hf.read import load_hf
+from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
@@ -40,7 +41,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     loaded = None
     if config.model.hf_path:
         allocate(parts, device)
-        loaded = load_hf(parts, config.model.hf_path, progress=True)
+        upcycling = upcycled_model(config.model)[1] if config.model.upcycle else None
+        loaded = load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
     else:
         materialize(parts, config, device)
     runner = build_runner(parts, meshes, config, device)

@@ -100,6 +100,7 @@ class ModelConfig:
         "deepseek_v3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"
     ] = "deepseek_v3"
     hf_path: str | None = None  # start from this HuggingFace checkpoint directory
+    upcycle: bool = False  # hf_path is dense: experts start as its FFNs, or equal parts of them (docs/upcycle.md)
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's ids
     hidden_size: int = 256
     num_layers: int = 4

@@ -193,9 +193,7 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     return whole(prefix + rest)
 
 
-def _ffn_pieces(
-    prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None
-) -> list[Piece]:
+def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None) -> list[Piece]:
     """Experts out of a dense FFN: rows of its gate and up projections, columns of its down projection."""
     if rest.startswith("mlp.router."):
         return []

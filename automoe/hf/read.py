@@ -26,6 +26,7 @@ from automoe.hf.files import DTYPES, StoredTensor
 from automoe.hf.keys import Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.upcycle import Upcycling
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 
@@ -44,14 +45,21 @@ class Loaded:
     path: Path
     bytes_read: int
     seconds: float
+    upcycling: Upcycling | None = None
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
-        return f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+        made = "" if self.upcycling is None else f"upcycled with granularity {self.upcycling.granularity} from "
+        return f"{made}{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
 
 
 def load_hf(
-    parts: Parts | Decoder, path: str | Path, catalog: Catalog | None = None, *, progress: bool = False
+    parts: Parts | Decoder,
+    path: str | Path,
+    catalog: Catalog | None = None,
+    *,
+    upcycling: Upcycling | None = None,
+    progress: bool = False,
 ) -> Loaded:
     """Fill a model, or this rank's pipeline stages of one, from a checkpoint directory.
 
@@ -62,6 +70,7 @@ def load_hf(
     dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized on the way.
 
     Args:
+        upcycling: ``path`` is dense, and experts and routers are made from it so.
         progress: show a bar, on rank 0 and on a terminal.
 
     Raises:
@@ -73,7 +82,7 @@ def load_hf(
     for part in parts.values():
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
-    with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts))) as reader:
+    with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), upcycling)) as reader:
         shards = list(local_shards(parts))
         ranges = reader.plan(shards)
         shown = progress and ranks.rank == 0
@@ -87,7 +96,7 @@ def load_hf(
             return reader.bytes_read, time.perf_counter() - started
 
         read, seconds = zip(*ranks.all(fill), strict=True)
-    return Loaded(Path(path), sum(read), max(seconds))
+    return Loaded(Path(path), sum(read), max(seconds), upcycling)
 
 
 class Range(NamedTuple):

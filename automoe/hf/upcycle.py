@@ -15,10 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from automoe.config.schema import ModelConfig
-from automoe.counter_random import normal_at
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of, model_config_from_hf, read_hf_config
 from automoe.hf.keys import KeyMap
@@ -55,10 +52,36 @@ class Upcycling:
         if shard.name.endswith("mlp.experts.w_down"):
             shard.local.mul_(self.granularity)
         elif shard.name.endswith("mlp.router.weight"):
+            import torch  # late: a command line is checked without it
+
+            from automoe.counter_random import normal_at
+
             (rows, hidden), (first, column) = shard.local.shape, shard.start
             copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // self.granularity
             index_RH = copy_R1 * shard.tensor.shape[1] + torch.arange(column, column + hidden)
             shard.local.copy_((normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype))
+
+
+def upcycled_model(model: ModelConfig) -> tuple[ModelConfig, Upcycling]:
+    """What the dense checkpoint ``model.hf_path`` becomes with the number and width of experts that ``model`` says.
+
+    Raises:
+        ConfigError: as ``upcycled``, or a width that is no part of the dense one.
+    """
+    assert model.hf_path is not None
+    dense, width = model_config_from_hf(model.hf_path), model.moe_intermediate_size
+    if dense.intermediate_size % width:
+        raise ConfigError(
+            "model.moe_intermediate_size",
+            width,
+            f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {dense.intermediate_size}: "
+            f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}",
+            f"Set model.moe_intermediate_size={dense.intermediate_size} for whole copies",
+        )
+    sizes = model.num_experts, model.num_experts_per_token, dense.intermediate_size // width
+    mixture, upcycling = upcycled(model.hf_path, *sizes, seed=0)
+    std = model.initializer_range
+    return replace(mixture, upcycle=True, initializer_range=std), replace(upcycling, std=std)
 
 
 def upcycled(

@@ -52,7 +52,13 @@ def settle(config: Config, overrides: list[str]) -> Config:
         return config
     from automoe.hf.families.registry import model_config_from_hf
 
-    model = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
+    if config.model.upcycle:
+        from automoe.hf.upcycle import upcycled_model
+    model = (
+        upcycled_model(config.model)[0]
+        if config.model.upcycle
+        else replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
+    )
     stored, keys = replace(config, model=model), set(leaf_keys())
     for override in overrides:
         key, value = key_of(override), override.partition("=")[2]

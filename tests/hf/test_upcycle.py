@@ -1,0 +1,179 @@
+"""Dense checkpoints as mixtures of experts: the same logits, the same tensors on every mesh, and less loss after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hf_mesh_cases import MESHES, empty_on_mesh, stored
+from safetensors.torch import load_file
+
+from automoe import upcycle
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from automoe.errors import CheckpointError, ConfigError
+from automoe.hf.api import upcycle_hf
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.read import load_hf
+from automoe.hf.upcycle import Upcycling, upcycled, upcycled_model
+from automoe.hf.write import to_hf
+from automoe.launch.prepare import settle
+from automoe.training.context import RunContext
+from automoe.verify.pool import RankPool
+from recipes import pretrain
+from tests.support.gpu import one_rank
+from tests.support.hf_models import save_small_hf
+
+
+def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "experts", "top_k", "granularity"),
+    [
+        ("llama", torch.float32, 4, 2, 1),
+        ("llama_plain", torch.float32, 8, 4, 4),
+        ("qwen3", torch.bfloat16, 8, 2, 2),
+        ("qwen3_tied", torch.float32, 9, 3, 3),
+        ("qwen3_tied", torch.bfloat16, 3, 3, 1),
+    ],
+)
+def test_logits_are_the_dense_models(
+    name: str, dtype: torch.dtype, experts: int, top_k: int, granularity: int, tmp_path: Path
+) -> None:
+    dense = save_small_hf(name, tmp_path / "dense", dtype=dtype, other_sizes={"intermediate_size": 48})
+    options = ["--experts", str(experts), "--top-k", str(top_k), "--granularity", str(granularity)]
+    assert upcycle.main([str(tmp_path / "dense"), "--out", str(tmp_path / "out"), *options]) == 0
+    tokens = torch.randint(dense.config.vocab_size, (4, 48), generator=torch.Generator().manual_seed(3))
+    before, after = logits(tmp_path / "dense", tokens), logits(tmp_path / "out", tokens)
+    assert (after - before).norm() <= 1e-5 * before.norm()
+    tensors = stored(tmp_path / "out")
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    routers = [tensor for key, tensor in tensors.items() if re.search(r"mlp\.gate\.weight$|moe\.gate\.weight$", key)]
+    assert len(routers) == dense.config.num_hidden_layers
+    for router in routers:
+        copies = router.unflatten(0, (-1, granularity))
+        assert torch.equal(copies, copies[:, :1].expand_as(copies))
+        assert len({tuple(row.tolist()) for row in router}) == experts // granularity
+    assert not torch.equal(routers[0], routers[1])
+
+
+def test_a_wrong_scale_is_found_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_small_hf("qwen3", tmp_path / "dense")
+    real = Upcycling.finish
+    monkeypatch.setattr(Upcycling, "finish", lambda self, shard: real(replace(self, granularity=1), shard))
+    with pytest.raises(CheckpointError, match="its logits are not those of"):
+        upcycle_hf(tmp_path / "dense", tmp_path / "out", 8, 4, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((8, 3, 2), r"num_experts_per_token=3: .* G=2 .* Nearest valid choice: 4"),
+        ((9, 2, 2), r"num_experts=9: .* Nearest valid choice: 10"),
+        ((8, 2, 7), r"granularity=7: .* width 48.* Nearest valid choice: 6"),
+        ((8, 2, 0), r"granularity=0: at least 1"),
+        ((4, 8, 1), r"a token cannot choose 8 of 4 experts"),
+        ((0, 2, 1), r"num_experts=0"),
+    ],
+)
+def test_sizes_that_would_compute_something_else_are_refused(
+    sizes: tuple[int, int, int], says: str, tmp_path: Path
+) -> None:
+    save_small_hf("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        upcycled(tmp_path, *sizes)
+
+
+def test_a_mixture_is_not_upcycled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small_hf("qwen3_moe", tmp_path / "in")
+    assert upcycle.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--experts", "8", "--top-k", "2"]) == 2
+    assert "Dense families that have: llama (to mixtral), qwen3 (to qwen3_moe)" in capsys.readouterr().err
+
+
+def load_upcycled(dense: Path, mixture: Path, mesh: MeshConfig, out: Path) -> None:
+    parts, _, _ = empty_on_mesh(mixture, mesh)
+    load_hf(parts, dense, upcycling=upcycled(dense, 8, 4, 2, seed=5)[1])
+    to_hf(parts, out, verify=False)
+
+
+@pytest.mark.parametrize("mesh", ["tp2_dp2_ep2_etp2", pytest.param("pp2_ep2_ep_shard2", marks=pytest.mark.exhaustive)])
+def test_ranks_make_the_same_tensors(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf("qwen3", tmp_path / "dense")
+    upcycle_hf(tmp_path / "dense", tmp_path / "alone", 8, 4, 2, seed=5)
+    shape = MESHES[mesh]
+    world_size = resolve_mesh(shape, None).world_size
+    ranks.run(load_upcycled, world_size, tmp_path / "dense", tmp_path / "alone", shape, tmp_path / "ranks")
+    alone, together = stored(tmp_path / "alone"), stored(tmp_path / "ranks")
+    assert alone.keys() == together.keys()
+    for key, tensor in alone.items():
+        assert torch.equal(together[key], tensor), key
+
+
+def test_a_command_line_names_experts_and_the_checkpoint_the_rest(tmp_path: Path) -> None:
+    save_small_hf("llama", tmp_path)
+    model = ModelConfig(hf_path=str(tmp_path), upcycle=True, num_experts=8, moe_intermediate_size=24)
+    settled = settle(Config(model=model), ["model.num_experts=8", "model.moe_intermediate_size=24"]).model
+    assert (settled.family, settled.num_experts, settled.moe_intermediate_size) == ("mixtral", 8, 24)
+    assert settled.hidden_size == 32 and settled.upcycle and settled.hf_path == str(tmp_path)
+    with pytest.raises(ConfigError, match=r"48 % 20 = 8\. Set model.moe_intermediate_size=48"):
+        settle(Config(model=replace(model, moe_intermediate_size=20)), [])
+    with pytest.raises(ConfigError, match="has model.hidden_size=32 and not 64"):
+        settle(Config(model=replace(model, hidden_size=64)), ["model.hidden_size=64"])
+
+
+@pytest.mark.exhaustive
+def test_training_goes_on_below_the_dense_models_loss(tmp_path: Path) -> None:
+    """Real text: a dense model trained a little, upcycled with G=1 and 4, and trained on."""
+
+    def run(name: str, model: ModelConfig, steps: int) -> list[dict[str, float]]:
+        config = Config(
+            run_dir=str(tmp_path / name),
+            mesh=MeshConfig(dp_shard=1),
+            model=model,
+            train=TrainConfig(steps=steps, seq_len=128, global_batch_size=8, micro_batch_size=8, val_every=steps),
+            optim=OptimConfig(lr=2e-3, schedule="constant", warmup_steps=5),
+            data=DataConfig(max_bytes=400_000, val_fraction=0.1),
+            checkpoint=CheckpointConfig(export_hf=True),
+            observe=ObserveConfig(report=False),
+        )
+        (tmp_path / name).mkdir()
+        context = RunContext(0, 1, 0, torch.device("cpu"), tmp_path / name)
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path)), one_rank("cpu"):
+            pretrain.main(config, resolve_mesh(config.mesh, 1), context)
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    sizes = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    save_small_hf("qwen3", tmp_path / "first", other_sizes=sizes)
+    first = replace(model_config_from_hf(tmp_path / "first"), hf_path=str(tmp_path / "first"))
+    dense = run("dense", first, 40)
+    for granularity in (1, 4):
+        counts = {"num_experts": 4 * granularity, "num_experts_per_token": 2 * granularity}
+        asked = ModelConfig(
+            hf_path=str(tmp_path / "dense" / "hf"), upcycle=True, moe_intermediate_size=128 // granularity, **counts
+        )
+        records = run(f"g{granularity}", upcycled_model(asked)[0], 60)
+        # The first step meets the dense model's own loss, on rows of the same kind.
+        assert abs(records[0]["loss"] - dense[-1]["loss"]) < 0.3
+        assert records[-1]["val_loss"] < dense[-1]["val_loss"] - 0.05
+        assert load_file(tmp_path / f"g{granularity}" / "hf" / "model.safetensors")
