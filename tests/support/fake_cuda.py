@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from automoe.model import attention_kernels
 from tests.support.cuda_device import SHIM
 
 CAPABILITY = (9, 0)
@@ -187,4 +188,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
         torch._C._set_only_lift_cpu_tensors(True)
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
+        # There is no cuDNN to ask for its version, which a CUDA build of torch does when it chooses a kernel.
+        stack.enter_context(patch.object(attention_kernels, "cudnn_first", False))
         yield stack.enter_context(FakeCuda())
