@@ -73,16 +73,17 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             record = run.end_step(stats, update)
             if run.validates():
                 record |= validate(config, runner, loader, meshes, device)
-            run.write(record, stats)
+            run.write(record, stats)  # may go back to the checkpoint before
 
             # save
-            if run.saver.due(state.step, run.stopping):
+            if run.saves():
                 run.saver.save(state, record.get("val_loss"), run.stopping)
 
         # ------------------------------------------------------------ leave
         exports, paths = config.checkpoint.export_hf, {}
         # A run that stops in its last step leaves the export for the next start.
         context.preempted = state.step < train.steps or (run.stopping and exports)
+        run.check_result()
         if exports and not run.stopping:
             tokenizer = config.data.tokenizer
             paths["HF checkpoint"] = to_hf(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)

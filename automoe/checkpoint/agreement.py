@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from automoe.errors import AutomoeError, CheckpointError, SaveError
+from automoe.errors import AutomoeError, CheckpointError, SaveError, retried
 
 T = TypeVar("T")
 
@@ -43,6 +43,8 @@ def dcp_error(error: CheckpointException) -> Exception:
 class Ranks:
     """All ranks of the run; every one of them makes it and calls its methods, in the same order.
 
+    An action that a disk fails for a moment is tried again (``retried``): it can be called twice.
+
     Args:
         timeout_s: longest wait for another rank, which may have a large file to write or to check, over a gloo
             group that training's own collectives never use: a save in the background talks over it while training
@@ -67,7 +69,7 @@ class Ranks:
                 alone sees the error itself.
         """
         if self.size == 1:
-            return [action()]
+            return [retried(action)]
         mine, own = _attempt(self.rank, action)
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.group)
@@ -82,7 +84,7 @@ class Ranks:
             OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as ``all``.
         """
         if self.size == 1:
-            return action()
+            return retried(action)
         outcome, own = _attempt(0, action) if self.rank == 0 else (None, None)
         box: list[Any] = [outcome]
         dist.broadcast_object_list(box, src=0, group=self.group)
@@ -104,7 +106,7 @@ class Ranks:
 
 def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Exception, Exception | None]:
     try:
-        return action(), None
+        return retried(action), None
     except Exception as error:  # the others wait for an answer, whatever it is
         return for_all(rank, error), error
 

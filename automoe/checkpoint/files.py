@@ -141,10 +141,10 @@ def flush(path: Path) -> None:
 
 def set_aside(path: Path, stem: str) -> str | None:
     """Rename ``path`` to the first free of ``stem.1``, ``stem.2``, ... and say which; None if it is not there."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     number = 1
-    while (target := path.with_name(f"{stem}.{number}")).exists():
+    while os.path.lexists(target := path.with_name(f"{stem}.{number}")):
         number += 1
     path.rename(target)
     return target.name

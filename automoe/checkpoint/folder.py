@@ -8,14 +8,16 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import flush, write_durably
-from automoe.checkpoint.manifest import MANIFEST, damage, read_manifest
+from automoe.checkpoint.manifest import MANIFEST, read_manifest, verify_step
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 
 FOLDER, LATEST = "checkpoints", "LATEST"
+_UNREADABLE: Mapping[str, Any] = {}  # known by its identity
 
 
 def step_number(name: str) -> int:
@@ -24,15 +26,26 @@ def step_number(name: str) -> int:
 
 
 def committed_steps(folder: Path) -> list[str]:
-    """Names of the steps that were renamed into place, oldest first."""
-    names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(names, key=step_number)
+    """Names of the steps that were renamed into place, oldest first; a link to a step is one.
+
+    Raises:
+        OSError: the folder cannot be read, which does not mean that it is empty.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=step_number)
 
 
 def promised_step(folder: Path) -> str | None:
     """What ``LATEST`` names; None where there is no such file."""
-    latest = folder / LATEST
-    return latest.read_text(errors="replace").strip() if latest.exists() else None
+    try:
+        return (folder / LATEST).read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IsADirectoryError:
+        raise CheckpointError(f"{folder / LATEST} is a folder. Remove it: the newest valid step is taken") from None
 
 
 def point_to(folder: Path, name: str) -> None:
@@ -46,13 +59,14 @@ def point_to(folder: Path, name: str) -> None:
 def clean(folder: Path) -> None:
     """Remove what a killed run left half written or half deleted; the caller holds the run directory's lock."""
     for abandoned in folder.glob(".tmp-*"):
-        shutil.rmtree(abandoned) if abandoned.is_dir() else abandoned.unlink()
+        _delete(abandoned)
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a flushed directory its name; from here on it is a checkpoint."""
-    flush(temporary)
-    temporary.rename(final)
+    """Give a flushed directory its name; from here on it is a checkpoint. Again, it sees that it has it."""
+    if not final.exists():
+        flush(temporary)
+        temporary.rename(final)
     flush(final.parent)
 
 
@@ -60,23 +74,44 @@ def remove(step_dir: Path) -> None:
     """Delete a step; one that is half deleted must not be taken for a damaged one."""
     doomed = step_dir.with_name(f".tmp-deleted-{step_dir.name}")
     step_dir.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link: what a link leads to was put elsewhere by a person."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
     """Delete the steps that ``checkpoint`` does not keep; returns a warning if it had to leave them.
 
     Nothing is deleted unless ``newest``, just written, is there with every file in its size: an older
-    one may then be the only checkpoint left.
+    one may then be the only checkpoint left. Nor is anything if it was written in a streak of skipped steps: what led
+    to them may be in it.
     """
-    if (problem := damage(folder / newest, content=False)) is not None:
+    try:
+        manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
+    except CheckpointError as error:
+        return f"{error}. No checkpoint is deleted"
+    if problem is not None:
         return f"checkpoint {folder / newest} is damaged right after it was written ({problem}); none is deleted"
+    if manifest["counters"]["skipped"]:
+        return None
     names = committed_steps(folder)
-    losses = {name: read_manifest(folder / name)[0].get("val_loss") for name in names} if checkpoint.keep_best else {}
+    losses = {name: _readable(folder / name).get("val_loss") for name in names} if checkpoint.keep_best else {}
     validated = {name: loss for name, loss in losses.items() if loss is not None}
     for name in superfluous(names, validated, checkpoint):
-        remove(folder / name)
+        if _readable(folder / name) is not _UNREADABLE:
+            remove(folder / name)
     return None
+
+
+def _readable(step_dir: Path) -> Mapping[str, Any]:
+    """A step's manifest, empty where it is damaged; ``_UNREADABLE`` of one that another version wrote or is away."""
+    try:
+        return read_manifest(step_dir)[0]
+    except (OSError, CheckpointError):
+        return _UNREADABLE
 
 
 def superfluous(names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig) -> list[str]:
@@ -104,7 +139,7 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
         return []
     path = Path(resume).expanduser()
     if (path / MANIFEST).is_file():
-        if path.resolve().parent == run_dir.resolve() / FOLDER:
+        if path.absolute().parent.resolve() == (run_dir / FOLDER).resolve():
             raise CheckpointError(
                 f"checkpoint.resume={resume} is a step of this run itself, and later ones would be lost. Set another "
                 "run_dir to branch off there, or remove the steps after it and set checkpoint.resume=auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Mapping
@@ -9,6 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from automoe import __version__
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import FileFacts, sha256, write_durably
 from automoe.config.convert import config_to_dict
@@ -18,6 +22,10 @@ from automoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+# Another key is of a newer version, which may mean by it that what it wrote has to be read in another way.
+_KEYS = {"format", "step", "counters", "config", "generators", "val_loss", "versions", "files", "sha256"}
+# What says that a file is not there; any other error says that it cannot be read, which is no damage.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Sections whose values change the numbers of a run without making it another model.
 _NUMBERS = ("train", "optim", "moe")
@@ -25,37 +33,66 @@ _NUMBERS = ("train", "optim", "moe")
 
 def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
     """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest over both."""
-    manifest: dict[str, Any] = {"format": FORMAT, **content}
+    versions = {"automoe": __version__, "torch": str(torch.__version__)}
+    manifest: dict[str, Any] = {"format": FORMAT, "versions": versions, **content}
     manifest["files"] = {name: asdict(files[name]) for name in sorted(files)}
     manifest["sha256"] = _digest(manifest)
     write_durably(step_dir / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest of a committed step, and None or what is wrong with it (then the manifest is empty)."""
+    """The manifest of a committed step, and None or what is wrong with it (then the manifest is empty).
+
+    Raises:
+        OSError: it cannot be read, or the step is a link whose target is away.
+        CheckpointError: another version of automoe wrote it, in a way that this one does not know.
+    """
+    if step_dir.is_symlink() and not step_dir.exists():
+        raise OSError(errno.EHOSTDOWN, f"is a link to {step_dir.readlink()}, which is not there")
     try:
         manifest = json.loads((step_dir / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            return {}, f"{MANIFEST} has format {manifest['format']}, and this version reads {FORMAT}"
+        form, versions = manifest["format"], manifest.get("versions")
+        if form != FORMAT and isinstance(form, int):
+            raise _other_version(step_dir, f"format {form}, and this version reads format {FORMAT}", versions)
         if manifest["sha256"] != _digest({key: manifest[key] for key in manifest if key != "sha256"}):
             return {}, f"{MANIFEST} is not as it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if unknown := sorted(manifest.keys() - _KEYS):
+            raise _other_version(step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", versions)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return {}, f"{MANIFEST}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{MANIFEST}: {type(error).__name__}: {error}"
     return manifest, None
 
 
+def _other_version(step_dir: Path, what: str, versions: object) -> CheckpointError:
+    numbers = versions.items() if isinstance(versions, dict) else ()
+    wrote = f" ({', '.join(f'{name} {number}' for name, number in numbers)})" if numbers else ""
+    return CheckpointError(
+        f"{step_dir} was written by another version{wrote} than this one (automoe {__version__}, torch "
+        f"{torch.__version__}): it has {what}. It is left as it is. Go on with the version that wrote it, name "
+        "another run_dir, or move it out of the folder to go on from the step before"
+    )
+
+
 def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> str | None:
-    """What is wrong with one file of a manifest, or None; ``content=False`` looks at its size alone."""
+    """What is wrong with one file of a manifest, or None; ``content=False`` looks at its size alone.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{path.name} has {size} bytes, and {facts['bytes']} were written"
         if content and sha256(path) != facts["sha256"]:
             return f"{path.name} has another SHA-256 than when it was written"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        if error.errno not in _GONE:
+            raise
+        return f"{path.name} is missing" if error.errno == errno.ENOENT else f"{path.name}: {error.strerror}"
     return None
 
 
@@ -63,13 +100,23 @@ def verify_step(step_dir: Path, ranks: Ranks, content: bool = True) -> tuple[dic
     """A committed step's manifest, and None or what is wrong: every listed file is to be there, whole and unchanged.
 
     Ranks share the files to read. ``content=False`` compares sizes alone.
+
+    Raises:
+        CheckpointError: another version wrote it, or it cannot be read: nobody knows whether it is damaged.
     """
-    manifest, problem = ranks.lead(lambda: read_manifest(step_dir))
-    if problem is not None:
-        return manifest, problem
-    files = manifest["files"]
-    mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
-    found = ranks.all(lambda: [file_damage(step_dir / name, files[name], content) for name in mine])
+    try:
+        manifest, problem = ranks.lead(lambda: read_manifest(step_dir))
+        if problem is not None:
+            return manifest, problem
+        files = manifest["files"]
+        mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
+        found = ranks.all(lambda: [file_damage(step_dir / name, files[name], content) for name in mine])
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(
+            f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. See to the disk or its "
+            "permissions, or move it out of the folder to go on from the step before"
+        ) from None
     return manifest, min((text for damaged in found for text in damaged if text is not None), default=None)
 
 

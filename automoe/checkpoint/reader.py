@@ -7,6 +7,7 @@ names. So does torch with entries that are no tensors. A step may come from some
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from automoe.checkpoint.agreement import dcp_error
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, retried
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {  # what torch writes into the file; none of these does more than hold values
@@ -31,6 +33,7 @@ _ALLOWED = {  # what torch writes into the file; none of these does more than ho
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }  # fmt: skip
+_NEWER = "A newer torch may have written it: its manifest.json says which (versions). Go on with that one"
 
 
 class StepReader(dcp.FileSystemReader):
@@ -44,11 +47,15 @@ class StepReader(dcp.FileSystemReader):
         """The index of the step, which lists its tensors and where they lie."""
         path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
+            metadata = _Unpickler(io.BytesIO(retried(path.read_bytes))).load()
             entries, paths = metadata.state_dict_metadata, [one.relative_path for one in metadata.storage_data.values()]
             strange = [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
             outside = [path for path in paths if not _is_name(path)]
+            if metadata.version is not None and _numbers(metadata.version) > _numbers(CURRENT_DCP_VERSION):
+                raise CheckpointError(
+                    f"has version {metadata.version} of torch's format, and torch {torch.__version__} reads "
+                    f"{CURRENT_DCP_VERSION}. {_NEWER}"
+                )
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error}") from None
         except Exception as error:  # a pickle that is none can fail in any way
@@ -66,10 +73,19 @@ class StepReader(dcp.FileSystemReader):
         Raises:
             CheckpointError: on every rank alike: they cannot be read, or one is not there.
         """
+
+        def load() -> None:
+            try:
+                dcp.load(tensors, storage_reader=self, **ranks)
+            except CheckpointException as error:
+                if isinstance(found := dcp_error(error), OSError):
+                    raise found from None
+                raise CheckpointError(f"{self.path} cannot be loaded: {found}") from None
+
         try:
-            dcp.load(tensors, storage_reader=self, **ranks)
-        except CheckpointException as error:
-            raise CheckpointError(f"{self.path} cannot be loaded: {dcp_error(error)}") from None
+            retried(load)  # by all ranks, which see the same error
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be loaded: {error}") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -78,7 +94,14 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        known = f"which torch {torch.__version__} does not write: nothing of it was run"
+        if module.startswith("torch.distributed.checkpoint"):
+            raise CheckpointError(f"names {module}.{name}, {known}. {_NEWER}")
         raise CheckpointError(f"names {module}.{name}, which no checkpoint needs: it may be an attack. Nothing was run")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def _is_name(path: object) -> bool:

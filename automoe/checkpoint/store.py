@@ -34,7 +34,7 @@ from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import CheckpointError
+from automoe.errors import CheckpointError, SaveError, retried
 from automoe.trace import phase
 
 if TYPE_CHECKING:
@@ -96,17 +96,22 @@ class CheckpointStore:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
 
         Raises:
-            SaveError: it cannot be written, on whichever rank; on every rank alike.
+            SaveError: it cannot be written, on whichever rank, or is not finite; on every rank alike.
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
+        self._check_finite(state)
         return self._write(state.tensors() | _of_this_rank(rng_state()), self._content(state, val_loss), state.step)
 
     def begin(self, state: TrainState, val_loss: float | None = None) -> None:
         """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
 
         One save is in flight at a time. The copy stays allocated for the next save.
+
+        Raises:
+            SaveError: it is not finite; on every rank alike.
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
+        self._check_finite(state)
         tensors = state.tensors()
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
@@ -148,6 +153,18 @@ class CheckpointStore:
         """Whether a save was begun whose end ``poll`` has not returned yet."""
         return self._in_flight is not None
 
+    def _check_finite(self, state: TrainState) -> None:
+        """Every checkpoint is one that training can go on from, and so older ones may be deleted."""
+        with phase("check_finite", state.step):
+            found = self.ranks.all(state.not_finite)
+        names = [f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]]
+        if names:
+            raise SaveError(
+                f"the checkpoint of step {state.step} was not saved: its numbers are not finite "
+                f"({', '.join(names[:4])}, {sum(map(len, found))} tensors in all). Older checkpoints stay. Lower optim.lr, or raise "
+                "optim.warmup_steps"
+            )
+
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
         """The manifest but for the files, of this moment."""
         return {
@@ -165,19 +182,12 @@ class CheckpointStore:
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
         """Write, flush, list, commit, name, delete what is not kept: each by all ranks or by none."""
         final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
-
-        def prepare() -> bool:
-            if final.exists():
-                return False
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            return True
-
         try:
             with phase("save", step):
-                if not self.ranks.lead(prepare):
+                if self.ranks.lead(final.exists):
                     return final
-                files = self._write_tensors(tensors, temporary, step)
+                # All of it anew, by all ranks: a flush that failed says nothing when it is repeated.
+                files = retried(lambda: self._write_tensors(tensors, temporary, step))
                 with phase("write_manifest", step):
                     self.ranks.lead(lambda: write_manifest(temporary, content, files))
                 with phase("commit", step):
@@ -191,7 +201,13 @@ class CheckpointStore:
         return final
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
-        """All ranks' files, flushed, in ``target``: name -> size and digest, on every rank."""
+        """All ranks' files, flushed, in ``target``, made anew: name -> size and digest, on every rank."""
+
+        def prepare() -> None:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+
+        self.ranks.lead(prepare)
         writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
         writer.fs = files = HashingFileSystem(step)
         try:
@@ -243,6 +259,28 @@ class CheckpointStore:
         with phase("load", manifest["step"]):
             self._load(state, step_dir, manifest)
         return Resumed(state.step, own)
+
+    def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
+        """Fill ``state`` from the step before the one that it was ``resumed`` from, which is set aside.
+
+        Returns:
+            None where there is none before it, or it is another run's: then nothing has changed.
+
+        Raises:
+            CheckpointError: as ``load_latest``.
+        """
+        steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))
+        name = f"step-{resumed.step}"
+        if not resumed.own or name not in steps[1:]:
+            return None
+
+        def exclude() -> str | None:
+            folders.point_to(self.folder, steps[steps.index(name) - 1])
+            return set_aside(self.folder / name, f"diverged-{name}")
+
+        aside = self.ranks.lead(exclude)
+        self._warn(f"no step after {name} could be taken: it is set aside as {aside}, and the one before is taken")
+        return self.load_latest(state)
 
     def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
         check_model(step_dir, manifest["config"], self.config)

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -29,6 +29,7 @@ from automoe.launch import run_dir as runs
 _RECORDED = "512"  # collectives that the recorder remembers: some steps' worth
 _NEARLY = 0.9  # of the timeout: before the backend gives up, which NCCL does by ending the process
 _ANSWER_S = 10.0  # for the other ranks to say where they are
+_SAVES = "checkpoint"  # the group over which saves and loads talk
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 
@@ -50,13 +51,28 @@ class Pending:
 
 @dataclass
 class Standing:
-    """Where a rank is: its unfinished collectives, oldest first, and its main thread's place in the code."""
+    """Where a rank is: its unfinished collectives, oldest first, and its main thread's place in the code.
+
+    ``saving`` is the place of the thread that saves in the background, where there is one.
+    """
 
     rank: int
     place: str
     communicates: bool  # its main thread is in a function of torch.distributed
     pending: list[Pending] = field(default_factory=list)
     asked: int | None = None  # which question this answers
+    saving: str | None = None
+
+    def of_thread(self, saves: bool) -> Standing:
+        """What concerns one of the two threads alone: the one that saves, or the main one."""
+        if self.saving is None:
+            return self
+        pending = [one for one in self.pending if (one.group == _SAVES) == saves]
+        return (
+            replace(self, place=self.saving, communicates=False, pending=pending)
+            if saves
+            else replace(self, pending=pending)
+        )
 
     @property
     def waits_in(self) -> str | None:
@@ -91,11 +107,12 @@ class StuckWatch:
             late = [one for one in pending if one.seconds >= _NEARLY * one.timeout_s]
             slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named]
             if (late or slow) and self._ask():
-                rank, message = self._find_missing(_live_frames(), (late or slow)[0].seconds)
+                one = (late or slow)[0]
+                rank, message = self._find_missing(_live_frames(), one.seconds, one.group == _SAVES)
                 if late:
                     self._report(rank, message)
                 else:
-                    self._name(str(slow[0]), f"{message} It may take up to {slow[0].timeout_s:.0f} s")
+                    self._name(str(one), f"{message} It may take up to {one.timeout_s:.0f} s")
 
     def explain(self, error: BaseException) -> None:
         """If ``error`` is a collective's timeout, see that the outcome on record says who did not join it."""
@@ -128,17 +145,20 @@ class StuckWatch:
             if self.rank in self._standings(asked):
                 return
             place, communicates = describe_place(frames)
-            standing = Standing(self.rank, place, communicates, pending_collectives(self._first_seen), asked)
+            saving = [describe_place(_live_frames(thread))[0] for thread in threading.enumerate() if _saves(thread)]
+            pending = pending_collectives(self._first_seen)
+            standing = Standing(self.rank, place, communicates, pending, asked, saving[0] if saving else None)
             target.parent.mkdir(exist_ok=True)
             scratch = target.with_suffix(".tmp")
             scratch.write_text(json.dumps(asdict(standing), indent=1))
             scratch.rename(target)
 
-    def _find_missing(self, frames: list[FrameType], waited_s: float) -> tuple[int, str]:
+    def _find_missing(self, frames: list[FrameType], waited_s: float, saves: bool = False) -> tuple[int, str]:
         self._say_where(frames)
         deadline = time.monotonic() + _ANSWER_S
         while len(standings := self._standings(self._asked())) < self.num_ranks and time.monotonic() < deadline:
             time.sleep(0.1)
+        standings = {rank: standing.of_thread(saves) for rank, standing in standings.items()}
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
 
     def _name(self, what: str, message: str) -> None:
@@ -277,10 +297,14 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
     return place, communicates
 
 
-def _live_frames() -> list[FrameType]:
-    """The main thread's call stack, outermost first."""
-    innermost = sys._current_frames()[threading.main_thread().ident or 0]
-    return [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
+def _live_frames(thread: threading.Thread | None = None) -> list[FrameType]:
+    """The call stack of a thread, by default the main one, outermost first; empty if it has just ended."""
+    innermost = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
+    return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost else []
+
+
+def _saves(thread: threading.Thread) -> bool:
+    return thread.name.startswith("save_")  # of ``CheckpointStore.begin``
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.schema import Config
-from automoe.errors import LaunchError
+from automoe.errors import AutomoeError, LaunchError
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
 from automoe.shipped import load_recipe
@@ -122,7 +123,10 @@ def run_rank(
             raise LaunchError(lost)
         if rank == 0:
             outcome = None if objective is None else float(objective)
-            runs.write_status(run_dir, "preempted" if context.preempted else "done", objective=outcome)
+            if not context.preempted and not math.isfinite(outcome or 0.0):
+                raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
+            facts = {"fell_back": context.fell_back} if context.fell_back else {}
+            runs.write_status(run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk, which _fail survives too
             watch.explain(error)

@@ -33,7 +33,7 @@ class RunContext:
 
     ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
     different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step. A recipe
-    that leaves before its end for that reason sets ``preempted``.
+    that leaves before its end for that reason sets ``preempted``. ``fell_back`` says which checkpoints were given up.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class RunContext:
     run_dir: Path
     stop: StopRequest = field(default_factory=StopRequest)
     preempted: bool = False
+    fell_back: list[str] = field(default_factory=list)
 
     def any_rank_stops(self) -> bool:
         """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,13 +46,13 @@ def open_run(
         log = tracker = None
         if context.rank == 0:
             # Another run's record is not this one's.
-            record_ends = resumed.step if resumed and resumed.own else None
-            log = opened.enter_context(MetricsLog(context.run_dir, record_ends))
+            log = MetricsLog(context.run_dir, resumed.step if resumed and resumed.own else None)
             tracker = make_tracker(config, context.run_dir, console.warn)
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
-        yield Run(
-            config, shape, context, state, Saver(store, config, console.note, console.warn), console, log, tracker
-        )
+        saver = Saver(store, config, console.note, console.warn)
+        run = Run(config, shape, context, state, saver, resumed, console, log, tracker)
+        opened.callback(run.close_log)
+        yield run
 
 
 class Run:
@@ -71,6 +72,7 @@ class Run:
         context: RunContext,
         state: TrainState,
         saver: Saver,
+        resumed: Resumed | None,
         console: Console,
         log: MetricsLog | None,
         tracker: Tracker | None,
@@ -80,6 +82,7 @@ class Run:
         self._flops = train_flops_per_token(config.model, config.train.seq_len)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
+        self._resumed, self._first_step, self._save_is_due = resumed, state.step, False
         self.stopping = False
         self.objective: float | None = None
         if state.step >= config.train.steps:
@@ -130,11 +133,29 @@ class Run:
         train, step = self.config.train, self.state.step
         return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
 
+    def saves(self) -> bool:
+        """Whether the state is to be saved: every ``checkpoint.every`` steps, at the end and when asked to stop.
+
+        A step that was skipped is not the newest to go on from: the next one that is taken is saved in its place. Where
+        none was taken since the start or the resume there is nothing to save.
+        """
+        state, every = self.state, self.config.checkpoint.every
+        if not every or not self._took_a_step():
+            return False
+        last = state.step >= self.config.train.steps or self.stopping
+        self._save_is_due |= state.step % every == 0
+        due = last or (self._save_is_due and not state.skipped)
+        self._save_is_due &= not due
+        return due
+
     def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
         """Print, record and track a step's record, in which a validation is by now.
 
+        Where every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the state goes back
+        to the checkpoint before.
+
         Raises:
-            AutomoeError: it is the last of ``train.max_skipped`` skipped steps in a row.
+            AutomoeError: it is the last of ``train.max_skipped`` skipped steps in a row, or of a run that took none.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
@@ -142,13 +163,57 @@ class Run:
             if self._log is not None and self._tracker is not None:
                 self._log.write(record, stats.expert_counts)
                 self._tracker.log(record)
-        if self.state.skipped >= self.config.train.max_skipped:
+        state, train = self.state, self.config.train
+        over = state.skipped >= train.max_skipped
+        if over or (state.step >= train.steps and not self._took_a_step()):
             self.saver.poll(wait=True)  # what was saved before all this is not lost with the run
+            if not self._took_a_step() and self._fall_back():
+                return
             optim = self.config.optim
+            what = "in a row were skipped (train.max_skipped)" if over else "were skipped, and none was taken"
+            gave_up = f". Checkpoints given up before: {'; '.join(self.context.fell_back)}"
             raise AutomoeError(
-                f"{self.state.skipped} steps in a row were skipped (train.max_skipped), the last step "
-                f"{self.state.step}: {_skip_text(record)}. metrics.jsonl names the rows and documents of each. Lower "
+                f"{min(state.skipped, state.step)} steps {what}, the last step "
+                f"{state.step}: {_skip_text(record)}. metrics.jsonl names the rows and documents of each. Lower "
                 f"optim.lr ({optim.lr}), raise optim.warmup_steps ({optim.warmup_steps}), or look at that data"
+                f"{gave_up if self.context.fell_back else ''}"
+            )
+
+    def _took_a_step(self) -> bool:
+        """Whether an update was made since the start, the resume or the last fall back."""
+        return self.state.step - self._first_step > self.state.skipped
+
+    def _fall_back(self) -> bool:
+        """Go back to the checkpoint before the one that was resumed; whether there is one."""
+        before, earlier = self._resumed, self.state.step
+        self._resumed = before and self.saver.store.fall_back(self.state, before)
+        if before is None or self._resumed is None:
+            return False
+        self._first_step = self.state.step
+        self.context.fell_back.append(
+            f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
+        )
+        self.console.warn(f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end")
+        if self._log is not None:
+            self._log.close()
+            self._log = MetricsLog(self.context.run_dir, self.state.step)
+        return True
+
+    def close_log(self) -> None:
+        """Write what of the record waits; also on the way out of an error."""
+        if self._log is not None:
+            self._log.close()
+
+    def check_result(self) -> None:
+        """Refuse to call a run done whose result is no number.
+
+        Raises:
+            AutomoeError: the last validation or training loss is not finite.
+        """
+        if self.state.step >= self.config.train.steps and not math.isfinite(self.objective or 0.0):
+            raise AutomoeError(
+                f"the run came to step {self.state.step}, and its last loss is {self.objective}: no result. Lower "
+                f"optim.lr ({self.config.optim.lr}), or look at the last records in metrics.jsonl"
             )
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:
@@ -172,7 +237,7 @@ class Run:
 
 
 class Saver:
-    """Saves every ``checkpoint.every`` steps, at the end and when asked to stop; every rank calls every method.
+    """Writes checkpoints, in the background where that is asked for; every rank calls every method.
 
     A save that cannot be written (a full disk) is a warning, and training goes on. The last save of a run
     has no later one to make up for it: it is written before the loop leaves, and a failure is an error.
@@ -201,21 +266,16 @@ class Saver:
             with self._blocking():
                 self._committed(self.store.poll(wait))
 
-    def due(self, step: int, stopping: bool) -> bool:
-        """Whether the state after ``step`` is to be saved."""
-        every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or self._is_last(step, stopping))
-
     def save(self, state: TrainState, val_loss: float | None, stopping: bool) -> None:
         """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after it.
 
         A save that is still in flight is waited for.
 
         Raises:
-            SaveError: the last checkpoint of the run could not be written.
+            SaveError: the last checkpoint of the run could not be written, or is not finite.
         """
         self.poll(wait=True)
-        last = self._is_last(state.step, stopping)
+        last = stopping or state.step == self.config.train.steps
         with self._blocking(last):
             if self.config.checkpoint.async_save and not last:
                 self.store.begin(state, val_loss)
@@ -237,9 +297,6 @@ class Saver:
             "checkpoint_in_flight": self.store.in_flight,
             "checkpoint_failures": self.failures,
         }
-
-    def _is_last(self, step: int, stopping: bool) -> bool:
-        return stopping or step == self.config.train.steps
 
     def _committed(self, step_dir: Path | None) -> None:
         if step_dir is not None:

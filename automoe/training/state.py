@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from automoe.data.loader import Loader
+from automoe.local_shard import local_shard
 from automoe.model.decoder import Decoder
 
 
@@ -46,6 +47,13 @@ class TrainState:
                 for key, tensor in self.optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer.{key}.{name}"] = tensor
         return tensors
+
+    def not_finite(self) -> list[str]:
+        """Names of this rank's tensors in which some number is not finite. Reads each once, where it is."""
+        shards = {name: local_shard(tensor.detach()) for name, tensor in self.tensors().items()}
+        # Neither sums, which may overflow, nor a mask as large as the tensor; codes of 8 bits are made anew.
+        shards = {n: t for n, t in shards.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+        return [name for name, t in shards.items() if not torch.stack(torch.aminmax(t)).isfinite().all()]
 
     def optional(self) -> set[str]:
         """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``."""

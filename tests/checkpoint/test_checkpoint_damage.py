@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import pickle
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from checkpoint_runs import config, refusal, run, save_twice
 
-from automoe.verify.pool import RankPool
+from automoe import errors
+from automoe.checkpoint.manifest import _digest
+from automoe.config.schema import Config
+from automoe.verify.pool import RankError, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +51,23 @@ def flip_a_byte(file: Path) -> None:
 def one(folder: Path, pattern: str) -> Path:
     (found,) = folder.glob(pattern)
     return found
+
+
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """This thread keeps to the permissions of files, whoever runs it: of root's powers, those over files are put down."""
+    libc, version = ctypes.CDLL(None, use_errno=True), 0x20080522
+    header = (ctypes.c_uint32 * 2)(version, 0)
+    powers = (ctypes.c_uint32 * 6)()  # twice: effective, permitted, inheritable
+    assert libc.capget(header, powers) == 0
+    held = powers[0]
+    powers[0] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(header, powers) == 0, "putting down is always allowed"
+    try:
+        yield
+    finally:
+        powers[0] = held
+        assert libc.capset(header, powers) == 0
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -133,6 +161,101 @@ def test_no_valid_step_left_is_an_error_on_every_rank(ranks: RankPool, text: Pat
     for step in folder.glob("step-*"):
         shutil.rmtree(step)
     assert "LATEST names 'step-3', and there is none" in ranks.run(refusal, 1, config(text), run_dir)[0]
+
+
+def rewrite(step: Path, **changes: object) -> None:
+    """The manifest as an automoe of tomorrow would write it."""
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest |= changes
+    manifest["sha256"] = _digest({key: manifest[key] for key in manifest if key != "sha256"})
+    (step / "manifest.json").write_text(json.dumps(manifest))
+
+
+def rewrite_index(step: Path, change: Callable[[Any], object]) -> None:
+    """The index as a torch of tomorrow would write it."""
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    raw = change(metadata) or pickle.dumps(metadata)
+    (step / ".metadata").write_bytes(raw)
+    files = json.loads((step / "manifest.json").read_text())["files"]
+    files[".metadata"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    rewrite(step, files=files)
+
+
+TOMORROW = {"automoe": "7.1", "torch": "3.5"}
+NEWER: dict[str, tuple[Callable[[Path], object], str]] = {
+    "format": (
+        lambda step: rewrite(step, format=3, versions=TOMORROW),
+        r"another version \(automoe 7\.1, torch 3\.5\) than this one \(automoe .*format 3, and this version reads format 2",
+    ),
+    "key": (lambda step: rewrite(step, shards={}, versions=TOMORROW), r"automoe 7\.1, .*has shards in manifest\.json"),
+    "version of the index": (
+        lambda step: rewrite_index(step, lambda metadata: setattr(metadata, "version", "1.10.0")),
+        r"has version 1\.10\.0 of torch's format, and torch .* reads 1\.0\.0\. A newer torch may have written it",
+    ),
+    "class in the index": (
+        lambda step: rewrite_index(step, lambda _: b"ctorch.distributed.checkpoint.metadata\nShard5\n."),
+        r"names torch\.distributed\.checkpoint\.metadata\.Shard5, which torch .* A newer torch may have written it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), NEWER.values(), ids=NEWER.keys())
+def test_a_step_of_a_newer_version_is_refused_as_such_and_left_alone(
+    ranks: RankPool, text: Path, run_dir: Path, change: Callable[[Path], object], says: str
+) -> None:
+    folder = run_dir / "checkpoints"
+    change(folder / "step-3")
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    messages = ranks.run(refusal, 2, config(text, dp_shard=2), run_dir)
+    assert re.search(says, messages[0]) and re.search(says, messages[1])
+    assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
+
+
+def test_retention_leaves_what_it_cannot_read(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    rewrite(run_dir / "checkpoints" / "step-1", format=3)
+    run(ranks, config(text, keep=1), run_dir, until=4, save_at=[4])
+    assert names(run_dir / "checkpoints") == ["LATEST", "step-1", "step-4"]
+
+
+def refusal_without_powers(settings: Config, run_dir: Path) -> str:
+    """``refusal`` where root, too, reads only what it may."""
+    with mock.patch.object(errors, "_WAITS_S", (0.0,)), ordinary_user():
+        return refusal(settings, run_dir)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+def test_what_cannot_be_read_is_not_called_damaged(ranks: RankPool, text: Path, run_dir: Path, name: str) -> None:
+    folder = run_dir / "checkpoints"
+    (folder / "step-3" / name).chmod(0)
+    messages = ranks.run(refusal_without_powers, 2, config(text, dp_shard=2), run_dir)
+    assert len(set(messages)) == 1 and "damage" not in messages[0]
+    assert f"{folder}/step-3 cannot be read: Permission denied ({folder}/step-3/{name}) on rank" in messages[0]
+    assert "left as it is" in messages[0]
+    assert names(folder) == ["LATEST", "step-1", "step-2", "step-3"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    """A run that took it for one would begin at step 0, and cut its record."""
+    (run_dir / "checkpoints").chmod(0o300)
+    with pytest.raises(RankError, match="Permission denied"):
+        ranks.run(refusal_without_powers, 1, config(text), run_dir)
+
+
+def test_a_disk_that_never_answers_is_not_called_damaged(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    """Of a process' memory nothing can be read at address 0: a real EIO."""
+    manifest = run_dir / "checkpoints" / "step-3" / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to("/proc/self/mem")
+    (message,) = ranks.run(refusal_without_powers, 1, config(text), run_dir)
+    assert "step-3 cannot be read: Input/output error. It is left as it is" in message
+    assert names(run_dir / "checkpoints") == ["LATEST", "step-1", "step-2", "step-3"]
+
+
+def test_a_folder_in_the_place_of_latest(ranks: RankPool, text: Path, run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "LATEST").unlink()
+    (run_dir / "checkpoints" / "LATEST").mkdir()
+    (message,) = ranks.run(refusal, 1, config(text), run_dir)
+    assert "LATEST is a folder. Remove it" in message
 
 
 def test_no_checkpoint_at_all_starts_the_run(ranks: RankPool, text: Path, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
+import math
 import os
 import resource
 import subprocess
@@ -11,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +23,11 @@ from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
 from automoe.checkpoint.agreement import Ranks
 from automoe.checkpoint.files import HashingStream, sha256
-from automoe.errors import AutomoeError
+from automoe.checkpoint.manifest import damage
+from automoe.checkpoint.reader import StepReader
+from automoe.config.schema import Config
+from automoe.errors import AutomoeError, SaveError
+from automoe.local_shard import local_shard
 from automoe.training.run import Saver
 from automoe.verify.pool import RankError, RankPool
 
@@ -52,6 +61,94 @@ def test_training_goes_on_where_one_rank_cannot_write(
     assert sorted(path.name for path in folder.iterdir()) == ["LATEST", "step-1", "step-3"]
     resumed = run(ranks, settings, run_dir, until=4)
     assert resumed.resumed_at == 3 and resumed.losses == straight.losses[3:]
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
+    ranks: RankPool, text: Path, tmp_path: Path, async_save: bool
+) -> None:
+    """One error in each stage of four saves; a shard is written anew, for a flush that failed once says nothing."""
+    faults = ["eio:rank=1:at=shard_write:step=1", "estale:rank=0:at=manifest_written:step=2"]
+    faults += ["estale:rank=1:at=renamed:step=3", "eio:rank=0:at=latest_written:step=4"]
+    settings, run_dir = config(text, async_save=async_save, **TWO), tmp_path / "run"
+    fault = ";".join(f"{one}:hit=1" for one in faults)
+    for rank in run_ranks(ranks, settings, run_dir, 4, (1, 2, 3, 4), fault):
+        assert rank.warnings == [] and len(rank.notes) == 4
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["LATEST", "step-3", "step-4"]
+    assert damage(run_dir / "checkpoints" / "step-4") is None
+
+
+def test_a_disk_that_goes_on_failing_costs_the_save(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    seen = run_ranks(ranks, config(text, **TWO), tmp_path / "run", 2, (1, 2), "eio:rank=1:at=shard_write:step=1")
+    for rank in seen:
+        assert ["step 1 was not saved: Input/output error" in warning for warning in rank.warnings] == [True]
+        assert [note.rsplit("/", 1)[1] for note in rank.notes] == ["step-2"]
+
+
+def resume_on_a_shaky_disk(settings: Config, run_dir: Path) -> tuple[int, list[str]]:
+    """Step that is resumed where the first look at every file and folder of the checkpoints fails, and those."""
+    state, _, _ = build_state(settings, run_dir)
+    store, failed = open_store(settings, run_dir), []
+
+    def once(original: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(run_dir)) and str(path) not in failed and "w" not in args:
+                failed.append(str(path))
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return original(path, *args, **kwargs)
+
+        return look
+
+    with mock.patch.object(io, "open", once(io.open)), mock.patch.object(builtins, "open", once(open)):
+        with mock.patch.object(os, "listdir", once(os.listdir)):
+            store.load_latest(state)
+        # What is verified was read before: now it is the loading itself that fails once.
+        verified, failed[:] = list(failed), []
+        StepReader(store.folder / "step-1").load(state.tensors(), process_group=store.ranks.group)
+        assert any(path.endswith(".distcp") for path in failed) and any(path.endswith(".metadata") for path in failed)
+    return state.step, sorted(Path(path).name for path in verified)
+
+
+def test_a_read_that_fails_for_a_moment_condemns_nothing(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run(ranks, config(text, **TWO), run_dir, 1, (1,))
+    (first, read), (second, _) = ranks.run(resume_on_a_shaky_disk, 2, config(text, **TWO), run_dir)
+    assert first == second == 1
+    assert {"LATEST", "checkpoints", "manifest.json"} < set(read) and any(name.endswith(".distcp") for name in read)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["LATEST", "step-1"]
+
+
+def save_what_is_not_finite(settings: Config, run_dir: Path) -> list[str]:
+    """Warnings of saves whose state has, on rank 1, a parameter or a moment that is not finite; then of a last one."""
+    state, _, _ = build_state(settings, run_dir)
+    said: list[str] = []
+    saver = Saver(open_store(settings, run_dir), settings, said.append, said.append)
+    names = [name for name in sorted(state.tensors()) if ".exp_avg." in name or name.startswith("model.layers")]
+    for state.step, (name, value) in enumerate([(names[0], math.nan), (names[-1], -math.inf)], 1):
+        tensor = local_shard(state.tensors()[name])
+        before = tensor.clone()
+        if dist.get_rank() == 1:
+            tensor.view(-1)[0] = value
+        saver.save(state, None, stopping=False)
+        tensor.copy_(before)
+    state.step = 3
+    saver.save(state, None, stopping=True)
+    local_shard(state.tensors()[names[0]]).fill_(math.nan)
+    state.step = 4
+    with pytest.raises(SaveError, match="of step 4 was not saved: its numbers are not finite"):
+        saver.save(state, None, stopping=True)
+    return said
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_state_that_is_not_finite_is_not_saved(ranks: RankPool, text: Path, tmp_path: Path, async_save: bool) -> None:
+    settings = config(text, async_save=async_save, keep=1, **TWO)
+    first, second = ranks.run(save_what_is_not_finite, 2, settings, tmp_path / "run")
+    assert first == second
+    for step, said in enumerate(first[:2], 1):
+        assert f"the checkpoint of step {step} was not saved: its numbers are not finite (" in said
+        assert "on rank 1, 1 tensors in all)" in said and said.endswith("Training goes on")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["LATEST", "step-3"]
 
 
 @contextmanager

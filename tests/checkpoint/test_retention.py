@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import build_state, config, open_store
+from checkpoint_runs import build_state, config, open_store, refusal
 
 from automoe.checkpoint.folder import superfluous
+from automoe.checkpoint.manifest import damage
 from automoe.config.schema import CheckpointConfig, Config
 from automoe.training.run import Saver
 from automoe.verify.pool import RankPool
@@ -81,6 +82,50 @@ def test_a_loss_that_is_no_number_is_never_the_best(ranks: RankPool, text: Path,
     ]
 
 
+def save_in_a_streak(settings: Config, run_dir: Path, skipped: list[int]) -> list[list[str]]:
+    """Save steps 1, 2, ... with that many steps skipped before each: the steps that are there after each."""
+    state, _, _ = build_state(settings, run_dir)
+    store = open_store(settings, run_dir)
+    left = []
+    for state.step, state.skipped in enumerate(skipped, 1):
+        store.save(state)
+        left.append(sorted(path.name for path in store.folder.glob("step-*")))
+    return left
+
+
+def test_what_is_saved_in_a_streak_of_skipped_steps_drives_nothing_out(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    (left,) = ranks.run(save_in_a_streak, 1, config(text, keep=1), tmp_path / "run", [0, 0, 1, 2, 0])
+    assert left == [["step-1"], ["step-2"], ["step-2", "step-3"], ["step-2", "step-3", "step-4"], ["step-5"]]
+
+
+def test_a_step_that_was_moved_and_linked_is_read_and_its_link_alone_is_deleted(
+    ranks: RankPool, text: Path, tmp_path: Path
+) -> None:
+    run_dir, moved = tmp_path / "run", tmp_path / "other" / "moved"
+    ranks.run(save_losses, 1, config(text), run_dir, [1.0, 2.0])
+    moved.parent.mkdir()
+    newest = run_dir / "checkpoints" / "step-2"
+    newest.rename(moved)
+    newest.symlink_to(moved)
+    (run_dir / "checkpoints" / ".tmp-deleted-step-9").symlink_to(moved)  # a start would fail for ever on this one
+    assert ranks.run(load, 1, config(text), run_dir) == [2]
+    ranks.run(save_in_a_streak, 1, config(text, keep=1), run_dir, [0, 0, 0])
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["LATEST", "step-3"]
+    assert damage(moved) is None
+
+
+def test_a_link_whose_disk_is_away_is_no_damage(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ranks.run(save_losses, 1, config(text), run_dir, [1.0])
+    link = run_dir / "checkpoints" / "step-2"
+    link.symlink_to(tmp_path / "away")
+    (said,) = ranks.run(refusal, 1, config(text), run_dir)
+    assert f"{link} cannot be read: is a link to {tmp_path}/away, which is not there. It is left as it is" in said
+    assert sorted(path.name for path in link.parent.iterdir()) == ["LATEST", "step-1", "step-2"]
+
+
 def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[str], int | None]:
     """Step 2 loses its end between LATEST and the deletion of step 1; then a new run resumes."""
     state, _, _ = build_state(settings, run_dir)
@@ -122,6 +167,7 @@ def test_a_deletion_that_was_cut_short_leaves_no_damaged_step(ranks: RankPool, t
     assert sorted(path.name for path in folder.iterdir()) == ["LATEST", "step-2"]
 
 
-def load(settings: Config, run_dir: Path) -> None:
+def load(settings: Config, run_dir: Path) -> int:
     state, _, _ = build_state(settings, run_dir)
     open_store(settings, run_dir).load_latest(state)
+    return state.step

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from launch_command import RECIPES, TWO_RANKS, Command
 
 from automoe.launch.run_dir import read_status
 from automoe.launch.stuck import Pending, Standing, describe_place, who_is_missing
+from tests.support.command import MESHES, TINY, TrainCommand
 
 DISPATCH = Pending("all_to_all", 7, "ep", [0, 1, 2], 30.0, 30.0)
 SUM = Pending("all_reduce", 3, "world", [0, 1, 2, 3], 29.0, 30.0)
@@ -52,6 +55,20 @@ def test_ranks_that_wait_for_one_another() -> None:
     assert "Rank 1 waits in all_reduce 3" in message and "Rank 2 waits in a send or receive" in message
 
 
+def test_a_save_in_the_background_and_the_training_beside_it_are_told_apart() -> None:
+    """The main threads of both ranks come and go in collectives of their own while rank 1's save does not get on."""
+    gather = Pending("gather", 5, "checkpoint", [0, 1], 40.0, 1800.0)
+    waits = replace(standing(0, gather, DISPATCH), saving="store.py:9 in save")
+    stalls = replace(standing(1, DISPATCH), saving="files.py:7 in write")
+    both = {0: waits.of_thread(saves=True), 1: stalls.of_thread(saves=True)}
+    rank, message = who_is_missing(both, 2, 0, 40.0)
+    assert rank == 1 and "rank 1 did not join gather 5 of group checkpoint (ranks 0, 1) in 40 s" in message
+    assert "it is at files.py:7 in write. Rank 0 waits in it, at store.py:9 in save" in message
+    beside = {0: waits.of_thread(saves=False), 1: replace(stalls, pending=[gather]).of_thread(saves=False)}
+    rank, message = who_is_missing(beside, 2, 0, 30.0)
+    assert rank == 1 and "rank 1 did not join all_to_all 7" in message and "it is at file.py:1 in f" in message
+
+
 def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
     frames = []
 
@@ -83,6 +100,18 @@ def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> 
     assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err
     assert read_status(command.run_dir)["error"]["rank"] == 1
     assert command.pids() == []
+
+
+@pytest.mark.faults
+def test_a_stall_in_a_save_in_the_background_is_named_while_training_goes_on(tmp_path: Path) -> None:
+    overrides = (*TINY, *MESHES["cp2-ep2"], "train.steps=3", "checkpoint.every=1", "checkpoint.async_save=true")
+    command = TrainCommand(tmp_path / "run", (*overrides, "launch.timeout_s=12"))
+    code, out, err = command.run(fault="sleep:rank=1:at=shard_written:step=1:seconds=16")
+    assert code == 0, err
+    assert (
+        err.count("warning: rank 1 did not join") == 1 and "of group checkpoint (ranks 0, 1) in 11 s: it is at" in err
+    )
+    assert "fault_points.py:" in err and "Rank 0 waits in it, at automoe/checkpoint/store.py:" in err
 
 
 @pytest.mark.faults

@@ -116,16 +116,13 @@ _TRAINING = [
     ("step.py", "state.optimizer.zero_grad()", "pass", LLAMA),
 ]
 _RUN = [
-    ("run.py", "step % every == 0 or", "", ["tests/recipes/test_pretrain_resume.py"]),
+    ("run.py", "return self.state.step - self._first_step > self.state.skipped", "return True", STREAK),
+    ("run.py", "due = last or (self._save_is_due and not state.skipped)", "due = last or self._save_is_due", STREAK),
+    ("run.py", "self._save_is_due |= state.step % every == 0", "pass", ["tests/recipes/test_pretrain_resume.py"]),
     ("run.py", "step % train.val_every == 0 or step == train.steps", "step % train.val_every == 0", LLAMA),
-    (
-        "run.py",
-        "self.state.skipped >= self.config.train.max_skipped",
-        "self.state.skipped > self.config.train.max_skipped",
-        STREAK,
-    ),
+    ("run.py", "over = state.skipped >= train.max_skipped", "over = state.skipped > train.max_skipped", STREAK),
     ("run.py", '"lr": update.lr', '"lr": config.optim.lr', QWEN),
-    ("run.py", "record_ends = resumed.step if resumed and resumed.own else None", "record_ends = None", STREAK),
+    ("run.py", "resumed.step if resumed and resumed.own else None", "None", STREAK),
     ("stats.py", "table[:, -1] / chosen.sum(1)", "table[:, -1] / chosen.sum()", ["tests/parallel/test_padding.py"]),
     ("stats.py", "layer.router.load.totals.zero_()", "pass", QWEN),
 ]
@@ -351,7 +348,7 @@ _CHECKPOINT = [
     ("files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
     ("files.py", "os.fsync(file.fileno())", "pass", COMMIT),
     ("files.py", "os.fsync(descriptor)", "pass", COMMIT),
-    ("folder.py", "    flush(temporary)\n", "    pass\n", COMMIT),
+    ("folder.py", "        flush(temporary)\n", "        pass\n", COMMIT),
     ("folder.py", "    flush(final.parent)\n", "    pass\n", COMMIT),
     ("folder.py", "LATEST)\n    flush(folder)", "LATEST)\n    pass", COMMIT),
     ("folder.py", "max(checkpoint.keep, 1)", "max(checkpoint.keep + 1, 1)", RETENTION),
@@ -363,6 +360,9 @@ _CHECKPOINT = [
     ("manifest.py", 'manifest["sha256"] != _digest', "not _digest", COMMIT),
     ("store.py", "reversed(steps)", "steps", DAMAGE),
     ("store.py", "math.isfinite(val_loss)", "True", RETENTION),
+    ("store.py", "self.ranks.all(state.not_finite)", "[[]]", ["tests/checkpoint/test_disk_faults.py"]),
+    ("folder.py", 'if manifest["counters"]["skipped"]:', "if False:", RETENTION),
+    ("folder.py", "path.is_dir() and not path.is_symlink()", "path.is_dir()", RETENTION),
     (
         "agreement.py",
         "load.index(min(load))",

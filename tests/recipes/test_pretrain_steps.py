@@ -49,6 +49,18 @@ def test_a_run_that_never_recovers_ends(ranks: RankPool, tmp_path: Path) -> None
         assert "the last step 4: loss nan" in outcome.error and "rows 24-31" in outcome.error
 
 
+def test_a_run_whose_last_loss_is_no_number_is_not_done(ranks: RankPool, tmp_path: Path) -> None:
+    """Its checkpoint is there: the state is that of the last step that was taken."""
+    settings = config(tmp_path, steps=2)
+    settings.train.val_every, settings.checkpoint.every, settings.checkpoint.export_hf = 0, 2, True
+    (outcome,), records = run(ranks, settings, "nan activation", at=(2,))
+    assert "the run came to step 2, and its last loss is nan: no result" in outcome.error
+    assert len(records) == 2 and (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
+    assert not (tmp_path / "run" / "hf").exists()
+    (outcome,), _ = run(ranks, settings)
+    assert "its last loss is nan" in outcome.error, "started again it has no more of a result"
+
+
 def test_a_loss_spike_is_skipped_and_its_batch_named_also_right_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, steps=8, pp=2)
     settings.train.spike_factor, settings.train.spike_window = 6.0, 4

@@ -1,9 +1,11 @@
-"""A run that is stopped in a streak of skipped steps goes on in it: the streak is part of its state."""
+"""Runs that skip to their end are not done; what they would resume again and again in vain is given up."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,21 +18,26 @@ from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
+from automoe.training import step
 from automoe.training.context import RunContext
 from recipes import pretrain
 from tests.support.gpu import one_rank
 
 
-def run(settings: Config) -> list[dict]:
+def run(settings: Config, fails: str = "", fell_back: int = 0) -> list[dict]:
+    """The record of a run that ends well, or as ``fails`` says, after it gave up that many checkpoints."""
     run_dir = Path(settings.run_dir)
     run_dir.mkdir(exist_ok=True)
     context = RunContext(0, 1, 0, torch.device("cpu"), run_dir)
-    try:
-        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(run_dir.parent)), one_rank("cpu"):
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(run_dir.parent)), one_rank("cpu"):
+        with pytest.raises(AutomoeError, match=fails) if fails else nullcontext():
             pretrain.main(settings, resolve_mesh(settings.mesh, 1), context)
-    finally:
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return records
+    assert len(context.fell_back) == fell_back, context.fell_back
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(settings: Config) -> list[str]:
+    return sorted(path.name for path in (Path(settings.run_dir) / "checkpoints").iterdir())
 
 
 def test_the_streak_goes_on_where_the_run_was_stopped(tmp_path: Path) -> None:
@@ -46,9 +53,64 @@ def test_the_streak_goes_on_where_the_run_was_stopped(tmp_path: Path) -> None:
     assert counters["skipped"] == 3 and len(counters["recent_losses"]) == 1
 
     longer = replace(settings, train=replace(settings.train, steps=20))
-    with pytest.raises(AutomoeError, match=r"6 steps in a row were skipped \(train.max_skipped\), the last step 7"):
-        run(longer)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = run(longer, r"6 steps in a row were skipped \(train.max_skipped\), the last step 7")
     assert records[:4] == first, "clocks and all: these steps were not run again"
     assert [record["skipped"] for record in records] == [0, 1, 2, 3, 4, 5, 6]
     assert [record["tokens"] for record in records] == [128 * step for step in range(1, 8)]
+
+
+def test_a_run_without_one_step_that_was_taken_is_not_done(tmp_path: Path) -> None:
+    """Also where its last loss is a number, as of a validation."""
+    settings = config(tmp_path, steps=3)
+    settings.model, settings.checkpoint.every = replace(settings.model, initializer_range=1e30), 1
+    records = run(settings, "3 steps were skipped, and none was taken, the last step 3: loss .*, gradient norm nan")
+    assert [record["skipped"] for record in records] == [1, 2, 3]
+    assert checkpoints(settings) == []
+
+
+def test_a_resume_that_skips_again_falls_back_and_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Step 3 moves every weight far out: it and what follows are finite in every number, and worth nothing."""
+    settings = config(tmp_path, steps=6)
+    settings.train.val_every, settings.train.max_skipped = 0, 2
+    settings.optim.schedule, settings.optim.warmup_steps = "constant", 0
+    straight = run(replace(settings, run_dir=str(tmp_path / "straight")))
+
+    settings.checkpoint.every, settings.checkpoint.keep = 1, 9
+    far = replace(settings, optim=replace(settings.optim, lr=1e30))
+    run(replace(settings, train=replace(settings.train, steps=2)))
+    run(replace(far, train=replace(settings.train, steps=4)))
+    assert checkpoints(settings) == ["LATEST", "step-1", "step-2", "step-3", "step-4"]
+    joined = run(settings, fell_back=2)
+    assert checkpoints(settings)[:3] == ["LATEST", "diverged-step-3.1", "diverged-step-4.1"]
+    assert [record["step"] for record in joined] == [1, 2, 3, 4, 5, 6]
+    assert [record["loss"] for record in joined] == [record["loss"] for record in straight]
+
+    nothing_left = replace(settings, train=replace(settings.train, steps=9))
+    for name in checkpoints(settings):
+        if name not in ("LATEST", "step-5", "step-6"):
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
+    with mock.patch.object(step, "reason_to_skip", lambda *_: "for no reason"):
+        run(nothing_left, "2 steps in a row .* given up before: no step from 7 to 8 could be taken", fell_back=1)
+    assert checkpoints(settings) == ["LATEST", "diverged-step-6.1", "step-5"]
+
+
+def test_a_skipped_step_is_not_saved_as_the_newest(tmp_path: Path) -> None:
+    """The next one that is taken is saved in its place."""
+    settings = config(tmp_path, steps=6)
+    settings.train.val_every, settings.checkpoint.every, settings.checkpoint.keep = 0, 2, 9
+    judge = step.reason_to_skip
+    losses = iter(range(1, 7))
+
+    def skip_two(*facts: object) -> str | None:
+        return "of this number" if next(losses) in (2, 3) else judge(*facts)
+
+    with mock.patch.object(step, "reason_to_skip", skip_two):
+        records = run(settings)
+    assert [record["skipped"] for record in records] == [0, 1, 2, 0, 0, 0]
+    assert checkpoints(settings) == ["LATEST", "step-4", "step-6"]
+    losses = iter(range(1, 7))
+    other = replace(settings, run_dir=str(tmp_path / "other"))
+    other.checkpoint.every = 3
+    with mock.patch.object(step, "reason_to_skip", skip_two):
+        run(other)
+    assert checkpoints(other) == ["LATEST", "step-4", "step-6"]

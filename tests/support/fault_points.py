@@ -11,7 +11,7 @@ Fields are separated by colons, several faults by semicolons. The first field is
     raise   ``InjectedFault``
     sleep   ``seconds`` of sleep (default: an hour)
     hold    wait until the file ``until`` exists
-    enospc  the ``OSError`` of a full disk, where a test cannot have a real one
+    enospc, eio, estale  the ``OSError`` of a disk that is full, or fails, where a test cannot have a real one
 
 ``at`` names the point; the other fields narrow it: ``rank`` (a number, or ``all``, the default), ``step``
 (default: any), ``hit`` (fire at the n-th time that this process gets there; default 1 and every later one) and
@@ -39,7 +39,8 @@ from automoe.trace import listening
 
 VARIABLE = "AUTOMOE_FAULT"
 
-KINDS = ("kill", "raise", "sleep", "hold", "enospc")
+ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "estale": errno.ESTALE}
+KINDS = ("kill", "raise", "sleep", "hold", *ERRORS)
 FIELDS = ("at", "rank", "step", "hit", "seconds", "until", "once")
 
 # Point -> where in the code it is. The step of a point inside a step is the number of that step, of a point inside
@@ -250,8 +251,8 @@ def _happen(fault: Fault, name: str, step: int | None) -> None:
     elif fault.kind == "hold":
         while not os.path.exists(str(fault.until)):
             time.sleep(0.01)
-    elif fault.kind == "enospc":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), where)
+    elif fault.kind in ERRORS:
+        raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]), where)
     else:
         raise InjectedFault(where)
 
