@@ -235,9 +235,16 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: it was written by another model (the message lists the fields that
-                differ), or there are checkpoints and none of them verifies.
+                differ), there are checkpoints and none of them verifies, or they cannot be read.
             DataError: the data changed since the checkpoint.
         """
+        try:
+            return self._load_latest(state)
+        except OSError as error:
+            reason = f"{error.strerror}. What is there is left as it is. See to the disk, or to its permissions"
+            raise CheckpointError(f"{self.folder} cannot be used: {reason}") from None
+
+    def _load_latest(self, state: TrainState) -> Resumed | None:
         resume = self.config.checkpoint.resume
         if resume == "never":
             self.ranks.lead(self._start_over)
