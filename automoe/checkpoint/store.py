@@ -157,12 +157,11 @@ class CheckpointStore:
         """Every checkpoint is one that training can go on from, and so older ones may be deleted."""
         with phase("check_finite", state.step):
             found = self.ranks.all(state.not_finite)
-        names = [f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]]
-        if names:
+        if names := [f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]]:
+            where = f"{', '.join(names[:4])}, {sum(map(len, found))} tensors in all"
             raise SaveError(
-                f"the checkpoint of step {state.step} was not saved: its numbers are not finite "
-                f"({', '.join(names[:4])}, {sum(map(len, found))} tensors in all). Older checkpoints stay. Lower optim.lr, or raise "
-                "optim.warmup_steps"
+                f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
+                "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
             )
 
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
