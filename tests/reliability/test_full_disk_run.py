@@ -1,4 +1,4 @@
-"""A disk that has no room for one save of a run, from the command to the files it leaves."""
+"""Runs whose saves have no room, or whose steps come to nothing, from the command to the files they leave."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from reliability_runs import job, uninterrupted, wait_for_hold
 
+from automoe.launch.run_dir import read_status
 from tests.support.command import read_until
 
 pytestmark = pytest.mark.faults
@@ -37,3 +38,14 @@ def test_training_goes_on_and_the_old_checkpoint_stays(straight: Path, tmp_path:
     assert process.returncode == 0, err
     assert command.record() == uninterrupted(straight, "cp2-ep2")
     assert command.checkpoints() == ["LATEST=step-6", "step-2", "step-6"]
+
+
+def test_a_run_whose_steps_were_all_skipped_has_failed(tmp_path: Path) -> None:
+    """Its weights are finite, and so is its validation, but no gradient is."""
+    wild = ("model.initializer_range=1e30", "train.steps=2", "train.val_every=2", "checkpoint.export_hf=true")
+    command = job(tmp_path / "run", "cp2-ep2", *wild)
+    code, _, err = command.run()
+    assert code == 1 and "2 steps were skipped, and none was taken, the last step 2" in err
+    status = read_status(command.run_dir)
+    assert (status["state"], status["error"]["type"]) == ("failed", "AutomoeError")
+    assert command.checkpoints() == [] and not (command.run_dir / "hf").exists()
