@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from automoe import __version__
+from automoe.errors import exit_status
 
 COMMANDS = {
     "train": "train a model, here or on a cluster; -m sweeps",
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         print(bash_completion())
         return 0
     if argv[0] == "recipe":
-        return _recipe(argv[1:])
+        return exit_status(lambda: _recipe(argv[1:]))
     if argv[0] == "--version":
         print(f"automoe {__version__}")
         return 0
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
     sys.path.insert(0, os.getcwd())  # as `python -m` does: recipe=my_module finds modules of the working directory
-    return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
+    return exit_status(lambda: importlib.import_module(f"automoe.{argv[0]}").main(argv[1:]))
 
 
 def _usage() -> str:
@@ -75,9 +76,8 @@ def _recipe(argv: list[str]) -> int:
     elif argv[:1] == ["copy"] and len(argv) in (2, 3):
         try:
             path = copy_recipe(*argv[1:])
-        except (ConfigError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        except OSError as error:
+            raise ConfigError("recipe", argv[1], f"cannot be copied: {error}", "Name another FILE") from None
         in_place = path.parent == Path("recipes")
         print(f"copied to {path}; run it with: automoe train recipe={path.stem if in_place else path}")
     else:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.errors import ConfigError
 from automoe.export import add_options, report
 
 if TYPE_CHECKING:
@@ -34,19 +35,51 @@ def main(argv: list[str] | None = None) -> int:
         help="experts one by one as published, or fused as transformers 5 holds them (default: published)",
     )
     args = parser.parse_args(argv)
-    return report(args, partial(_convert, args.source, layout=args.layout))
+    return report(args, partial(_convert, args.source, layout=args.layout), partial(_describe, args))
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:
+    from automoe.cost.params import count_params
     from automoe.hf.families.registry import model_config_from_hf
     from automoe.hf.folder import check_conversion
+    from automoe.observe.summary import bytes_text, short_number
 
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("SRC", source, "no such directory", "Name a HuggingFace checkpoint directory")
+    try:
+        config = model_config_from_hf(source)
+    except ConfigError as error:  # which speaks of the key that training reads it by
+        if error.key != "model.hf_path":
+            raise
+        raise ConfigError("SRC", source, error.rule, error.remedy) from None
     asked = {key: options[key] for key in ("fp8", "layout", "overwrite")}
-    check_conversion(model_config_from_hf(source), Path(out).expanduser(), **asked)
+    check_conversion(config, Path(out).expanduser(), **asked)
+    size = bytes_text(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    parameters = short_number(count_params(config).total)
+    print(f"converting {source}: {config.family}, {parameters} parameters, {size}", flush=True)
 
     from automoe.hf.api import convert_hf  # torch
 
     return convert_hf(source, out, **options)
+
+
+def _describe(args: argparse.Namespace, written: Written) -> str:
+    from automoe.observe.summary import bytes_text
+
+    files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
+    stored = "block-FP8, the rest " * args.fp8 + str(written.dtype).removeprefix("torch.")
+    stored += ", experts fused" * (args.layout == "fused")
+    rounded = ", rounded to FP8" if args.fp8 else ""
+    model = "transformers builds the same model from it"
+    if written.logits_error is None:
+        model += "; too large to compare logits here"
+    else:
+        model += f", logits within {written.logits_error:.0e}"
+    return (
+        f"{written.path}\n  {written.num_tensors:,} tensors, {bytes_text(written.num_bytes)} in {files}, {stored}\n"
+        f"  read back: every number is that of {args.source}{rounded}\n  {model}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -14,6 +15,8 @@ T = TypeVar("T")
 # What a network file system, or a disk that reads a block at the second try, answers for a moment.
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
+
+EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 
 
 class AutomoeError(Exception):
@@ -53,6 +56,20 @@ class SaveError(CheckpointError):
 
 class BackendError(AutomoeError, RuntimeError):
     """A backend that this machine does not have; the message names the one that it has."""
+
+
+def exit_status(command: Callable[[], int]) -> int:
+    """What ``command`` returns; 2 after an error for people, which is printed; 130 after Ctrl-C.
+
+    What takes its time to import is imported inside ``command``: Ctrl-C then is as quiet as later.
+    """
+    try:
+        return command()
+    except AutomoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def import_backend(module: str, choice: str, remedy: str) -> ModuleType:

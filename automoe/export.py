@@ -8,6 +8,7 @@ python -m automoe.export runs/default --out my-model --fp8
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automoe.config.plugins import load_plugins
-from automoe.errors import AutomoeError, CheckpointError
+from automoe.errors import CheckpointError, exit_status
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,28 +140,31 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     )
 
 
-def report(args: argparse.Namespace, write: Callable[..., Written]) -> int:
+def report(args: argparse.Namespace, write: Callable[..., Written], describe: Callable[[Written], str] = str) -> int:
     """Import plugins, ``write`` as ``add_options`` asked, say what was saved or why not; the exit status.
 
     Args:
         write: ``export_run`` or ``convert_hf`` of a source.
+        describe: what was saved, for people.
     """
-    max_bytes = int(args.max_shard_gb * 1e9)
-    try:
+
+    def run() -> int:
+        from automoe.config.plugins import load_plugins
+
+        max_bytes = int(args.max_shard_gb * 1e9)
         load_plugins(args.plugins)
         written = write(args.out, dtype=args.dtype, fp8=args.fp8, overwrite=args.overwrite, max_shard_bytes=max_bytes)
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"saved {written}")
-    return 0
+        print(f"saved {describe(written)}")
+        return 0
+
+    return exit_status(run)
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no number larger than 0")
 
 
 if __name__ == "__main__":

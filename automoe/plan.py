@@ -11,13 +11,13 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from automoe.errors import AutomoeError
+from automoe.errors import exit_status
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
     from automoe.cost.plan import Plan
 
-EXIT_DIFFERENT, EXIT_WRONG = 1, 2  # the model built is not the model planned; a configuration error
+EXIT_DIFFERENT = 1  # the model built is not the model planned
 
 USAGE = """usage: python -m automoe.plan [--config-name NAME] [--json] [--build] [key=value ...]
 
@@ -37,36 +37,35 @@ Overrides are those of automoe.train: mesh.pp=8, model=mixtral_8x22b, cluster=h2
 
 def main(argv: list[str] | None = None) -> int:
     """Plan the configuration that ``argv`` names; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    return exit_status(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _main(argv: list[str]) -> int:
     as_json, build = "--json" in argv, "--build" in argv
     argv = [word for word in argv if word not in ("--json", "--build")]
-    try:
-        # Imported here: --help is there in a tenth of a second, Hydra in half of one.
-        from automoe.config.compose import parse_arguments
+    # Imported here: --help is there in a tenth of a second, Hydra in half of one.
+    from automoe.config.compose import parse_arguments
 
-        args = parse_arguments(argv)
-        if args.help:
-            print(USAGE, end="")
-            return 0
-        from automoe.cost.plan import make_plan
-        from automoe.launch.prepare import prepare
-        from automoe.observe.plan_view import print_plan
+    args = parse_arguments(argv)
+    if args.help:
+        print(USAGE, end="")
+        return 0
+    from automoe.cost.plan import make_plan
+    from automoe.launch.prepare import prepare
+    from automoe.observe.plan_view import print_plan
 
-        config, mesh, _ = prepare(args)
-        plan = make_plan(config, mesh) if as_json else print_plan(config, mesh)
-        built = build_heaviest(config, plan) if build else None
-        if as_json:
-            print(json.dumps(plan.to_dict() | ({"built": asdict(built)} if built else {}), indent=2))
-        elif built:
-            verdict = "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
-            print(
-                f"built   rank {built.rank} of {mesh.world_size:,}: {built.num_params} sharded parameters, "
-                f"{built.bytes:,} bytes, {verdict}"
-            )
-        return EXIT_DIFFERENT if built and not built.as_planned else 0
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
+    config, mesh, _ = prepare(args)
+    plan = make_plan(config, mesh) if as_json else print_plan(config, mesh)
+    built = build_heaviest(config, plan) if build else None
+    if as_json:
+        print(json.dumps(plan.to_dict() | ({"built": asdict(built)} if built else {}), indent=2))
+    elif built:
+        verdict = "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
+        print(
+            f"built   rank {built.rank} of {mesh.world_size:,}: {built.num_params} sharded parameters, "
+            f"{built.bytes:,} bytes, {verdict}"
+        )
+    return EXIT_DIFFERENT if built and not built.as_planned else 0
 
 
 @dataclass(frozen=True)

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from automoe.config.compose import Arguments, parse_arguments
-from automoe.errors import AutomoeError
-from automoe.launch.external import detect_external, left_over
-from automoe.launch.worker import end_process, outlive_streams
+from automoe.errors import exit_status
 
-EXIT_WRONG, EXIT_NO_HARDWARE = 2, 3
+if TYPE_CHECKING:
+    from automoe.config.compose import Arguments
+
+EXIT_NO_HARDWARE = 3
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``automoe train``; returns the exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    from automoe.config.compose import parse_arguments
+    from automoe.launch.external import detect_external, left_over
+    from automoe.launch.worker import end_process, outlive_streams
+
     outlive_streams()
-    try:
-        return _main(parse_arguments(sys.argv[1:] if argv is None else argv))
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
-    except KeyboardInterrupt:
-        return 130
-
-
-def _main(args: Arguments) -> int:
+    args = parse_arguments(argv)
     if args.help:
         from automoe.cli import train_help
         from automoe.config.reference import help_on

@@ -37,6 +37,37 @@ def test_a_command_gets_the_rest_of_the_line(capsys: pytest.CaptureFixture[str])
     assert "steps: 17" in capsys.readouterr().out
 
 
+INTERRUPTED = """
+import runpy, sys
+command, module = sys.argv[1:3]
+class CtrlC:
+    def find_spec(name, path=None, target=None):
+        if name == module:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC)
+del sys.argv[1:3]
+runpy.run_module(command, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "command, module, words",
+    [
+        ("automoe", "automoe.train", ["train"]),
+        ("automoe.train", "automoe.config.compose", []),
+        ("automoe.train", "automoe.launch.local", ["run_dir=/nowhere"]),
+        ("automoe.plan", "automoe.config.compose", []),
+        ("automoe.verify", "automoe.verify.run", []),
+        ("automoe.export", "automoe.config.frozen", ["a", "--out", "b"]),
+        ("automoe.convert", "automoe.hf.families.registry", [".", "--out", "b"]),
+    ],
+)
+def test_ctrl_c_during_an_import_is_quiet(command: str, module: str, words: list[str]) -> None:
+    program = [sys.executable, "-c", INTERRUPTED, command, module, *words]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_the_entry_imports_nothing_heavy() -> None:
     code = "import sys, automoe.cli; sys.exit(any(m in sys.modules for m in ('torch', 'hydra', 'yaml')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

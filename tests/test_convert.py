@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -47,7 +48,10 @@ def test_what_transformers_fuses_is_what_is_fused_here(tmp_path: Path) -> None:
 def test_casts_parameters_and_leaves_buffers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_small_hf("dsv3", tmp_path / "in")
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    assert "saved " in (shown := capsys.readouterr().out) and "logits to transformers' within" in shown
+    first, saved, size, read_back, model = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"converting {tmp_path / 'in'}: deepseek_v3, ") and saved == f"saved {tmp_path / 'out'}"
+    assert size.endswith(" in 1 file, bfloat16") and read_back.endswith(f" every number is that of {tmp_path / 'in'}")
+    assert "transformers builds the same model from it, logits within" in model
     before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
     for key, tensor in before.items():
         wanted = tensor if key.endswith("correction_bias") else tensor.bfloat16()
@@ -115,13 +119,18 @@ def test_errors_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_small_hf("qwen3_moe", tmp_path / "in")
     for out, options, says in (
         ("in", [], "exists"),
+        ("out", ["--max-shard-gb", "x"], "--max-shard-gb: x is no number larger than 0"),
         ("out", ["--fp8", "--layout", "fused"], "block-FP8 stores every expert's matrices"),
     ):
-        assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / out), *options]) == 2
+        with contextlib.suppress(SystemExit):  # argparse's
+            assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / out), *options]) == 2
         assert says in capsys.readouterr().err
     for wrong in ({"dtype": "float16"}, {"layout": "fuse"}):
         with pytest.raises(ConfigError, match="=".join(*wrong.items())):
             convert_hf(tmp_path / "in", tmp_path / "out", **wrong)
+    for source, says in ((tmp_path / "none", "no such directory"), (tmp_path, "there is no config.json in it")):
+        assert convert.main([str(source), "--out", str(tmp_path / "out")]) == 2
+        assert capsys.readouterr().err.startswith(f"error: SRC={source}: {says}. Name a HuggingFace")
     weights = tmp_path / "in" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert convert.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2

@@ -142,7 +142,7 @@ class MoEConfig:
     router_dtype: Literal["float32", "bfloat16"] = "float32"  # at least, of the router's product
     router_jitter: float = 0.0  # training: the router's input times uniform(1 - jitter, 1 + jitter)
     capacity_factor: float = 0.0  # 0: dropless; else an expert takes at most ceil(factor * T * K / E)
-    drop_policy: Literal["probs", "position"] = "probs"  # what stays: the most probable, or the first
+    drop_policy: Literal["probs", "position"] = "probs"  # what stays: the most probable, or the first of every row
     drop_scope: Literal["rank", "sequence"] = "rank"  # T: this rank's tokens (depends on the mesh), or a row
     pad_to_capacity: bool = False  # every expert computes exactly its capacity: static shapes, same result
     seq_balance_coef: float = 0.0  # c of the per-row balance loss (DeepSeek-V3, eq. 17)

@@ -58,7 +58,8 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
     another = runs.check_same_run(Path(config.run_dir).absolute(), resolved(config, shape, device))
     for note in start_notes(config) + another:
         print(note, file=sys.stderr)
-    print(f"starting {shape.world_size} ranks on {device} in {config.run_dir}", flush=True)
+    ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
+    print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
     from automoe.data.prepare import prepare_data
 
     prepare_data(config)  # a bad line or a missing file is found here, before ranks start

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -34,6 +35,9 @@ STUCK_FILE = "stuck"  # a rank asks all others where they are
 LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 SWEEP_FILE = "sweep.json"
+# Frames between the start of a rank and a line of the recipe say nothing.
+_LOADERS = (os.path.join("automoe", "launch", "worker.py"), os.path.join("automoe", "shipped.py"))
+_IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
 
 
 @contextlib.contextmanager
@@ -199,14 +203,21 @@ def add_to_status(run_dir: Path, **facts: Any) -> None:
 
 def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
     """``error`` as ``status.json`` has it."""
-    worker = os.path.join("launch", "worker.py")  # the frames above the recipe say nothing
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(worker)]
+    lines = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not (frame.filename.endswith(_LOADERS) or frame.filename.startswith(_IMPORTS))
+    ]
+    message = str(error)
+    if isinstance(error, SyntaxError):  # of a file that never came to run
+        message = error.msg
+        lines.append(f"{error.filename}:{error.lineno}: {(error.text or '').strip()}")
     return {
         "rank": rank,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": message,
         "for_user": isinstance(error, AutomoeError),
-        "traceback": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames],
+        "traceback": lines,
     }
 
 
@@ -237,7 +248,8 @@ def describe_error(report: dict[str, Any]) -> str:
     if not report["for_user"]:
         frames = report["traceback"]
         ours = [frame for frame in frames if "site-packages" not in frame]
-        shown = ours[-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
+        # The first is the recipe's.
+        shown = ours[:1] + ours[1:][-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
         text += "".join(f"\n    {frame}" for frame in shown)
     return text
 

@@ -3,7 +3,8 @@
 An expert takes at most C = ceil(factor * T * K / E) choices. The scope says which T tokens these are:
 
     rank      the tokens of this rank's micro-batch. Nothing is sent; which choices are dropped depends on how the
-              mesh and the micro-batches split the batch.
+              mesh and the micro-batches split the batch. The first are the first of every row, as in Megatron-Core,
+              whose tokens are ordered by position and then by row: no row is served before another.
     sequence  one whole row, wherever its parts are. Choices are summed over the ranks that share the row, and what
               is dropped depends only on the row.
 
@@ -93,7 +94,8 @@ def choose_kept(
     num_rows, size, top_k = topk_ids_BSK.shape
     ids_BSK = topk_ids_BSK.masked_fill(~tokens.valid.unsqueeze(-1), num_experts)
     if moe.drop_scope == "rank":
-        ids_GN, weights_GN = ids_BSK.view(1, -1), weights_BSK.reshape(1, -1)
+        # By position, then by row.
+        ids_GN, weights_GN = (x.transpose(0, 1).reshape(1, -1) for x in (ids_BSK, weights_BSK))
         row_size, num_tokens = size, num_rows * size
     else:
         # One collective for both: float64 holds ids exactly.
@@ -104,7 +106,10 @@ def choose_kept(
     priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity
-    fits_BWK = fits_GN.view(num_rows, row_size, top_k)
+    if moe.drop_scope == "rank":
+        fits_BWK = fits_GN.view(size, num_rows, top_k).transpose(0, 1)
+    else:
+        fits_BWK = fits_GN.view(num_rows, row_size, top_k)
     if row_size > size:
         fits_BWK = fits_BWK.gather(1, tokens.index.unsqueeze(-1).expand_as(ids_BSK))
     return fits_BWK & (ids_BSK < num_experts)

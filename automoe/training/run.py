@@ -87,7 +87,8 @@ class Run:
         self.objective: float | None = None
         if state.step >= config.train.steps:
             self.objective = last_objective(context.run_dir)
-            self.note(f"already at step {state.step} of {config.train.steps}")
+            self.note(f"already at step {state.step} of {config.train.steps}: nothing is left to train")
+            self.note(f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over")
 
     def begin_step(self) -> None:
         """Start the step's clock; a background save that failed is reported here."""
@@ -221,6 +222,7 @@ class Run:
         if self._log is not None and self._tracker is not None:
             self._log.close()
             self._tracker.finish()
+            paths = {**paths, **self._tracker.places}
         self.console.finish(paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
+from automoe.errors import exit_status
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status. The rest of the package is imported when it is called."""
-    from automoe.verify.run import main as run
-
-    return run(argv)
+    return exit_status(lambda: importlib.import_module("automoe.verify.run").main(argv))

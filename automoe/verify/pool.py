@@ -117,7 +117,10 @@ class RankPool:
             before = {name: os.environ.get(name) for name in _THREADS}
             os.environ.update(_THREADS)
             context.set_forkserver_preload(_PRELOAD)
+            # Ctrl-C is for the caller: blocked, it does not end the server in the middle of its imports.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         for index in range(len(self._workers), world_size):

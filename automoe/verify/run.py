@@ -16,7 +16,7 @@ from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, MeshConfig, ParallelConfig
 from automoe.cost.params import count_params
-from automoe.errors import AutomoeError, ConfigError
+from automoe.errors import ConfigError
 from automoe.launch.prepare import check, check_here, compose
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.proxy import list_cuts, make_proxy
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these import torch, which waits for a configuration that is
     from automoe.verify.compare import Comparison
     from automoe.verify.trajectory import Trajectory
 
-EXIT_DIFFERENT, EXIT_WRONG, EXIT_FAILED = 1, 2, 3
+EXIT_DIFFERENT, EXIT_FAILED = 1, 3
 
 MAX_RANKS = 8
 MAX_PARAMETERS = 16_000_000  # every tensor of both runs is kept whole, in float64
@@ -68,21 +68,16 @@ is wrong, 3 a rank failed.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Verify the configuration that ``argv`` names; returns the exit status."""
+    """Verify the configuration that ``argv`` names; returns the exit status. Raises ``AutomoeError``."""
     argv = list(sys.argv[1:] if argv is None else argv)
     force_proxy = "--proxy" in argv
-    argv = [word for word in argv if word != "--proxy"]
-    try:
-        args = parse_arguments(argv)
-        if args.help:
-            print(USAGE, end="")
-            return 0
-        if args.multirun:
-            raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
-        runnable, shape, cuts = make_runnable(compose(args), force_proxy)
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
+    args = parse_arguments([word for word in argv if word != "--proxy"])
+    if args.help:
+        print(USAGE, end="")
+        return 0
+    if args.multirun:
+        raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
+    runnable, shape, cuts = make_runnable(compose(args), force_proxy)
 
     from automoe.data.prepare import prepare_data
     from automoe.verify.view import make_console, name_of, show_result, show_start, show_verdict
@@ -97,9 +92,6 @@ def main(argv: list[str] | None = None) -> int:
             with console.status(f"{name_of(config_pass)}: one rank, then the mesh"):  # nothing off a terminal
                 results.append(verify_pass(config_pass, shape, pool))
             show_result(console, results[-1])
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
     except RankError as error:
         print(f"error: the step failed: {error}", file=sys.stderr)
         return EXIT_FAILED

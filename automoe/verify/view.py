@@ -42,8 +42,7 @@ def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tu
     eight = "; with 8 bits in those of the mesh" if train.fp8 != "off" else ""
     schedule = f"; schedule {config.parallel.schedule}" if shape.pp > 1 else ""
     console.print(
-        f"[bold]mesh[/]       default {shape.describe('default')}; moe {shape.describe('moe')}; "
-        f"{shape.world_size} CPU rank{'s' * (shape.world_size > 1)}\n"
+        f"[bold]mesh[/]       {_both_views(shape)}\n"
         f"[bold]reference[/]  one rank, all rows in one micro-batch{eight}\n"
         f"[bold]step[/]       {train.global_batch_size} rows x {train.seq_len} tokens, the mesh in "
         f"{train.global_batch_size // (shape.dp * train.micro_batch_size)} micro-batches of "
@@ -76,13 +75,19 @@ def show_result(console: Console, result: PassResult) -> None:
 
 
 def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) -> None:
-    """One last line."""
+    """The last lines: the verdict, and what it is about."""
     num_different = sum(len(result.different) for result in results)
-    compared = f"{sum(len(result.compared) for result in results):,} numbers and tensors on {shape.describe('default')}"
+    compared = f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
     if num_different:
-        console.print(f"[red bold]DIFFERENT[/]  {num_different:,} of {compared} are not those of one rank")
+        console.print(f"[red bold]DIFFERENT[/]  {num_different:,} of {compared} not those of the reference")
     else:
-        console.print(f"[green bold]EQUAL[/]  all {compared} are those of one rank")
+        console.print(f"[green bold]EQUAL[/]  all {compared} those of the reference")
+    console.print(f"  mesh       {_both_views(shape)}\n  reference  one rank in both views", soft_wrap=True)
+
+
+def _both_views(shape: MeshShape) -> str:
+    ranks = f"{shape.world_size} CPU rank{'s' * (shape.world_size > 1)}"
+    return f"default {shape.describe('default')}; moe {shape.describe('moe')}; {ranks}"
 
 
 def name_of(config: Config) -> str:

@@ -16,7 +16,7 @@ from tests.support.command import read_until as read_until
 RECIPES = Path(__file__).parent / "recipes"
 TWO_RANKS = ("mesh=fsdp", "launch.num_ranks=2", "launch.device=cpu")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
-QUICK = ("data.max_bytes=100000", "observe.report=false")  # the launch is what is tested
+QUICK = ("data.max_bytes=100000", "observe.report=false", "checkpoint=none")  # the launch is what is tested
 
 
 class Command(TrainCommand):

@@ -14,6 +14,7 @@ from automoe.config.frozen import save_config
 from automoe.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from automoe.errors import ConfigError, DataError, LaunchError
 from automoe.launch import run_dir as runs
+from automoe.shipped import load_recipe
 
 
 @pytest.fixture
@@ -60,6 +61,37 @@ def test_a_failure_while_another_rank_writes_its_status_is_final(
 def test_an_error_meant_for_a_person_is_shown_without_a_traceback(started: Path) -> None:
     runs.record_failure(started, runs.error_report(raised(DataError("a.jsonl line 3: no JSON")), 0))
     assert runs.describe_error(runs.read_status(started)["error"]) == "rank 0: DataError: a.jsonl line 3: no JSON"
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [
+        ("import os\ndef main(config)\n    return 1", "SyntaxError: expected ':'\n    {file}:2: def main(config)"),
+        ("import os\nimport nothing", "No module named 'nothing'\n    {file}:2 in <module>: import nothing"),
+        (
+            "import my_helper",
+            "KeyError: 'x'\n    {file}:1 in <module>: import my_helper\n    {helper}:1 in <module>: {}['x']",
+        ),
+        (
+            "def main():\n    f(9)\ndef f(n):\n    f(n - 1) if n else 1 / 0",
+            "\n    {file}:2 in main: f(9)\n    {file}:4 in f: ",
+        ),
+    ],
+)
+def test_an_error_in_a_recipe_shows_its_own_lines_alone(
+    code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    file, helper = tmp_path / "mine.py", tmp_path / "my_helper.py"
+    file.write_text(code)
+    helper.write_text("{}['x']")
+    with pytest.raises((Exception, SyntaxError)) as raised_there:
+        load_recipe(str(file)).main()
+    # The frame of this test is the one of a rank's worker.
+    error = raised_there.value.with_traceback(raised_there.tb.tb_next)
+    shown = runs.describe_error(runs.error_report(error, 1))
+    assert says.replace("{file}", str(file)).replace("{helper}", str(helper)) in shown
+    assert "importlib" not in shown and "shipped.py" not in shown
 
 
 def test_a_new_run_forgets_the_old_outcome_and_keeps_its_files(started: Path) -> None:

@@ -140,6 +140,17 @@ def test_the_balanced_gate_depends_on_the_place_in_the_row_alone() -> None:
     assert torch.equal(router(x[:, 1::2], part).ids, ids[:, 1::2])
 
 
+@pytest.mark.parametrize("policy", ["position", "probs"])
+def test_a_rank_drops_the_last_positions_of_every_row_and_not_its_last_rows(policy: str) -> None:
+    """As Megatron-Core, whose tokens are ordered [S, B]. Weights are equal here, so ``probs`` ends in the same order."""
+    router = make_router(RouterConfig(), gate="one_hot", capacity_factor=2.0, drop_policy=policy)
+    with torch.no_grad():
+        router.weight.zero_()
+    kept = router(hidden_states(), make_rows()).kept
+    assert kept is not None
+    assert kept.tolist() == [[[s < 6] * 3 for s in range(S)]] * B  # an expert takes 2.0 * 24 * 3 / 12 = 12 choices
+
+
 def test_forced_choices_are_taken_and_weighed_by_own_scores() -> None:
     router, x = make_router(RouterConfig()), hidden_states()
     forced = torch.randint(0, E, (B, S, 1, 2, 3), generator=torch.Generator().manual_seed(3))

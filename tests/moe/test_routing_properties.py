@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import routing_reference as reference
@@ -125,21 +126,23 @@ def test_the_router_is_the_reference(
         assert routing.kept is None
         return
     assert routing.kept is not None
-    # The router's own weights: rounding must not decide between choices that tie.
-    flat = list(
-        zip(
-            routing.ids.flatten().tolist(),
-            routing.weights.flatten().tolist(),
-            [v for row in valid for v in row for _ in range(k)],
-            strict=True,
-        )
+    # The tokens of a rank by position and then by row; of a row by position.
+    by_position = moe["drop_scope"] == "rank"
+    order = (
+        [(b, s) for s in range(size) for b in range(batch)] if by_position else list(product(range(batch), range(size)))
     )
-    group = size if moe["drop_scope"] == "sequence" else batch * size
+    # The router's own weights: rounding must not decide between choices that tie.
+    flat = [
+        (expert, weight, valid[b][s])
+        for b, s in order
+        for expert, weight in zip(routing.ids[b, s].tolist(), routing.weights[b, s].tolist(), strict=True)
+    ]
+    group = batch * size if by_position else size
     capacity = min(math.ceil(Fraction(repr(moe["capacity_factor"])) * group * k / experts), group)
     kept: list[bool] = []
     for start in range(0, len(flat), group * k):
         kept += reference.keep(flat[start : start + group * k], capacity, moe["drop_policy"])
-    assert routing.kept.flatten().tolist() == kept
+    assert [on for b, s in order for on in routing.kept[b, s].tolist()] == kept
     assert totals[-1] == sum(v and not on for (_, _, v), on in zip(flat, kept, strict=True))
 
 

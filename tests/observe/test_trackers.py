@@ -26,6 +26,7 @@ for step in (1, 2, 3):
             child.wait()
 tracker.finish()
 print("trained to step", step, "with", "W&B" if started else "nothing", "wandb" in sys.modules)
+print(*tracker.places.values())
 """
 
 
@@ -49,7 +50,7 @@ def recorded(directory: Path) -> list[Path]:
 
 def test_off_does_not_import_wandb(tmp_path):
     done = run(tmp_path, "off")
-    assert done.stdout.strip() == "trained to step 3 with nothing False", done.stderr
+    assert done.stdout == "trained to step 3 with nothing False\n\n", done.stderr
 
 
 def test_offline_records_the_steps(tmp_path):
@@ -58,6 +59,7 @@ def test_offline_records_the_steps(tmp_path):
     assert "with W&B" in done.stdout, done.stderr
     assert done.stderr == ""
     (path,) = recorded(tmp_path / "elsewhere")
+    assert done.stdout.splitlines()[1] == str(path.parent)
     content = path.read_bytes()
     assert content.count(b"loss") >= 3 and b"mfu" not in content.split(b"_step")[1]
 

@@ -27,18 +27,11 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.config.validate import validate
+from automoe.errors import EXIT_WRONG
 from automoe.parallel.fsdp import fsdp_modules
+from automoe.verify import main
 from automoe.verify.pool import RankPool
-from automoe.verify.run import (
-    EXIT_DIFFERENT,
-    EXIT_FAILED,
-    EXIT_WRONG,
-    main,
-    make_runnable,
-    passes,
-    tolerances,
-    verify_pass,
-)
+from automoe.verify.run import EXIT_DIFFERENT, EXIT_FAILED, make_runnable, passes, tolerances, verify_pass
 from automoe.verify.trajectory import Trajectory, run_trajectory
 
 
@@ -180,7 +173,13 @@ def test_a_tolerance_is_what_the_mode_and_the_mesh_leave(
 def test_the_command_says_equal(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(small) == 0
     out = capsys.readouterr().out
-    assert "EQUAL" in out and "float64" in out and "float32" in out and "proxy" not in out
+    assert "float64" in out and "float32" in out and "proxy" not in out
+    verdict = out[out.index("EQUAL  all ") :].splitlines()
+    assert verdict[0].endswith(" numbers and tensors of the mesh are those of the reference")
+    assert verdict[1:] == [
+        "  mesh       default dp_shard2; moe ep2; 2 CPU ranks",
+        "  reference  one rank in both views",
+    ]
 
 
 def test_the_command_names_the_first_difference(
@@ -286,7 +285,7 @@ def test_a_wrong_configuration_is_an_error_of_one_line(argv: list[str], capsys: 
 
 def test_help_and_config_errors_do_without_torch() -> None:
     code = (
-        "import sys; from automoe.verify.run import main; "
+        "import sys; from automoe.verify import main; "
         "assert main(['--help']) == 0; assert main(['mesh.ep=3', 'launch.num_ranks=4']) == 2; "
         "assert 'torch' not in sys.modules"
     )
