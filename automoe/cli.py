@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import textwrap
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from automoe.errors import exit_status
 
 COMMANDS = {
     "train": "train a model, here or on a cluster; -m sweeps",
-    "plan": "memory, traffic and batch arithmetic of a configuration, without hardware",
+    "plan": "memory and batch arithmetic of a configuration, without hardware",
     "verify": "one step on the reference mesh and on the configured one, compared",
     "export": "write a run's weights as a HuggingFace checkpoint",
     "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
@@ -58,10 +59,11 @@ _RECIPE_USAGE = """\
 automoe recipe: the training loops that ship with automoe
 
   automoe recipe list               their names
-  automoe recipe copy NAME [FILE]   copy one to ./recipes/NAME.py, or to FILE; overwrites nothing
+  automoe recipe copy NAME [FILE]   copy one to ./recipes/NAME.py, or to FILE;
+                                    overwrites nothing
 
-`automoe train recipe=NAME` runs ./recipes/NAME.py where the working directory has it, else the shipped recipe;
-`automoe train recipe=FILE.py` runs that file.
+`automoe train recipe=NAME` runs ./recipes/NAME.py where the working directory
+has it, else the shipped recipe; `automoe train recipe=FILE.py` runs that file.
 """
 
 
@@ -89,25 +91,26 @@ def _recipe(argv: list[str]) -> int:
 _TRAIN_USAGE = """\
 automoe train: train a mixture-of-experts model on any mesh
 
-  python -m automoe.train [--config-name NAME] [--config-dir DIR] [-m] [key=value ...]
+  automoe train [--config-name NAME] [--config-dir DIR] [-m] [key=value ...]
 
   --config-name NAME   primary configuration (default: config)
-  --config-dir DIR     directory with your own YAML files, besides the built-in ones
+  --config-dir DIR     your own YAML files, besides the built-in ones
   -m, --multirun       sweep: one run per combination of comma-separated values
   --print-config       show the composed configuration and leave
-  --help [KEY]         this page, or what a section (mesh) or a key (mesh.ep) means
+  --help [KEY]         this page, or what a section (mesh) or key (mesh.ep) is
 """
 
 _EXAMPLES = """\
 examples
-  python -m automoe.train
-  python -m automoe.train model=small_mixtral train.steps=50 run_dir=runs/mixtral
-  python -m automoe.train mesh.pp=1 mesh.cp=2 mesh.ep=4
-  python -m automoe.train -m mesh.ep=1,2,4 mesh.pp=1,2 train.steps=20
-  python -m automoe.train --config-name dsv3_671b          prints the plan where there are no 1024 GPUs
+  automoe train
+  automoe train model=small_mixtral train.steps=50 run_dir=runs/mixtral
+  automoe train mesh.pp=1 mesh.cp=2 mesh.ep=4
+  automoe train -m mesh.ep=1,2,4 mesh.pp=1,2 train.steps=20
+  automoe train --config-name dsv3_671b    without 1,024 GPUs it prints the plan
   torchrun --nproc-per-node 8 -m automoe.train --config-name moonlight_16b_a3b
 
-Any key of the configuration is an override: --print-config shows them all, --help KEY what they mean.
+Any key of the configuration is an override: --print-config shows them all,
+--help KEY what they mean.
 """
 
 
@@ -115,11 +118,14 @@ def train_help(config_dir: str | None = None) -> str:
     """Usage, primaries, groups and examples of ``automoe train``."""
     from automoe.config.compose import list_groups, list_options
 
-    primaries = "primary configurations\n  " + ", ".join(list_options("", config_dir)) + "\n"
+    def listed(options: list[str], first: str, indent: int) -> str:
+        return textwrap.fill(", ".join(options), 80, initial_indent=first, subsequent_indent=" " * indent)
+
     groups = list_groups(config_dir)
-    width = max(map(len, groups))
-    lines = [f"  {group:<{width}}  {', '.join(list_options(group, config_dir))}" for group in groups]
-    return "\n".join([_TRAIN_USAGE, primaries, "config groups (group=option)", *lines, "", _EXAMPLES.rstrip()])
+    width = max(map(len, groups)) + 4
+    lines = [listed(list_options(group, config_dir), f"  {group}".ljust(width), width) for group in groups]
+    primaries = ["primary configurations", listed(list_options("", config_dir), "  ", 2), ""]
+    return "\n".join([_TRAIN_USAGE, *primaries, "config groups (group=option)", *lines, "", _EXAMPLES.rstrip()])
 
 
 _COMPLETION = """\

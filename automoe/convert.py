@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Convert the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
     parser = argparse.ArgumentParser(
-        prog="python -m automoe.convert",
+        prog="automoe convert",
         description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
         "time; block-FP8 and MXFP4 are dequantized.",
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Export the run that ``argv`` names; returns the exit status (2: nothing was exported)."""
     parser = argparse.ArgumentParser(
-        prog="python -m automoe.export",
+        prog="automoe export",
         description="Write a run's newest weights as a HuggingFace checkpoint, reload it in transformers, compare, "
         "and only then call it saved.",
     )

@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1  # the model built is not the model planned
 
-USAGE = """usage: python -m automoe.plan [--config-name NAME] [--json] [--build] [key=value ...]
+USAGE = """usage: automoe plan [--config-name NAME] [--json] [--build] [key=value ...]
 
-Prints both mesh views, parameters, bytes per rank, tokens and micro-batches per step, and what will
-not fit. Needs no GPU and starts no rank.
+Prints both mesh views, parameters, bytes per rank, tokens and micro-batches per
+step, and what will not fit. Needs no GPU and starts no rank.
 
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
   --json               one JSON object instead of tables
-  --build              also build the heaviest rank's model for real, without storage and without the
-                       other ranks, and compare its shards with the plan (imports torch: seconds)
+  --build              also build the heaviest rank's model for real, without
+                       storage and without the other ranks, and compare its
+                       shards with the plan (imports torch: seconds)
   --help               this text
 
-Overrides are those of automoe.train: mesh.pp=8, model=mixtral_8x22b, cluster=h200, ...
+Overrides are those of automoe train: mesh.pp=8, model=mixtral_8x22b,
+cluster=h200, ...
 """
 
 

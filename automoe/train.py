@@ -71,7 +71,7 @@ def _train_here(args: Arguments) -> int:
     from automoe.observe.plan_view import print_plan
 
     print_plan(config, shape)
-    print(f"\nThe configuration is valid; it cannot train here: {missing}.")
+    print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
     print("On a cluster, start the same command on every node with torchrun or srun.")
     return EXIT_NO_HARDWARE
 

@@ -20,6 +20,13 @@ def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture
         assert f"\n  {command}" in shown
 
 
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["train"], ["train", "mesh"], ["plan"], ["verify"], ["recipe"]):
+        assert cli.main([*words[:1], "--help", *words[1:]]) == 0
+        shown = capsys.readouterr().out
+        assert shown and [line for line in shown.splitlines() if len(line) > 80] == [], words
+
+
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert "no command 'trian'. Did you mean automoe train?" in capsys.readouterr().err

@@ -179,7 +179,8 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         if config.observe.report:  # a rank that fails leaves before this, and writes it as it goes
             from automoe.observe.report import write_report
 
-            write_report(run_dir)
+            if (report := write_report(run_dir)) is not None:
+                print(f"report {report}", flush=True)
         return code
 
 

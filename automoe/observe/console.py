@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from automoe.observe.summary import (
     bytes_text,
     describe_run,
     duration,
+    fact_lines,
     final_numbers,
     number,
     render_mesh_text,
@@ -113,7 +115,7 @@ class Console:
     def note(self, text: str) -> None:
         """A line between the steps: a checkpoint saved, a spike skipped."""
         if self.enabled:
-            self._print(f"{'':>{self._step_width}}  {text}", "cyan")
+            self._print(f"{'':>{self._step_width}}  {_from_here(text)}", "cyan")
 
     def warn(self, text: str) -> None:
         if self.enabled:
@@ -123,7 +125,10 @@ class Console:
         """The closing summary, from what the run recorded, and where its results are."""
         if not self.enabled:
             return
-        facts = [*final_numbers(read_metrics(self.config.run_dir)), *((n, str(p)) for n, p in (paths or {}).items())]
+        facts = [
+            *final_numbers(read_metrics(self.config.run_dir)),
+            *((name, _from_here(str(path))) for name, path in (paths or {}).items()),
+        ]
         self._print()
         self._print_facts(facts)
 
@@ -150,15 +155,19 @@ class Console:
     def _print_facts(self, facts: Facts) -> None:
         from rich.text import Text
 
-        width = max((len(name) for name, _ in facts), default=0) + 2
-        for name, text in facts:
-            self._rich.print(Text.assemble((f"  {name:<{width}}", "dim"), text), crop=False)
+        for name, text in fact_lines(facts, self._rich.width):
+            self._rich.print(Text.assemble((name, "dim"), text), crop=False)
 
     def _print(self, text: str = "", style: str | None = None) -> None:
         from rich.text import Text
 
         self._rich.print(Text(text, style=style or ""), crop=False)
         self._rich.file.flush()  # a log file is read while the run goes on
+
+
+def _from_here(text: str) -> str:
+    """``text`` with its paths below the working directory relative to it."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def loss_text(loss: Any) -> str:

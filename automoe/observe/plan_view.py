@@ -12,21 +12,22 @@ from automoe.cost.params import PARTS
 from automoe.cost.plan import Plan, gib, make_plan
 from automoe.observe.summary import render_mesh_text
 
-WIDTH = 100
 MAX_ROWS = 20  # pipeline ranks shown one by one
+STAGES_WIDTH = 80  # columns of their table, which numbers cut short would make worthless
 
 
 def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) -> Plan:
-    """Print the plan of a validated configuration and return it."""
+    """Print the plan of a validated configuration, at the width of the terminal, and return it."""
     plan = make_plan(config, mesh)
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=WIDTH, highlight=False)
+    console = console or Console(highlight=False)
     # Mesh grids are laid out by columns; wrapping would tear them.
     console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
-    tables = [_summary(config, plan), _params_table(plan), _rank_table(config, plan)]
-    for table in [*tables, _stages_table(plan)] if mesh.pp > 1 else tables:
+    for table in (_summary(config, plan), _params_table(plan), _rank_table(config, plan)):
         console.print(table, "")
+    if mesh.pp > 1:
+        narrow = console.width < STAGES_WIDTH
+        wide = Console(file=console.file, width=STAGES_WIDTH, highlight=False) if narrow else console
+        wide.print(_stages_table(plan), "")
     for warning in plan.warnings:
         console.print(f"[bold yellow]warning[/] {warning}", highlight=False)
     return plan

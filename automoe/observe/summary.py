@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,16 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         "time in steps": duration(float(seconds.sum())) if len(seconds) else None,
     }
     return [(name, text) for name, text in facts.items() if text is not None]
+
+
+def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
+    """Facts in lines of a terminal: the name, or spaces below it, and a part of the text. A path is never cut."""
+    names = max((len(name) for name, _ in facts), default=0) + 4
+    lines = []
+    for name, text in facts:
+        parts = textwrap.wrap(text, max(width - names, 20), break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [(f"  {name if i == 0 else '':<{names - 2}}", part) for i, part in enumerate(parts)]
+    return lines
 
 
 def median(records: list[dict[str, Any]], key: str) -> float | None:

@@ -28,9 +28,8 @@ class Tracker:
         # Of a run that W&B gave both: where its page is, and the folder with its files.
         self.places: dict[str, str] = {}
         if run is not None:
-            url, files = getattr(run, "url", None), Path(run.dir).parent
-            self.places = {"W&B": url} if url else {}
-            self.places["W&B folder"] = os.path.relpath(files) if files.is_relative_to(Path.cwd()) else str(files)
+            self.places = {"W&B": run.url} if getattr(run, "url", None) else {}
+            self.places["W&B folder"] = str(Path(run.dir).parent)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send one step's record (the keys of ``metrics.jsonl``)."""

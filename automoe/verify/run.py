@@ -46,24 +46,26 @@ GRADIENTS = ("gradient", "gradient norm")
 # gradient that is almost zero becomes a whole learning rate.
 AMPLIFIED = ("updated parameter",)
 
-USAGE = """usage: python -m automoe.verify [--config-name NAME] [--proxy] [key=value ...]
+USAGE = """usage: automoe verify [--config-name NAME] [--proxy] [key=value ...]
 
-Trains one step on one rank and one on the configured mesh, from the same initial weights and the same
-rows of the configuration's own data, and compares loss, balance losses, tokens per expert, gradient
-norm and every gradient: first in float64 (and there the updated parameters too), with train.fp8 a second
-time with its 8-bit products in float64, then in train.dtype with the routing of the one-rank run
-repeated. Names the first difference.
+Trains one step on one rank and one on the configured mesh, from the same
+initial weights and the same rows of the configuration's own data, and compares
+loss, balance losses, tokens per expert, gradient norm and every gradient: first
+in float64 (and there the updated parameters too), with train.fp8 a second time
+with its 8-bit products in float64, then in train.dtype with the routing of the
+one-rank run repeated. Names the first difference.
 
-Runs on the CPU, up to 8 ranks. A configuration too large for that is verified by its proxy: every mesh
-axis cut to at most 2, widths and depth shrunk, structure kept; the output lists what was cut.
+Runs on the CPU, up to 8 ranks. A configuration too large for that is verified
+by its proxy: every mesh axis cut to at most 2, widths and depth shrunk,
+structure kept; the output lists what was cut.
 
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
-  --proxy              verify the proxy even if the configuration itself would fit
+  --proxy              verify the proxy even if the configuration would fit
   --help               this text
 
-Overrides are those of automoe.train. Exit status: 0 equal, 1 different, 2 the configuration
-is wrong, 3 a rank failed.
+Overrides are those of automoe train. Exit status: 0 equal, 1 different, 2 the
+configuration is wrong, 3 a rank failed.
 """
 
 
@@ -79,10 +81,12 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("-m", True, "one configuration is verified at a time", "Leave -m out")
     runnable, shape, cuts = make_runnable(compose(args), force_proxy)
 
-    from automoe.data.prepare import prepare_data
-    from automoe.verify.view import make_console, name_of, show_result, show_start, show_verdict
+    from rich.console import Console
 
-    console = make_console()
+    from automoe.data.prepare import prepare_data
+    from automoe.verify.view import name_of, show_result, show_start, show_verdict
+
+    console = Console(highlight=False)
     show_start(console, runnable, shape, cuts)
     pool = RankPool(max_ranks=shape.world_size)
     try:

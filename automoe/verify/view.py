@@ -10,18 +10,11 @@ from rich.table import Column, Table
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.observe.summary import Facts, fact_lines
 
 if TYPE_CHECKING:
     from automoe.verify.compare import Comparison
     from automoe.verify.run import PassResult
-
-WIDTH = 110
-
-
-def make_console() -> Console:
-    """The terminal; off a terminal, text of a fixed width."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=WIDTH, highlight=False)
 
 
 def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]) -> None:
@@ -41,14 +34,18 @@ def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tu
     train = config.train
     eight = "; with 8 bits in those of the mesh" if train.fp8 != "off" else ""
     schedule = f"; schedule {config.parallel.schedule}" if shape.pp > 1 else ""
-    console.print(
-        f"[bold]mesh[/]       {_both_views(shape)}\n"
-        f"[bold]reference[/]  one rank, all rows in one micro-batch{eight}\n"
-        f"[bold]step[/]       {train.global_batch_size} rows x {train.seq_len} tokens, the mesh in "
-        f"{train.global_batch_size // (shape.dp * train.micro_batch_size)} micro-batches of "
-        f"{train.micro_batch_size} a data-parallel rank; dispatcher {config.moe.dispatcher}{schedule}\n",
-        soft_wrap=True,
-    )
+    micro_batches = train.global_batch_size // (shape.dp * train.micro_batch_size)
+    facts = [
+        ("mesh", _both_views(shape)),
+        ("reference", f"one rank, all rows in one micro-batch{eight}"),
+        (
+            "step",
+            f"{train.global_batch_size} rows x {train.seq_len} tokens, the mesh in {micro_batches} micro-batches of "
+            f"{train.micro_batch_size} a data-parallel rank; dispatcher {config.moe.dispatcher}{schedule}",
+        ),
+    ]
+    _print_facts(console, facts)
+    console.print()
 
 
 def show_result(console: Console, result: PassResult) -> None:
@@ -82,7 +79,12 @@ def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) 
         console.print(f"[red bold]DIFFERENT[/]  {num_different:,} of {compared} not those of the reference")
     else:
         console.print(f"[green bold]EQUAL[/]  all {compared} those of the reference")
-    console.print(f"  mesh       {_both_views(shape)}\n  reference  one rank in both views", soft_wrap=True)
+    _print_facts(console, [("mesh", _both_views(shape)), ("reference", "one rank in both views")])
+
+
+def _print_facts(console: Console, facts: Facts) -> None:
+    for name, text in fact_lines(facts, console.width):
+        console.print(f"[bold]{name}[/]{text}", soft_wrap=True)
 
 
 def _both_views(shape: MeshShape) -> str:

@@ -93,10 +93,30 @@ def test_the_banner_states_model_meshes_and_batch_arithmetic(tmp_path):
     console.start(resume_step=30)
     text = out.getvalue()
     assert "pp2 x dp_shard2 = 4 ranks" in text and "pp2 x ep2 = 4 ranks" in text
-    assert "16 rows x 256 tokens = 4,096 tokens a step: 2 dp ranks x 4 micro-batches x 2 rows" in text
+    batch = "16 rows x 256 tokens = 4,096 tokens a step: 2 dp ranks x 4 micro-batches x 2 rows"
+    assert batch in " ".join(text.split())
     assert "after step 30" in text
     assert "      pp 1 |  2  3" in text
     assert str(tmp_path) in text
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_banner_and_the_summary_fit_the_terminal_and_paths_stay_whole(tmp_path, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    config = write_run(tmp_path, steps=2)
+    console, out = console_of(config)
+    console.start()
+    console.note(f"checkpoint {tmp_path}/checkpoints/step-2")
+    path = "/a-folder-with-a-name/" * 6
+    console.finish(
+        {"HF checkpoint": f"{tmp_path}/hf (201 tensors, 14.4 MB in 4 files; equal bit for bit)", "far": path}
+    )
+    lines = out.getvalue().splitlines()
+    assert f"  {'run directory':<15}{tmp_path}" in lines
+    assert [line for line in lines if len(line) > columns and str(tmp_path) not in line] == [f"{'  far':<29}{path}"]
+    assert f"{'':>12}checkpoint checkpoints/step-2" in lines
+    assert any(re.fullmatch(r"  HF checkpoint +hf \(201 tensors, 14.4 MB in.*", line) for line in lines)
 
 
 def test_the_closing_summary_comes_from_the_record(tmp_path):
