@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/setup-done
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
-# `make test-gpu PY=python3` runs on what is installed there, and installs nothing.
+# `make train PY=python3` runs on what is installed there, and installs nothing.
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
@@ -34,10 +34,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
-train: setup ## Train the default model on this machine (ARGS='train.steps=50 mesh.ep=1')
+train: $(SETUP) ## Train the default model on this machine (ARGS='train.steps=50 mesh.ep=1')
 	@$(PY) -m automoe.train $(ARGS)
 
-test: setup ## Run the tests (ARGS='-k mesh')
+test: $(SETUP) ## Run the tests (ARGS='-k mesh')
 	@$(PYTEST) $(ARGS)
 
 test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 GB; PYTHON=python3.12)
@@ -64,15 +64,15 @@ test-mutants: $(SETUP) ## Put 205 mistakes in, one after the other, and see that
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
 	@$(PY) benchmarks/soak.py $(ARGS)
 
-lint: setup ## Check style and formatting
+lint: $(SETUP) ## Check style and formatting
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 
-format: setup ## Format the sources in place
+format: $(SETUP) ## Format the sources in place
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-types: setup ## Type-check the public surface
+types: $(SETUP) ## Type-check the public surface
 	@$(PY) -m mypy
 
 bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, compared with other trainers
