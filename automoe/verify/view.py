@@ -22,7 +22,7 @@ def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tu
     if cuts:
         if any(key.startswith(("mesh.", "train.")) for key, _, _ in cuts):
             console.print(
-                "[bold]Not the configuration itself: this is its proxy, a cut-down stand-in.[/] What was cut:"
+                "[bold]Not the configuration itself: this is its proxy, a cut-down stand-in.[/]\nWhat was cut:"
             )
         else:
             console.print("Changed to run here:")
@@ -55,8 +55,9 @@ def show_result(console: Console, result: PassResult) -> None:
     if result.gradient_tolerance != result.tolerance:
         tolerance += f" (gradients {result.gradient_tolerance:g})"
     title = f"{name_of(result.config)}, experts {result.config.moe.experts}, {routing}, tolerance {tolerance}"
-    columns = "quantity", Column("compared", justify="right"), Column("worst error", justify="right"), "of", ""
-    table = Table(*columns, title=title, title_justify="left", title_style="bold")
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("compared", "worst"))
+    columns = Column("quantity, and the worst of several", overflow="fold"), *numbers, Column("", no_wrap=True)
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     by_kind: dict[str, list[Comparison]] = {}
     for comparison in result.compared:
         by_kind.setdefault(comparison.kind, []).append(comparison)
@@ -64,7 +65,8 @@ def show_result(console: Console, result: PassResult) -> None:
         off = [c for c in members if not result.equal(c)]
         worst = max(members, key=lambda c: inf if c.error != c.error else c.error)
         verdict = f"[red]{len(off):,} different[/]" if off else "[green]equal[/]"
-        table.add_row(kind, f"{len(members):,}", f"{worst.error:.1e}", worst.name, verdict)
+        named = f"{kind}\n  [dim]{worst.name}[/]" if worst.name else kind
+        table.add_row(named, f"{len(members):,}", f"{worst.error:.1e}", verdict)
     console.print(table)
     if result.different:
         console.print(f"[red bold]first difference[/] {result.different[0]}", soft_wrap=True)
