@@ -35,7 +35,8 @@ class ConfigError(AutomoeError, ValueError):
 
     def __init__(self, key: str, value: object, rule: str, remedy: str) -> None:
         self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
-        super().__init__(f"{key}={value}: {rule}. {remedy}")
+        given = key if value == "" else f"{key}={value}"
+        super().__init__(f"{given}: {rule}. {remedy}")
 
 
 class DataError(AutomoeError, ValueError):

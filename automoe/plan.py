@@ -48,7 +48,7 @@ def _main(argv: list[str]) -> int:
     # Imported here: --help is there in a tenth of a second, Hydra in half of one.
     from automoe.config.compose import parse_arguments
 
-    args = parse_arguments(argv)
+    args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")
         return 0

@@ -47,8 +47,11 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
 
 
-def parse_arguments(argv: list[str]) -> Arguments:
+def parse_arguments(argv: list[str], others: Iterable[str] = ()) -> Arguments:
     """Split a command line into options and overrides.
+
+    Args:
+        others: options that the command has taken out already, to be named beside these.
 
     Raises:
         ConfigError: an option that is not known, or one without its value.
@@ -66,7 +69,7 @@ def parse_arguments(argv: list[str]) -> Arguments:
                 raise ConfigError(word, "", "the option needs a value", f"Write {word} NAME")
             setattr(args, _VALUES[word], inline or rest.pop(0))
         else:
-            known = [option for option in _VALUES | _FLAGS if option.startswith("--")]
+            known = [option for option in [*_VALUES, *_FLAGS, *others] if option.startswith("--")]
             close = nearest(word, known) or known
             raise ConfigError(
                 word, inline, "unknown option", f"Did you mean {' or '.join(close)}? Overrides are key=value"

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     """Verify the configuration that ``argv`` names; returns the exit status. Raises ``AutomoeError``."""
     argv = list(sys.argv[1:] if argv is None else argv)
     force_proxy = "--proxy" in argv
-    args = parse_arguments([word for word in argv if word != "--proxy"])
+    args = parse_arguments([word for word in argv if word != "--proxy"], ["--proxy"])
     if args.help:
         print(USAGE, end="")
         return 0

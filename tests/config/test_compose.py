@@ -191,6 +191,8 @@ def test_arguments() -> None:
     )
     with pytest.raises(ConfigError, match="Did you mean --config-name"):
         parse_arguments(["--config_name", "x"])
+    with pytest.raises(ConfigError, match="^--jsn: unknown option. Did you mean --json\\?"):
+        parse_arguments(["--jsn"], ["--json"])
     with pytest.raises(ConfigError, match="needs a value"):
         parse_arguments(["--config-name"])
 
