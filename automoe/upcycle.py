@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Upcycle the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
     parser = argparse.ArgumentParser(
-        prog="python -m automoe.upcycle",
+        prog="automoe upcycle",
         description="Write a dense HuggingFace checkpoint (Llama, Qwen3) as a mixture of experts with the same "
         "logits, one tensor at a time. Train it with model.hf_path=DIR.",
     )
