@@ -58,6 +58,7 @@ def export_run(
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
     from automoe.config.frozen import load_config
+    from automoe.config.schema import tokenizer_of
     from automoe.hf.families.registry import family_of
     from automoe.hf.folder import check_target
     from automoe.hf.keys import fp8_config
@@ -70,7 +71,9 @@ def export_run(
 
     from automoe.hf.write import to_hf  # torch
 
-    model, tokenizer = _load_run(run_dir, config), config.data.tokenizer
+    model = _load_run(run_dir, config)
+    # Where the weights are the run's own export, the tokenizer's files lie beside them: None.
+    tokenizer = tokenizer_of(config) if model.config.hf_path == config.model.hf_path else None
     options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer}
     return to_hf(model, out, dtype=dtype, fp8=fp8, **options)
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config
+from automoe.config.schema import Config, tokenizer_of
 from automoe.data.loader import Loader
 from automoe.hf.read import load_hf
 from automoe.hf.upcycle import upcycled_model
@@ -85,7 +85,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()
         if exports and not run.stopping:
-            tokenizer = config.data.tokenizer
+            tokenizer = tokenizer_of(config)
             paths["HF checkpoint"] = to_hf(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)
         run.finish(paths)
     return run.objective

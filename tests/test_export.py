@@ -19,7 +19,7 @@ from automoe.checkpoint.store import CheckpointStore
 from automoe.config.compose import compose_config
 from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, DataConfig, MeshConfig
+from automoe.config.schema import Config, DataConfig, MeshConfig, tokenizer_of
 from automoe.data.loader import Loader
 from automoe.export import export_run, main
 from automoe.hf.write import to_hf
@@ -62,7 +62,7 @@ def leave(config: Config, run_dir: Path, steps: list[int], export: bool) -> dict
             loader = Loader(config, meshes.dp_rank, meshes.shape.dp)
             CheckpointStore(config, meshes.shape, run_dir).save(TrainState(parts, optimizer, loader, step=step))
     if export:
-        to_hf(parts, run_dir / "hf", tokenizer=config.data.tokenizer)
+        to_hf(parts, run_dir / "hf", tokenizer=tokenizer_of(config))
     return {
         name: parameter.full_tensor().detach() for part in parts.values() for name, parameter in part.named_parameters()
     }

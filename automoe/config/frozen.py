@@ -13,7 +13,7 @@ import yaml
 from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins, loaded_plugins
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.errors import ConfigError
 from automoe.shipped import own_recipe
 
@@ -31,12 +31,13 @@ GOES_ON = (
 
 
 def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
-    """A copy in which nothing is left to derive: every axis, the number of ranks, the device, whose recipe."""
+    """A copy in which nothing is left to derive: axes, ranks, the device, whose recipe, which tokenizer."""
     launch = replace(config.launch, num_ranks=shape.world_size, device=device)
+    data = replace(config.data, tokenizer=tokenizer_of(config))
     own = own_recipe(config.recipe)
     # A path: the same file for every rank, whatever its working directory.
     recipe = str(own) if isinstance(own, Path) else config.recipe
-    return replace(config, recipe=recipe, mesh=MeshConfig(**asdict(shape)), launch=launch)
+    return replace(config, recipe=recipe, mesh=MeshConfig(**asdict(shape)), launch=launch, data=data)
 
 
 def frozen_shape(config: Config) -> MeshShape:

@@ -227,7 +227,7 @@ class DataConfig:
 
     kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
     path: str | None = None  # file, directory or glob for the other kinds
-    tokenizer: str = "byte"  # or a directory with a HuggingFace tokenizer
+    tokenizer: str | None = None  # byte, or a directory with a HuggingFace tokenizer; null: model.hf_path's, or byte
     text_key: str = "text"  # jsonl field or parquet column
     document_mask: bool = True  # tokens attend within their own document only
     on_long: Literal["split", "error"] = "split"  # a document longer than seq_len
@@ -303,6 +303,11 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def tokenizer_of(config: Config) -> str:
+    """``byte`` or a directory: ``data.tokenizer``, else that of the checkpoint that training starts from."""
+    return config.data.tokenizer or config.model.hf_path or "byte"
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int:

@@ -1,16 +1,20 @@
-"""Documents out of files: this Python's own library, plain text, JSON lines, parquet."""
+"""Documents out of files: this Python's own library, plain text, JSON lines, parquet; ``.gz`` and ``.zst`` too."""
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import inspect
+import io
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from automoe.config.plugins import registered
 from automoe.config.schema import DataConfig
@@ -18,11 +22,15 @@ from automoe.errors import ConfigError, DataError, listed
 
 # Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+# What a folder may hold besides files of records that are not asked for: a README, a schema, but no second corpus.
+_RECORDS = re.compile(r"\.(jsonl|parquet)(\.gz|\.zst)?$")
+_PART_BYTES = 1 << 20  # of a text file at a time
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document and where it stands."""
+    """A document, or a part of one, and where it stands; parts of one document follow one another."""
 
     text: str
     file: int  # index in the corpus's list of files
@@ -35,8 +43,9 @@ class Source:
 
     Attributes:
         pattern: glob of the files that count where ``data.path`` is a directory.
-        read: gives (line or row, text) of each document of a file; the line is 0 where the document is the file. Takes
-            the path and ``data.text_key``. Raises DataError.
+        read: gives (line or row, text) of each document of a file. The line is 0 where the document is the file, whose
+            text may then come in several parts, one after the other. Takes the path and ``data.text_key``. Raises
+            DataError.
     """
 
     pattern: str
@@ -64,7 +73,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
 
     Raises:
         ConfigError: ``data.path`` is not set.
-        DataError: nothing is found there.
+        DataError: nothing is found there, or a directory of records in several formats.
     """
     if data.kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -79,8 +88,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         )
     elif (root := Path(data.path).expanduser()).is_dir():
         suffix = source_of(data.kind).pattern
-        visible = (p for p in root.rglob(suffix) if "/." not in f"/{p.relative_to(root).as_posix()}")
-        paths = [p for p in visible if p.is_file()]
+        paths = _files_below(root, data.kind, suffix)
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
     else:
         found = [str(root)] if root.is_file() else glob.glob(str(root), recursive=True)
@@ -91,6 +99,30 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     if not paths:
         raise DataError(f"{root}: {problem}")
     return dict(sorted((p.relative_to(root).as_posix(), p) for p in paths))
+
+
+def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
+    """Visible files of a directory whose names match; of automoe's own kinds of records, compressed ones too."""
+    visible = [path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"]
+    patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
+    if kind in ("jsonl", "parquet"):
+        formats = {match[0]: path.name for path in sorted(visible) if (match := _RECORDS.search(path.name))}
+        if len(formats) > 1:
+            raise DataError(
+                f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
+                f"of another. Name those that count with a glob: data.path='{root}/**/{pattern}'"
+            )
+    return [path for path in visible if any(map(path.match, patterns)) and path.is_file()]
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The bytes of a file, those inside of ``.gz`` and ``.zst``. Damage is an OSError where it is read."""
+    if path.suffix not in _CODECS:
+        return path.open("rb")
+    import pyarrow
+
+    stream: Any = pyarrow.input_stream(str(path), compression=_CODECS[path.suffix])
+    return io.BufferedReader(stream, _PART_BYTES)
 
 
 def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document]:
@@ -125,25 +157,36 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
             raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
 
 
-def _decode(raw: bytes, path: Path, first_line: int) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        line = first_line + raw.count(b"\n", 0, error.start)
-        raise DataError(
-            f"{path}:{line}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
-            f"(iconv -f latin1 -t utf-8, if that is what it is) or leave it out of data.path."
-        ) from error
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{path}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}). Convert the file "
+        f"(iconv -f latin1 -t utf-8, if that is what it is) or leave it out of data.path."
+    )
 
 
 def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
-    yield 0, _decode(path.read_bytes(), path, first_line=1)
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with open_file(path) as file:
+        while True:
+            raw = file.read(_PART_BYTES)
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
+            line += text.count("\n")
+            yield 0, text
+            if not raw:
+                return
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
+def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, object) of each line that is not blank. Raises DataError, and OSError for a file that cannot be read."""
+    with open_file(path) as file:
         for number, raw in enumerate(file, start=1):
-            line = _decode(raw, path, first_line=number).rstrip()
+            try:
+                line = raw.decode().rstrip()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, number, error) from error
             if not line:
                 continue
             try:
@@ -161,15 +204,25 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
                     f"{path}:{number}: a {type(record).__name__} where each line must be one JSON object. Correct "
                     f"this line or remove it."
                 )
-            if text_key not in record:
-                raise DataError(
-                    f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set "
-                    f"data.text_key to the key that holds the text."
-                )
-            yield number, _checked(record[text_key], f"{path}:{number}", text_key)
+            yield number, record
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
+def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
+    for number, record in jsonl_records(path):
+        if text_key not in record:
+            raise DataError(
+                f"{path}:{number}: no key {text_key!r}; this line has {listed(record, 10) or 'none'}. Set "
+                f"data.text_key to the key that holds the text."
+            )
+        yield number, _checked(record[text_key], f"{path}:{number}", text_key)
+
+
+def parquet_records(path: Path, columns: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row, column -> value) of each row, from 1. Raises DataError.
+
+    Args:
+        columns: those that are read; None: all.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -179,21 +232,28 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names
-            if text_key not in names:
-                raise DataError(
-                    f"{path}: no column {text_key!r}; this file has {listed(names, 10) or 'none'}. Set "
-                    f"data.text_key to the column that holds the text."
-                )
-            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-                for value in batch.column(0):
+            for column in columns or ():
+                if column not in names:
+                    raise DataError(
+                        f"{path}: no column {column!r}; this file has {listed(names, 10) or 'none'}. Set "
+                        f"data.text_key to the column that holds the text."
+                    )
+            for batch in table.iter_batches(batch_size=1024, columns=columns):
+                arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+                for place in range(batch.num_rows):
                     row += 1
-                    yield row, _checked(value.as_py(), f"{path}: row {row}", text_key)
+                    yield row, {name: array[place].as_py() for name, array in arrays.items()}
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again.") from error
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{path}: not a readable parquet file, after row {row} ({error}). Copy or write the file again."
         ) from error
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
+    for row, record in parquet_records(path, [text_key]):
+        yield row, _checked(record[text_key], f"{path}: row {row}", text_key)
 
 
 _SOURCES = {

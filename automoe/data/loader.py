@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from automoe.config.schema import Config
-from automoe.data.packing import PackedRows
+from automoe.data.packing import PackedRows, Rows
 from automoe.data.prepare import Split, prepare_data, split_documents
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
@@ -147,6 +147,22 @@ class Loader:
 
     def _batch(self, packed: PackedRows, first_row: int, indices: np.ndarray) -> StepBatch:
         rows = packed.take(indices)
+        self._check_ids(packed, indices, rows)
         num_bytes = self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE])
         tensors = {name: torch.from_numpy(array) for name, array in vars(rows).items()}
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row)
+
+    def _check_ids(self, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
+        """The embedding has a row for every id; a cache that was verified may still be damaged under a running job."""
+        size = self.config.model.vocab_size
+        bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
+        for document in packed.documents(indices[bad]) if bad.any() else ():
+            start = int(packed.starts[document])
+            tokens = packed.tokens[start : start + int(packed.lengths[document])]
+            if (tokens >= size).any():
+                at = int(np.argmax(tokens >= size))
+                place = int(np.searchsorted(self.corpus.starts, start, side="right")) - 1
+                raise DataError(
+                    f"{self.corpus.where(place)}: token {at} of this document is id {tokens[at]}, and the embedding "
+                    f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then made anew."
+                )

@@ -5,26 +5,26 @@ The cache is memory mapped, and written once for all ranks of a machine.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import tempfile
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from automoe.config.schema import Config, DataConfig
+from automoe.data.cache import default_cache_dir, open_entry
 from automoe.data.corpora import Document, find_files, read_documents, reader_digest
-from automoe.data.tokenizer import Tokenizer, fitting_tokenizer
+from automoe.data.tokenizer import BATCH, PIECE, Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
 
 Split = Literal["train", "validation"]
-FORMAT = 1  # part of the cache key: raise it when the files below change
-_BATCH_CHARS = 1 << 22  # text tokenised at a time
+FORMAT = 2  # part of the cache key: raise it when the files below change
 _SAMPLE = 1 << 16  # bytes hashed at either end of a file
 
 
@@ -48,38 +48,43 @@ class TokenCorpus:
 
     def where(self, index: int) -> str:
         """``file`` or ``file:line`` of a document."""
-        path, line = self.paths[self.file_ids[index]], int(self.lines[index])
-        return f"{path}:{line}" if line else str(path)
+        return _place(self.paths[self.file_ids[index]], int(self.lines[index]))
 
 
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/automoe``, or ``~/.cache/automoe``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automoe"
+def _place(path: Path, line: int) -> str:
+    return f"{path}:{line}" if line else str(path)
 
 
 def open_corpus(data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> TokenCorpus:
     """The tokenised corpus, from the cache or tokenised now.
 
     The cache entry's name covers the file list, sizes, times of change, both ends of each file, the
-    tokenizer and the reading options, so a changed file is read again. One process of a machine
-    writes; the others wait for it. A rename makes the entry visible whole or not at all.
+    tokenizer and the reading options, so a changed file is read again.
 
     Raises:
         DataError: text that cannot be read, or a cache directory that cannot be written.
     """
     files = find_files(data)
+    paths = list(files.values())
     cache_dir = default_cache_dir() if cache_dir is None else cache_dir
     entry = cache_dir / f"{data.kind}-{_cache_key(data, files, tokenizer)}"
-    try:
-        if not entry.is_dir():
-            _write(entry, read_documents(data, files.values()), tokenizer)
-    except OSError as error:
-        if not entry.is_dir():  # another machine on a shared file system may have been faster
-            raise DataError(
-                f"{cache_dir}: the tokenised corpus cannot be written here ({error.strerror}). Make room or make it "
-                f"writable, or set XDG_CACHE_HOME to a directory that is."
-            ) from error
-    return _open(entry, list(files.values()))
+    facts = open_entry(entry, lambda folder: _tokenise(folder, read_documents(data, paths), tokenizer, paths))
+    columns = np.load(entry / "documents.npy", mmap_mode="r")
+    lengths = columns[0].astype(np.int64)
+    size = int(lengths.sum())
+    dtype = np.dtype(facts["dtype"])
+    empty = np.zeros(0, dtype)  # a file of no bytes cannot be mapped
+    return TokenCorpus(
+        tokens=np.memmap(entry / "tokens.bin", dtype=dtype, mode="r", shape=(size,)) if size else empty,
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        hashes=columns[1],
+        file_ids=columns[2].astype(np.int64),
+        lines=columns[3].astype(np.int64),
+        paths=paths,
+        content=facts["content"],
+        text_bytes=facts["text_bytes"],
+    )
 
 
 def _cache_key(data: DataConfig, files: dict[str, Path], tokenizer: Tokenizer) -> str:
@@ -99,81 +104,87 @@ def _cache_key(data: DataConfig, files: dict[str, Path], tokenizer: Tokenizer) -
     return key.hexdigest()
 
 
-def _write(entry: Path, documents: Iterable[Document], tokenizer: Tokenizer) -> None:
-    """Make the entry unless another process of the machine does; the system drops the lock of one that dies."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with open(entry.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not entry.is_dir():
-            with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as temporary:
-                _tokenise(Path(temporary), documents, tokenizer)
-                os.rename(temporary, entry)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _tokenise(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]) -> dict[str, Any]:
+    """Write tokens and the table of documents; what of the text is in memory at once does not grow with the text."""
     batch: list[Document] = []
     chars = 0
-    for document in documents:
-        batch.append(document)
-        chars += len(document.text)
-        if chars >= _BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+    with (folder / "tokens.bin").open("wb") as file:
+        writer = _Writer(file, tokenizer, paths)
+        for _, group in groupby(documents, key=lambda document: (document.file, document.line)):
+            parts = iter(group)
+            first, second = next(parts), next(parts, None)
+            long = second is not None or len(first.text) > PIECE
+            if not long:
+                batch.append(first)
+                chars += len(first.text)
+            if long or chars >= BATCH:
+                writer.short(batch)
+                batch, chars = [], 0
+            if long:
+                writer.long(chain([first] if second is None else [first, second], parts))
+        writer.short(batch)
+    np.save(folder / "documents.npy", writer.columns())
+    return writer.facts()
 
 
-def _tokenise(directory: Path, documents: Iterable[Document], tokenizer: Tokenizer) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    digest = hashlib.blake2b(digest_size=16)
-    eos = np.array([tokenizer.eos_id], dtype=dtype)
-    table: list[tuple[int, int, int, int]] = []  # length, hash of the text, file, line
-    text_bytes = 0
-    with (directory / "tokens.bin").open("wb") as file:
-        for batch in _batches(documents):
-            encoded = tokenizer.encode_batch([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                raw = document.text.encode()
-                text_hash = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
-                table.append((len(ids) + 1, text_hash, document.file, document.line))
-                text_bytes += len(raw)
-                tokens = np.concatenate([ids.astype(dtype), eos]).tobytes()
-                digest.update(tokens)
-                file.write(tokens)
-        file.flush()
-        os.fsync(file.fileno())
-    columns = np.array(table, dtype=np.uint64).reshape(-1, 4).T.copy()
-    digest.update(columns[0].tobytes())
-    np.save(directory / "documents.npy", columns)
-    meta = {"dtype": dtype.name, "content": digest.hexdigest(), "text_bytes": text_bytes}
-    (directory / "meta.json").write_text(json.dumps(meta))
+class _Writer:
+    """Documents as tokens at the end of ``file``, each followed by the end of text, and a row a document in a table."""
 
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, paths: list[Path]) -> None:
+        self.file, self.tokenizer, self.paths = file, tokenizer, paths
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self.eos = np.array([tokenizer.eos_id])
+        self.table = array("Q")  # length, hash of the text, file, line; a list of tuples would take ten times as much
+        self.digest, self.text_bytes = hashlib.blake2b(digest_size=16), 0
 
-def _open(entry: Path, paths: list[Path]) -> TokenCorpus:
-    try:
-        meta: dict[str, Any] = json.loads((entry / "meta.json").read_text())
-        columns = np.load(entry / "documents.npy")
-        lengths = columns[0].astype(np.int64)
-        shape = (int(lengths.sum()),)
-        dtype = np.dtype(meta["dtype"])
-        size = (entry / "tokens.bin").stat().st_size
-        if size != shape[0] * dtype.itemsize:
-            raise ValueError(f"tokens.bin has {size} bytes, not {shape[0] * dtype.itemsize}")
-        empty = np.zeros(0, dtype)  # a file of no bytes cannot be mapped
-        tokens = np.memmap(entry / "tokens.bin", dtype=dtype, mode="r", shape=shape) if shape[0] else empty
-    except (OSError, ValueError) as error:
-        raise DataError(f"{entry}: damaged cache of the tokenised corpus ({error}). Delete this directory.") from error
-    return TokenCorpus(
-        tokens=tokens,
-        starts=np.cumsum(lengths) - lengths,
-        lengths=lengths,
-        hashes=columns[1],
-        file_ids=columns[2].astype(np.int64),
-        lines=columns[3].astype(np.int64),
-        paths=paths,
-        content=meta["content"],
-        text_bytes=meta["text_bytes"],
-    )
+    def short(self, documents: list[Document]) -> None:
+        """Documents that are encoded together."""
+        encoded = self.tokenizer.encode_batch([document.text for document in documents])
+        for document, ids in zip(documents, encoded, strict=True):
+            text_hash = hashlib.blake2b(document.text.encode(), digest_size=8)
+            self.text_bytes += len(document.text.encode())
+            self._end(document, self._write(document, ids), text_hash)
+
+    def long(self, parts: Iterator[Document]) -> None:
+        """One document in parts."""
+        document = next(parts)
+        text_hash = hashlib.blake2b(digest_size=8)
+
+        def texts() -> Iterator[str]:
+            for part in chain([document], parts):
+                raw = part.text.encode()
+                text_hash.update(raw)
+                self.text_bytes += len(raw)
+                yield part.text
+
+        length = sum(self._write(document, ids) for ids in self.tokenizer.encode_long(texts()))
+        self._end(document, length, text_hash)
+
+    def _write(self, document: Document, ids: np.ndarray) -> int:
+        if len(ids) and (largest := int(ids.max())) >= self.tokenizer.vocab_size:
+            size = self.tokenizer.vocab_size
+            raise DataError(
+                f"{_place(self.paths[document.file], document.line)}: the tokenizer makes id {largest} of this text, "
+                f"and says that its {size} ids end at {size - 1}. Copy its files again."
+            )
+        tokens = ids.astype(self.dtype).tobytes()
+        self.digest.update(tokens)
+        self.file.write(tokens)
+        return len(ids)
+
+    def _end(self, document: Document, length: int, text_hash: Any) -> None:
+        self._write(document, self.eos)
+        text_hash = int.from_bytes(text_hash.digest(), "little")
+        self.table.extend((length + 1, text_hash, document.file, document.line))
+
+    def columns(self) -> np.ndarray:
+        """The table, [4, N] uint64."""
+        return np.frombuffer(self.table, dtype=np.uint64).reshape(-1, 4).T.copy()
+
+    def facts(self) -> dict[str, Any]:
+        """What else the corpus is, once all is written."""
+        self.digest.update(self.columns()[0].tobytes())
+        return {"dtype": self.dtype.name, "content": self.digest.hexdigest(), "text_bytes": self.text_bytes}
 
 
 def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokenizer, TokenCorpus]:

@@ -8,20 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from automoe.config.schema import Config, tokenizer_of
 from automoe.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
 
-    from automoe.config.schema import Config
-
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
+PIECE = 1 << 18  # characters of a long text that are encoded at once
+BATCH = 1 << 21  # characters of several texts, or pieces of one
+_CONTEXT = 512  # characters on either side of a cut that decide whether it changes any id
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
 _VOCAB_FILES = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model", "spiece.model")
@@ -50,6 +52,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         raise NotImplementedError
 
+    def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """Ids of one text that comes in parts; joined, those of ``encode`` of the whole, in bounded memory."""
+        return (self.encode(part) for part in parts)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         raise NotImplementedError
 
@@ -72,6 +78,28 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         kept = [int(i) for i in ids if i < 256]
         return bytes(kept).decode(errors="replace")
+
+    @staticmethod
+    def files() -> dict[str, str]:
+        """Name -> content of the files by which ``transformers`` and ``load_tokenizer`` know this tokenizer."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: one letter a byte
+        others = (byte for byte in range(256) if byte not in printable)
+        letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        eos, pad = "<|endoftext|>", "<|pad|>"
+        by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [{"id": 256, "content": eos} | flags, {"id": 257, "content": pad} | flags],
+            "normalizer": None,
+            "pre_tokenizer": by_bytes,
+            "post_processor": None,
+            "decoder": by_bytes,
+            "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []},
+        }
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad}
+        config |= {"clean_up_tokenization_spaces": False}
+        return {"tokenizer.json": json.dumps(tokenizer), "tokenizer_config.json": json.dumps(config)}
 
 
 class HFTokenizer(Tokenizer):
@@ -123,24 +151,85 @@ class HFTokenizer(Tokenizer):
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in encoded]
 
+    def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """As ``Tokenizer.encode_long``, in pieces, cut where ``_is_clean`` finds that ids on both sides stay.
+
+        Each piece is encoded behind the end of the one before, whose ids are then dropped: some tokenizers treat the
+        beginning of a text in another way.
+        """
+        batch: list[tuple[str, str]] = []  # context, piece
+        for pair in self._pieces(parts):
+            batch.append(pair)
+            if sum(len(piece) for _, piece in batch) >= BATCH:
+                yield from self._encode_pieces(batch)
+                batch = []
+        yield from self._encode_pieces(batch)
+
+    def _encode_pieces(self, batch: list[tuple[str, str]]) -> Iterator[np.ndarray]:
+        whole = self.encode_batch([context + piece for context, piece in batch])
+        for ids, head in zip(whole, self.encode_batch([context for context, _ in batch]), strict=True):
+            assert (ids[: len(head)] == head).all(), "the cut was found to be clean"
+            yield ids[len(head) :]
+
+    def _pieces(self, parts: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """(context, piece) of a text: context is the end of the piece before, empty for the first."""
+        context, rest, size = "", "", PIECE
+        for part in (long[at : at + BATCH] for long in parts for at in range(0, len(long), BATCH)):
+            rest += part
+            while len(rest) >= size + _CONTEXT:
+                cut = next((at for at in _cuts(rest, size) if self._is_clean(context + rest, len(context) + at)), None)
+                if cut is None:  # no cut leaves the ids alone: the piece grows until there is one, or the text ends
+                    size *= 2
+                    continue
+                yield context, rest[:cut]
+                context, rest, size = rest[cut - _CONTEXT : cut], rest[cut:], PIECE
+        if rest:
+            yield context, rest
+
+    def _is_clean(self, text: str, cut: int) -> bool:
+        """Whether ids on either side of a cut are the same with and without the text beyond it, and with more of it."""
+        near, far = text[cut - _CONTEXT : cut], text[max(0, cut - 2 * _CONTEXT) : cut]
+        behind = text[cut : cut + _CONTEXT]
+        a, b, c, d = (ids.tolist() for ids in self.encode_batch([near, near + behind, far, far + behind]))
+        return b[: len(a)] == a and d[: len(c)] == c and b[len(a) :] == d[len(c) :]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+def _cuts(text: str, end: int) -> Iterator[int]:
+    """Places up to ``end`` at which a text may be cut: behind the last lines, before the last words, anywhere."""
+    for mark, offset in (("\n", 1), (" ", 0)):
+        at = end
+        for _ in range(16):
+            at = text.rfind(mark, end // 2, at)
+            if at < 0:
+                break
+            yield at + offset
+    yield from range(end, end - 64, -1)
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
-    """``byte``, or the path of a HuggingFace tokenizer directory. Raises ConfigError."""
-    return ByteTokenizer() if spec == "byte" else HFTokenizer(spec)
+    """``byte``, or the path of a HuggingFace tokenizer directory, an export's of bytes too. Raises ConfigError."""
+    if spec == "byte":
+        return ByteTokenizer()
+    path, content = Path(spec).expanduser() / "tokenizer.json", ByteTokenizer.files()["tokenizer.json"]
+    if path.is_file() and path.stat().st_size == len(content.encode()) and path.read_bytes() == content.encode():
+        return ByteTokenizer()
+    return HFTokenizer(spec)
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the embedding has rows."""
-    name, path = config.data.tokenizer, config.model.hf_path
+    name, path = tokenizer_of(config), config.model.hf_path
     tokenizer = load_tokenizer(name)
     size, rows = tokenizer.vocab_size, config.model.vocab_size
     if size > rows:
         remedy = f"Nearest valid choice: model.vocab_size={8 * -(-size // 8)}"
         if path is not None:  # its embedding has the rows it has
             remedy = f"Set data.tokenizer={path} for the checkpoint's own, or a smaller one"
+            if name == path:
+                remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
         rule = f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}"
         raise ConfigError("model.vocab_size", rows, rule, remedy)
     return tokenizer
@@ -205,7 +294,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
             str(directory),
             f"there is no tokenizer.json in it, and transformers cannot make one ({' '.join(str(error).split())})",
             "Point data.tokenizer at a directory with a tokenizer.json (save_pretrained of a fast tokenizer "
-            "writes one).",
+            "writes one), or set data.tokenizer=byte.",
         ) from error
     return backend, loaded.eos_token_id
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.schema import ModelConfig
+from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import AutomoeError, CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
@@ -112,26 +113,30 @@ def write_settings(
 
     Args:
         dtype: of the parameters.
-        tokenizer: ``byte`` or a directory; None: that of ``config.hf_path``.
+        tokenizer: that trained it, ``byte`` or a directory; None: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
     """
     source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
     hf = family_of(config).write_config(config, base)
-    if base is None:
+    # Another tokenizer's end of text is not the source's, and neither are settings of generation that name it.
+    own = tokenizer is None or (source is not None and Path(tokenizer).expanduser().absolute() == source.absolute())
+    if base is None or not own:
         hf |= _token_ids(tokenizer)
     hf["dtype"] = str(dtype).removeprefix("torch.")
     if quantization is not None:
         hf["quantization_config"] = quantization
     _write_json(folder / "config.json", hf)
-    if source is not None and (source / "generation_config.json").is_file():
+    if source is not None and own and (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
     else:
         ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
-    tokenizer_dir = source if tokenizer in (None, "byte") else Path(str(tokenizer)).expanduser()
-    if tokenizer_dir is not None and not tokenizer_dir.is_dir():
-        raise ConfigError("tokenizer", tokenizer_dir, "there is no such directory", "Name one with a tokenizer's files")
+    if tokenizer == "byte":
+        for name, content in ByteTokenizer.files().items():
+            (folder / name).write_text(content)
+        return
+    tokenizer_dir = source if own else Path(str(tokenizer)).expanduser()
     for pattern in _TOKENIZER_FILES:
         for file in tokenizer_dir.glob(pattern) if tokenizer_dir is not None else ():
             shutil.copyfile(file, folder / file.name)
@@ -145,7 +150,5 @@ def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
     """Spelled out even where there are none: an absent key means the family's published ids."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    from automoe.data.tokenizer import load_tokenizer
-
     loaded = load_tokenizer(tokenizer)
     return {"bos_token_id": None, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}

@@ -50,7 +50,7 @@ def plan_rewrite(
         for key, pieces in by_key.items():
             stored = pieces[0].shape
             quantized = fp8 and is_quantized_in_fp8(key, stored, keys)
-            own = _own_dtype(catalog, name, shape, pieces[0])
+            own = own_dtype(catalog, name, shape, pieces[0])
             if quantized:  # rounded once, to FP8
                 out = torch.float32 if own == torch.bfloat16 else own
             else:
@@ -99,7 +99,7 @@ def compare_rewritten(jobs: list[Job], source: Catalog, written: Catalog) -> Non
                 )
 
 
-def _own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece) -> torch.dtype:
+def own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece) -> torch.dtype:
     """Of the source's tensor that holds the first number of ``piece``; bfloat16 for a quantized one."""
     expert = next((at for at in piece.select if at is not None), 0)
     pieces = hf_pieces(name, shape, catalog.keys, range(expert, expert + 1))

@@ -8,7 +8,7 @@ mistake of the reader.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from automoe.hf.folder import write_settings
 from automoe.hf.keys import hf_tensors
 from automoe.hf.read import Range, Reader, load_hf
 from automoe.hf.rewrite import plan_rewrite, rewrite_tensors
-from automoe.hf.shards import EXPORT_DTYPES, Parts, as_parts, config_of, local_shards
+from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.moe.router import recorded_choices
 from automoe.parallel.parallelize import build_decoder
@@ -40,12 +40,14 @@ FP8_ERROR = 2**-4  # three bits of mantissa: half a step, relative
 _ROWS, _SEQ = 4, 64
 
 
-def verify_hf(parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep", fp8: bool = False) -> float | None:
+def verify_hf(
+    parts: Parts | Decoder, folder: str | Path, *, dtype: Mapping[str, torch.dtype] | None = None, fp8: bool = False
+) -> float | None:
     """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
 
     Args:
         parts: the model, or this rank's pipeline stages of it; not changed.
-        dtype: that of the export: ``keep``, ``bfloat16`` or ``float32``.
+        dtype: of tensors of the export by their names; None, or a name that is not there: the model's own.
         fp8: it is in block-FP8, whose codes are then compared as far as they can be equal.
 
     Returns:
@@ -57,7 +59,7 @@ def verify_hf(parts: Parts | Decoder, folder: str | Path, *, dtype: str = "keep"
     parts = as_parts(parts)
     config, ranks = config_of(parts), Ranks()
     catalog = open_catalog(folder, config)
-    ranks.all(lambda: _compare_shards(parts, catalog, EXPORT_DTYPES[dtype], fp8))
+    ranks.all(lambda: _compare_shards(parts, catalog, dtype or {}, fp8))
     return ranks.lead(lambda: verify_with_transformers(config, catalog))
 
 
@@ -87,7 +89,7 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         ) from error
 
 
-def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, fp8: bool) -> None:
+def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool) -> None:
     """Every number that this rank holds, bit for bit, against the range of the file it belongs to."""
     squares: dict[str, list[float]] = {}  # of a quantized tensor: of errors, of numbers
 
@@ -98,7 +100,8 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: torch.dtype | None, f
             off, whole = (source - live).square().sum(), live.square().sum()
             squares[one.key] = [error + float(off), size + float(whole)]
             return
-        wanted = dtype if dtype is not None and one.shard.trained else target.dtype
+        # The stage that writes a tied embedding says what it is written in.
+        wanted = dtype.get(one.key, source.dtype if one.shard.copy else target.dtype)
         if source.dtype != wanted:
             raise CheckpointError(f"{catalog.folder}: {one.key} is {source.dtype}, not {wanted}")
         live = target.to("cpu", wanted)

@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automoe.checkpoint.agreement import Ranks
+from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import Item, Written, file_names, item_of, split, write_files, write_index
 from automoe.hf.folder import new_folder, write_settings
 from automoe.hf.keys import KeyMap, Piece, fp8_config, hf_pieces, is_quantized_in_fp8
+from automoe.hf.rewrite import own_dtype
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
@@ -44,11 +46,11 @@ def to_hf(
 
     Args:
         model: the model, or this rank's pipeline stages of it.
-        dtype: ``keep`` (the parameters' own), ``bfloat16`` or ``float32``, or torch's own name of these two;
-            buffers keep theirs.
+        dtype: ``keep`` (those of the checkpoint at hf_path, bfloat16 where that is quantized; else the parameters'
+            own), ``bfloat16`` or ``float32``, or torch's own name of these two; buffers keep theirs.
         fp8: the matrices of layers as block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
-        tokenizer: ``byte`` or a directory whose tokenizer files are copied; None: those of hf_path.
+        tokenizer: that trained it: ``byte``, or a directory whose files are copied; None: that of hf_path.
         overwrite: replace a checkpoint directory that is there.
         verify: compare every number with the model, and the whole with transformers (``verify_hf``).
 
@@ -64,12 +66,14 @@ def to_hf(
     keys = family_of(config).keys
     quantization = fp8_config(config, keys) if fp8 else None
     out_dtype = export_dtype(dtype)
+    # The weights that training started from say what ``keep`` keeps: parameters are wider while they are trained.
+    source = open_catalog(config.hf_path, config) if dtype == "keep" and config.hf_path is not None else None
     with new_folder(path, overwrite, ranks) as folder:
-        plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8)
+        plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8, source=source)
         written = _write_tensors(plan, ranks, folder, max_shard_bytes)
         ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization))
         if verify:
-            error = verify_hf(parts, folder, dtype=dtype, fp8=fp8)
+            error = verify_hf(parts, folder, dtype={out.piece.key: out.dtype for out in plan}, fp8=fp8)
             written = replace(written, checked=True, fp8=fp8, logits_error=error)
     return replace(written, path=path)
 
@@ -122,11 +126,14 @@ class Outgoing:
     item: Item
 
 
-def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bool = False) -> list[Outgoing]:
+def plan_outgoing(
+    parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bool = False, source: Catalog | None = None
+) -> list[Outgoing]:
     """All tensors of this rank's stages, the same list on every rank of a stage; bytes are spread evenly.
 
     Args:
-        dtype: of parameters in the checkpoint; None keeps each one's own. Buffers always keep theirs.
+        dtype: of parameters in the checkpoint; None keeps each one's own, that in ``source`` where there is one.
+            Buffers always keep theirs.
         fp8: quantize what block-FP8 checkpoints quantize.
     """
     plan: list[Outgoing] = []
@@ -146,6 +153,8 @@ def plan_outgoing(parts: Parts, keys: KeyMap, dtype: torch.dtype | None, fp8: bo
             quantized = fp8 and is_quantized_in_fp8(piece.key, piece.shape, keys)
             kept = quantized or not shard.trained  # quantized: rounded once, to FP8
             out_dtype = shard.tensor.dtype if dtype is None or kept else dtype
+            if source is not None and not kept:
+                out_dtype = own_dtype(source, shard.name, tuple(shard.tensor.shape), piece)
             item = item_of(piece.key, piece.shape, out_dtype, quantized)
             plan.append(Outgoing(shard, piece, out_dtype, holders, writer, item))
             load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in item)

@@ -40,8 +40,8 @@ def settle(config: Config, overrides: list[str]) -> Config:
     """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the truth.
 
     Raises:
-        ConfigError: no such checkpoint, an unknown family, an override of the model that contradicts it, or one of
-            ``launch.num_ranks`` that contradicts the mesh.
+        ConfigError: no such checkpoint, an unknown family, an override of the model that contradicts it, one of
+            ``launch.num_ranks`` that contradicts the mesh, or a checkpoint without a word on its data.
     """
     if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
         mesh = expand_preset(config.mesh, config.launch.num_ranks)
@@ -69,6 +69,10 @@ def settle(config: Config, overrides: list[str]) -> Config:
         if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
             rule = f"the checkpoint model.hf_path={path} has {differing}"
             raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
+    if config.data.kind == "stdlib" and not {"data", "data.kind"} & set(map(key_of, overrides)):
+        rule = f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
+        remedy = "Set data=jsonl data.path=FILE (or text, parquet), or data=stdlib to train on it"
+        raise ConfigError("data.kind", "stdlib, by default", rule, remedy)
     return stored
 
 

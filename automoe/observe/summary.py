@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from automoe.config.mesh_shape import VIEWS, MeshShape
-from automoe.config.schema import Config
+from automoe.config.schema import Config, tokenizer_of
 from automoe.cost.activations import plan_batch
 from automoe.cost.params import count_params
 from automoe.observe.metrics import series
@@ -39,7 +39,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         f"{_count(train.micro_batch_size, 'row')}",
         "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
         "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
-        "data": f"{source}, {config.data.tokenizer} tokenizer",
+        "data": f"{source}, {tokenizer_of(config)} tokenizer",
         "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
     }
     if not model.num_moe_layers:

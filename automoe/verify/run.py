@@ -14,7 +14,7 @@ from automoe.config.compose import parse_arguments
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
-from automoe.config.schema import Config, MeshConfig, ParallelConfig
+from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.cost.params import count_params
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check, check_here, compose
@@ -150,7 +150,7 @@ def make_runnable(
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
     here = _for_a_cpu(sized)
     if force_proxy or too_large(config, shape):
-        here, shape = make_proxy(here, shape, load_tokenizer(here.data.tokenizer).vocab_size)
+        here, shape = make_proxy(here, shape, load_tokenizer(tokenizer_of(here)).vocab_size)
     assert check(here, None, "cpu") == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
     return here, shape, cuts

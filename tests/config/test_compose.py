@@ -14,7 +14,7 @@ from automoe.config.compose import Arguments, compose_config, list_groups, list_
 from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
 from automoe.config.frozen import dump_config, load_config, parse_config, resolved, save_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config
+from automoe.config.schema import Config, tokenizer_of
 from automoe.config.validate import validate
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import family_of
@@ -34,7 +34,7 @@ def test_the_default_is_the_small_deepseek_on_both_meshes() -> None:
     assert (shape.describe("default"), shape.describe("moe")) == ("pp2 x dp_shard2", "pp2 x ep2")
     assert config.model.family == "deepseek_v3" and config.model.attention.kind == "mla"
     assert config.model.router.expert_bias and config.model.first_k_dense == 1
-    assert config.data.kind == "stdlib" and config.data.tokenizer == "byte"
+    assert config.data.kind == "stdlib" and tokenizer_of(config) == "byte"
 
 
 @pytest.mark.parametrize("name", list_options())
@@ -172,9 +172,9 @@ def test_a_directory_without_a_frozen_file(tmp_path: Path) -> None:
 def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
     model = replace(compose_config(overrides=["model=small_mixtral"]).model, hidden_size=128)
     (tmp_path / "config.json").write_text(json.dumps(family_of(model).write_config(model)))
-    config = compose(Arguments(overrides=[f"model.hf_path={tmp_path}"]))
+    config = compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "data=stdlib"]))
     assert config.model == replace(model, hf_path=str(tmp_path)), "not the default's DeepSeek"
-    compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=128"]))
+    compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=128", "data=stdlib"]))
     with pytest.raises(ConfigError) as caught:
         compose(Arguments(overrides=[f"model.hf_path={tmp_path}", "model.hidden_size=192"]))
     error = caught.value

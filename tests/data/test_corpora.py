@@ -70,6 +70,60 @@ def test_max_bytes_cuts_at_a_character(tmp_path):
     assert [d.text for d in read("jsonl", tmp_path, max_bytes=3)] == ["abc"]
 
 
+@pytest.mark.parametrize("end", ["", ".gz", ".zst"])
+def test_compressed_files_and_folders_of_them(end, tmp_path):
+    codec = {"": None, ".gz": "gzip", ".zst": "zstd"}[end]
+    for name, lines in {"b": ["one", "zwei ü"], "sub/a": ["three"]}.items():
+        path = tmp_path / f"{name}.jsonl{end}"
+        path.parent.mkdir(exist_ok=True)
+        with pyarrow.output_stream(path, compression=codec) as file:
+            file.write("".join(json.dumps({"text": line}) + "\n" for line in lines).encode())
+    expected = [Document("one", 0, 1), Document("zwei ü", 0, 2), Document("three", 1, 1)]
+    assert read("jsonl", tmp_path) == expected
+    assert read("jsonl", tmp_path / f"b.jsonl{end}") == expected[:2]
+    assert read("text", tmp_path / "sub" / f"a.jsonl{end}") == [Document('{"text": "three"}\n', 0, 0)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_folder_of_several_formats_is_refused_by_name(kind, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
+    (tmp_path / "README.md").write_text("which says what this is")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.parquet").write_text("hidden")
+    assert len(read("jsonl", tmp_path)) == 1
+    with pyarrow.output_stream(tmp_path / "a.jsonl.gz", compression="gzip") as file:
+        file.write(b'{"text": "one"}\n')
+    write_parquet(tmp_path / "b.parquet", text=["one"])
+    with pytest.raises(DataError, match=rf"3 formats, such as a\.jsonl, a\.jsonl\.gz, b\.parquet.*\*\*/\*\.{kind}'"):
+        read(kind, tmp_path)
+    assert len(read(kind, tmp_path / "**" / f"*.{kind}")) == 1
+
+
+@pytest.mark.parametrize("end", [".gz", ".zst"])
+def test_damaged_compression_is_named(end, tmp_path):
+    path = tmp_path / f"a.jsonl{end}"
+    with pyarrow.output_stream(path, compression={".gz": "gzip", ".zst": "zstd"}[end]) as file:
+        file.write(os.urandom(50_000).hex().encode())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3000])
+    with pytest.raises(DataError, match=rf"a\.jsonl\{end}: cannot be read \(.*[Tt]runcated"):
+        read("jsonl", path)
+    path.write_bytes(b"no such thing" + whole)
+    with pytest.raises(DataError, match=rf"a\.jsonl\{end}: cannot be read"):
+        read("jsonl", path)
+
+
+def test_text_comes_in_parts_that_cut_no_character(tmp_path):
+    text = "€uro and 數據\n" * 200_000
+    (tmp_path / "a.txt").write_text(text)
+    parts = read("text", tmp_path)
+    assert len(parts) > 2 and "".join(part.text for part in parts) == text
+    assert {(part.file, part.line) for part in parts} == {(0, 0)}
+    (tmp_path / "a.txt").write_bytes(text.encode() + b"\xe2\x82")
+    with pytest.raises(DataError, match=r"a\.txt:200001: byte 0xe2 is not UTF-8 \(unexpected end"):
+        read("text", tmp_path)
+
+
 def test_path_is_needed_and_must_exist(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path=None: data\.kind=jsonl reads.*Set data\.path"):
         read("jsonl", None)
@@ -117,9 +171,9 @@ def test_file_of_blank_lines_or_no_rows_is_empty(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n \n")
     with pytest.raises(DataError, match=r"blank\.jsonl: the file is empty"):
         read("jsonl", tmp_path)
-    write_parquet(tmp_path / "none.parquet", text=pyarrow.array([], pyarrow.string()))
+    none = write_parquet(tmp_path / "none.parquet", text=pyarrow.array([], pyarrow.string()))
     with pytest.raises(DataError, match=r"none\.parquet: the file is empty"):
-        read("parquet", tmp_path)
+        read("parquet", none)
 
 
 def test_bad_parquet(tmp_path):

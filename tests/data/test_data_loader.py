@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 
 from automoe.config.schema import Config
+from automoe.data.cache import default_cache_dir
 from automoe.data.loader import Loader, StepBatch
-from automoe.data.prepare import default_cache_dir, open_corpus
+from automoe.data.prepare import open_corpus, split_documents
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
@@ -306,10 +309,78 @@ def test_corpus_is_tokenised_once(config, cache):
     first = open_corpus(config.data, ByteTokenizer())
     again = open_corpus(config.data, Refusing())
     assert (first.tokens == again.tokens).all() and first.content == again.content
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def put_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def exchange(path: Path) -> None:
+    """The entry of the same text under another name, whole in itself."""
+    other = next(entry for entry in path.parent.parent.iterdir() if entry.is_dir() and entry != path.parent)
+    for file in other.iterdir():
+        shutil.copy(file, path.parent)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink, put_a_folder, exchange])
+def test_damaged_cache_is_found_and_made_anew(name, damage, config, cache, capsys):
+    first = open_corpus(config.data, ByteTokenizer())
     entry = next(path for path in cache.iterdir() if path.is_dir())
-    (entry / "tokens.bin").write_bytes(b"short")
-    with pytest.raises(DataError, match=r"damaged cache.*tokens\.bin has 5 bytes, not \d+.*Delete this directory"):
+    if damage is exchange:
+        config.data.max_bytes = 10**9
         open_corpus(config.data, ByteTokenizer())
+        config.data.max_bytes = None
+    tokens = np.array(first.tokens)
+    damage(entry / name)
+    again = open_corpus(config.data, ByteTokenizer())
+    assert (tokens == again.tokens).all() and first.content == again.content
+    assert f"{entry} is damaged" in (said := capsys.readouterr().err) and "tokenised again" in said
+    if damage is flip and name != "meta.json":
+        assert name in said
+    assert (open_corpus(config.data, Refusing()).tokens == tokens).all() and not capsys.readouterr().err
+
+
+def test_file_in_the_place_of_a_cache_entry(config, cache):
+    open_corpus(config.data, ByteTokenizer())
+    entry = next(path for path in cache.iterdir() if path.is_dir())
+    shutil.rmtree(entry)
+    entry.write_text("in the way")
+    assert len(open_corpus(config.data, ByteTokenizer()).lengths) == 30
+
+
+def test_id_that_the_tokenizer_has_not_is_named_with_its_document(config):
+    class Wrong(ByteTokenizer):
+        def encode_batch(self, texts):
+            return [ids + 200 * (index == 2) for index, ids in enumerate(super().encode_batch(texts))]
+
+    with pytest.raises(DataError, match=r"02\.py: the tokenizer makes id 3\d\d .* its 258 ids end at 257"):
+        open_corpus(config.data, Wrong())
+
+
+def test_id_that_the_embedding_has_not_is_named_with_its_document(config):
+    """As where a page of the cache goes bad under a run: never an IndexError out of a kernel."""
+    loader = Loader(config, 0, 1)
+    tokens = np.array(loader.corpus.tokens)
+    starts, _ = split_documents(loader.corpus, config.data.val_fraction, "train")
+    tokens[starts[3] + 7] = 999
+    victim = loader.corpus.where(int(np.searchsorted(loader.corpus.starts, starts[3])))
+    loader._split_rows("train").tokens = tokens
+    config.train.global_batch_size = loader.rows_per_epoch
+    loader.rows_per_rank = loader.rows_per_epoch
+    with pytest.raises(DataError, match=rf"{victim}: token 7 .* is id 999.*ends at 263 \(model\.vocab_size=264\)"):
+        loader.next_step()
 
 
 def test_bad_text_leaves_nothing_in_the_cache(config, cache):

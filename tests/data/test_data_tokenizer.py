@@ -126,6 +126,66 @@ def test_byte_case_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.fixture(scope="session")
+def no_pre_tokenizer_dir(tmp_path_factory, byte_fallback_dir) -> Path:
+    """As Llama 2's and Mixtral's: a space before every text, and whole texts for words."""
+    content = json.loads((byte_fallback_dir / "tokenizer.json").read_text())
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replace]}
+    directory = Path(shutil.copytree(byte_fallback_dir, tmp_path_factory.mktemp("tokenizers") / "prepend"))
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["byte_level_dir", "byte_fallback_dir", "no_pre_tokenizer_dir"])
+def test_long_text_in_pieces_is_the_whole_text(kind, request, library_texts, monkeypatch):
+    """Also where lines are blank, long runs of spaces stand at a cut, or there is no space and no line at all."""
+    monkeypatch.setattr("automoe.data.tokenizer.PIECE", 3000)
+    monkeypatch.setattr("automoe.data.tokenizer.BATCH", 10_000)
+    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+    odd = ["\n" * 9000, "a" * 9000, (" " * 700 + "\n\n\n") * 12, "数据。" * 4000, "import os\r\n\t" * 900]
+    for text in [" ".join(library_texts[:6]), "".join(library_texts[-3:]), *odd, "short", ""]:
+        parts = [text[at : at + 7001] for at in range(0, len(text), 7001)]
+        pieces = list(tokenizer.encode_long(iter(parts)))
+        assert len(text) < 20_000 or len(pieces) > 4, "memory is bounded"
+        found = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+        assert found.tolist() == tokenizer.encode(text).tolist()
+
+
+def test_a_run_of_one_letter_is_cut_nowhere_its_ids_would_change(byte_level_dir, monkeypatch):
+    """Merges of a word of thousands of letters count from its beginning."""
+    monkeypatch.setattr("automoe.data.tokenizer.PIECE", 1500)
+    tokenizer = load_tokenizer(str(byte_level_dir))
+    text = "x = '" + "=" * 1003 + "-" * 2501 + "'\n" + "#" * 4007
+    assert np.concatenate(list(tokenizer.encode_long([text]))).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_bytes_are_a_tokenizer_of_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    for name, content in ByteTokenizer.files().items():
+        (tmp_path / name).write_text(content)
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path), "naïve 数据 🙂 \t tabs\r\n  x"
+    assert theirs(text).input_ids == ByteTokenizer().encode(text).tolist()
+    assert theirs.decode(theirs(text).input_ids) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (256, 257)
+    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
+
+
+def test_the_tokenizer_is_that_of_the_checkpoint_unless_said_otherwise(byte_level_dir):
+    config = Config()
+    assert fitting_tokenizer(config).digest == "byte"
+    config.model.hf_path, config.model.vocab_size = str(byte_level_dir), 400
+    assert fitting_tokenizer(config).vocab_size == 400
+    config.model.vocab_size = 399
+    with pytest.raises(
+        ConfigError, match=r"ids up to 399, .* ends at 398\. Copy the tokenizer that the checkpoint was"
+    ):
+        fitting_tokenizer(config)
+    config.data.tokenizer = "byte"
+    assert fitting_tokenizer(config).digest == "byte"
+
+
 def test_tokenizer_larger_than_the_embedding_is_refused(byte_level_dir):
     config = Config()
     fitting_tokenizer(config)

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import automoe
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig
+from automoe.config.schema import Config, MeshConfig, tokenizer_of
+from automoe.data.tokenizer import load_tokenizer
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf import verify
+from automoe.hf.api import convert_hf
 from automoe.hf.catalog import check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.keys import INDEX_FILE
@@ -26,7 +29,7 @@ from automoe.hf.verify import verify_hf
 from automoe.hf.write import to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 
@@ -265,8 +268,61 @@ def test_dtypes_of_an_export(source: Path, tmp_path: Path) -> None:
     assert entries(tmp_path) == ["out", "source"]
 
 
+def test_an_export_keeps_the_dtypes_of_the_checkpoint(source: Path, tmp_path: Path) -> None:
+    """Parameters are float32 while they are trained; the one that the checkpoint has in float32 stays that too."""
+    convert_hf(source, tmp_path / "half", dtype="bfloat16")
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    stored["model.norm.weight"] = stored["model.norm.weight"].float()
+    save_file(stored, tmp_path / "half" / "model.safetensors", {"format": "pt"})
+    model = automoe.from_hf(tmp_path / "half")
+    assert model.lm_head.weight.dtype == torch.float32
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    automoe.to_hf(model, tmp_path / "out")
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert {key: tensor.dtype for key, tensor in out.items()} == {key: tensor.dtype for key, tensor in stored.items()}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {out[key].dtype for key in ("model.norm.weight", "lm_head.weight")} == {torch.float32, torch.bfloat16}
+    automoe.to_hf(model, tmp_path / "wide", dtype="float32")
+    assert load_file(tmp_path / "wide" / "model.safetensors")["lm_head.weight"].dtype == torch.float32
+
+
+def test_an_export_keeps_the_tokenizer_that_trained_it(source: Path, tmp_path: Path) -> None:
+    """Bytes, another directory's, the source's own: its files, and its end of text where text is made."""
+    (source / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 7}))
+    words = {"a": 0, "</s>": 1}
+    other = tmp_path / "other"
+    for folder, eos in ((source, "a"), (other, "</s>")):
+        folder.mkdir(exist_ok=True)
+        Tokenizer(models.WordLevel(words, unk_token="a")).save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    model = automoe.from_hf(source)
+    for tokenizer, eos in (("byte", 256), (str(other), 1), (f"{source}/", 7), (None, 7)):
+        out = tmp_path / "out"
+        to_hf(model, out, tokenizer=tokenizer, overwrite=True, verify=False)
+        assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == eos
+        assert load_tokenizer(str(out)).digest == load_tokenizer(tokenizer or str(source)).digest
+
+
+def export_loaded(path: Path, out: Path, mesh: MeshConfig) -> None:
+    config = Config(mesh=mesh, model=model_config_from_hf(path))
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    allocate(parts, torch.device("cpu"))
+    load_hf(parts, path)
+    to_hf(parts, out)
+
+
+def test_a_tied_embedding_of_two_stages_keeps_its_dtype(tmp_path: Path, ranks: RankPool) -> None:
+    save_small_hf("qwen3_moe_tied", tmp_path / "source")
+    convert_hf(tmp_path / "source", tmp_path / "half", dtype="bfloat16")
+    ranks.run(export_loaded, 2, tmp_path / "half", tmp_path / "out", MeshConfig(pp=2, dp_shard=1))
+    tensors = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
+    assert {tensor.dtype for one in tensors for tensor in one.values()} == {torch.bfloat16}
+
+
 def test_a_tokenizer_that_is_not_there(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere: there is no such directory"):
+    with pytest.raises(ConfigError, match="nowhere: .* this directory does not exist"):
         to_hf(automoe.from_hf(source), tmp_path / "out", tokenizer=str(tmp_path / "nowhere"), verify=False)
     assert entries(tmp_path) == ["source"]
 
@@ -297,7 +353,7 @@ def export_fresh(out: Path, mesh: MeshConfig, family: str, break_it: bool = Fals
         for part in parts.values():
             part.layers[str(config.model.num_layers - 1)].mlp.experts.w_down.detach().to_local()[0, 0, 0] = float("nan")
     try:
-        written = to_hf(parts, out, tokenizer=config.data.tokenizer)
+        written = to_hf(parts, out, tokenizer=tokenizer_of(config))
     except CheckpointError as error:
         return None, str(error)
     return written.logits_error, ""

@@ -272,7 +272,7 @@ def test_a_tokenizer_larger_than_the_checkpoints_embedding(single: Path, tmp_pat
     Tokenizer(models.WordLevel(vocabulary, unk_token="word0")).save(str(words / "tokenizer.json"))
     (words / "tokenizer_config.json").write_text(json.dumps({"eos_token": "word1"}))
     mesh = ["mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "mesh.ep_shard=1"]
-    arguments = Arguments(overrides=[f"model.hf_path={single}", f"data.tokenizer={words}", *mesh])
+    arguments = Arguments(overrides=[f"model.hf_path={single}", "data=stdlib", f"data.tokenizer={words}", *mesh])
     with pytest.raises(ConfigError) as caught:
         prepare(arguments)
     assert "makes ids up to 96, and the embedding ends at 95" in caught.value.rule

@@ -44,7 +44,10 @@ def test_a_model_of_another_family_or_size_than_the_checkpoint(tmp_path: Path) -
     facts |= {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     checkpoint = f"model.hf_path={tmp_path}"
-    assert compose(Arguments(overrides=[checkpoint])).model.family == "mixtral"
+    assert compose(Arguments(overrides=[checkpoint, "data=stdlib"])).model.family == "mixtral"
+    with pytest.raises(ConfigError, match="data.kind=stdlib, by default: the demonstration .* data=stdlib to train on"):
+        compose(Arguments(overrides=[checkpoint]))
+    compose(Arguments(overrides=[checkpoint, "data=jsonl", "data.path=texts.jsonl"]))
     with pytest.raises(ConfigError, match="model=small_qwen3_moe: .* model.family=mixtral and not qwen3_moe"):
         compose(Arguments(overrides=["model=small_qwen3_moe", checkpoint]))
     with pytest.raises(ConfigError, match="model=mixtral_8x7b: .* model.num_layers=2 and not 32, model.hidden_size=32"):

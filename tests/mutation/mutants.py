@@ -167,7 +167,7 @@ _DATA = [
     ("loader.py", "rows.labels[rows.labels != IGNORE]", "rows.tokens", LLAMA),
     ("prepare.py", "/ 2.0**64 < val_fraction", "/ 2.0**63 < val_fraction", LLAMA),
     ("prepare.py", 'if split == "validation" else ~validation', 'if split == "train" else ~validation', LLAMA),
-    ("prepare.py", "len(ids) + 1, text_hash", "len(ids), text_hash", LLAMA),
+    ("prepare.py", "(length + 1, text_hash", "(length, text_hash", LLAMA),
     ("tokenizer.py", "[1] * 256 + [0, 0]", "[1] * 256 + [1, 0]", LLAMA),
     ("tokenizer.py", "BYTE_VOCAB_SIZE, 256, 257", "BYTE_VOCAB_SIZE, 257, 256", LLAMA),
     ("corpora.py", "left -= len(raw)", "left -= len(text)", CORPORA),

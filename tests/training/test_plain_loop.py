@@ -153,7 +153,7 @@ def run_both(folder: Path, case: Case) -> Both:
             steps=len(case.rates), seq_len=SEQ, global_batch_size=ROWS, val_every=VAL_EVERY, val_batches=2, **train
         ),
         optim=OptimConfig(lr=case.lr, betas=BETAS, eps=EPS, **case.optim),
-        data=DataConfig(kind="jsonl", path=str(corpus), val_fraction=0.4, document_mask=case.document_mask),
+        data=DataConfig("jsonl", str(corpus), tokenizer="byte", val_fraction=0.4, document_mask=case.document_mask),
         checkpoint=CheckpointConfig(export_hf=True, every=3),
         observe=ObserveConfig(report=False),
     )
