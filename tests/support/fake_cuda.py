@@ -188,6 +188,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
         torch._C._set_only_lift_cpu_tensors(True)
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
-        # There is no cuDNN to ask for its version, which a CUDA build of torch does when it chooses a kernel.
+        # The libraries of a CUDA build have a cuDNN, but nothing runs it here.
         stack.enter_context(patch.object(attention_kernels, "cudnn_first", False))
         yield stack.enter_context(FakeCuda())
