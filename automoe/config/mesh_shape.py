@@ -180,13 +180,12 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     """Whether the only rank multiplies by its parameters as they are stored, and one backward pass ends a gradient.
 
     FSDP would keep a copy of each weight to multiply by, and widen each gradient to add nothing to it. It does where
-    parameters are stored in another dtype, or micro-batches are summed, which takes float32.
+    parameters are stored in another dtype, or micro-batches are summed, which takes float32. A frozen model is stored
+    as it is multiplied, and adapters are float32 and round themselves.
     """
-    return (
-        mesh.world_size == 1
-        and config.optim.master_weights == "stochastic"
-        and config.train.global_batch_size == config.train.micro_batch_size
-    )
+    one_batch = config.train.global_batch_size == config.train.micro_batch_size
+    narrow = config.optim.master_weights == "stochastic" and one_batch
+    return mesh.world_size == 1 and (narrow or (config.lora.rank > 0 and not config.train.trainable))
 
 
 def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None) -> list[range]:

@@ -40,7 +40,7 @@ _AT_LEAST = {
         "optim.decay_steps optim.min_lr_ratio checkpoint.every checkpoint.keep_every checkpoint.keep_best "
         "launch.max_restarts launch.threads_per_rank cluster.memory_bytes cluster.peak_flops "
         "moe.capacity_factor moe.router_jitter moe.seq_balance_coef moe.global_balance_coef "
-        "moe.micro_batch_balance_coef moe.z_loss_coef moe.bias_update_rate"
+        "moe.micro_batch_balance_coef moe.z_loss_coef moe.bias_update_rate lora.rank"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "

@@ -198,8 +198,24 @@ class TrainConfig:
     max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up
     spike_factor: float = 0.0  # skip a step whose loss is this many deviations above recent ones; 0: never
     spike_window: int = 100  # losses that make up the recent ones
+    # Parameters that stay as they are, by patterns of their names, such as "*.router.*"; with LoRA all do.
+    freeze: list[str] = field(default_factory=list)
+    trainable: list[str] = field(default_factory=list)  # patterns: exceptions from what is frozen
     val_every: int = 50  # steps between validations; 0 switches them off
     val_batches: int = 2  # global batches per validation
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) beside the matrices of a frozen model (``docs/lora.md``)."""
+
+    rank: int = 0  # of every adapter; 0: no adapters, the model itself is trained
+    alpha: float = 32.0  # what adapters compute is multiplied by alpha / rank
+    dropout: float = 0.0  # share of each adapter's input features that a step leaves out
+    # attention, mlp (dense FFNs), shared_experts, experts (routed), or single matrices such as q_proj,
+    # shared_experts.up_proj, experts.down_proj; a group that the model lacks is no error
+    targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "shared_experts", "experts"])
+    export: Literal["merged", "adapter"] = "merged"  # adapter: what peft loads beside model.hf_path
 
 
 @dataclass
@@ -297,6 +313,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

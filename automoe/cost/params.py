@@ -51,6 +51,7 @@ class Param:
     part: str
     layer: int | None = None
     kv_heads: int | None = None  # of a key or value projection
+    trained: bool = True
 
     @property
     def numel(self) -> int:

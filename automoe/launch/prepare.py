@@ -14,8 +14,10 @@ from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.convert import leaf_keys
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
+from automoe.config.rules import check_rows
 from automoe.config.schema import Config
 from automoe.config.validate import validate
+from automoe.cost.adapters import adapter_rows
 from automoe.errors import ConfigError
 from automoe.launch.hardware import default_num_ranks, resolve_device
 
@@ -97,6 +99,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
         ConfigError: the first rule that is broken.
     """
     shape = validate(config, num_ranks, device)
+    check_rows(config, adapter_rows(config))
     from automoe.data.tokenizer import fitting_tokenizer
 
     fitting_tokenizer(config)

@@ -101,6 +101,8 @@ class Decoder(nn.Module):
         if self.embeds:
             assert self.embed_tokens is not None
             x = sequence.reduce_scatter(self.embed_tokens(x))
+            if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
+                x.requires_grad_()  # of a frozen embedding: the next pipeline stage sends a gradient in every case
         context = AttentionContext(self.config, tokens, self.runtime, x.dtype)
         local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():

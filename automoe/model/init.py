@@ -75,6 +75,8 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 def initialize(model: nn.Module, std: float, seed: int) -> None:
     """Fill every parameter: as its module's ``first_values`` say, biases with zero, the rest with normal(0, std).
 
+    Those that say ``kept`` stay as they are.
+
     ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any mesh.
     """
     for prefix, module in model.named_modules():
@@ -86,7 +88,7 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
                 fill_normal_(parameter, name, std, seed)
             elif kind == "log_uniform":
                 _fill_log_uniform_(parameter, name, seed)
-            else:
+            elif kind != "kept":
                 local_shard(parameter).fill_(float(kind == "ones"))
 
 

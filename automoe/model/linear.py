@@ -24,7 +24,7 @@ class Linear(nn.Module):
     Args:
         rows: only these output features, of a weight that the rank keeps whole.
 
-    ``product`` computes it: of x, weight and bias or None.
+    ``product`` computes it: of x, weight and bias or None. ``lora`` (``automoe.model.lora``) adds to it.
     """
 
     product: Callable[..., torch.Tensor]
@@ -35,17 +35,21 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.product = F.linear
+        self.lora: nn.Module | None = None
 
     def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
         weight_OI, bias_O = local_shard(self.weight), None if self.bias is None else local_shard(self.bias)
         if self.rows is not None:
             weight_OI, bias_O = weight_OI[self.rows], None if bias_O is None else bias_O[self.rows]
-        return self.product(x_BSI, weight_OI, bias_O)
+        return self._adapted(self.product(x_BSI, weight_OI, bias_O), x_BSI)
 
     def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
         """The product of ranks that each have some input features: their terms summed, then the bias, once."""
-        out_BSO = sequence.reduce_scatter(self.product(x_BSI, local_shard(self.weight)))
+        out_BSO = sequence.reduce_scatter(self._adapted(self.product(x_BSI, local_shard(self.weight)), x_BSI))
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
+
+    def _adapted(self, out_BSO: torch.Tensor, x_BSI: torch.Tensor) -> torch.Tensor:
+        return out_BSO if self.lora is None else out_BSO + self.lora(x_BSI, self.rows)
 
 
 class _Lookup(torch.autograd.Function):

@@ -95,8 +95,11 @@ class GroupedExperts(nn.Module):
 
     # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does. Ranks that share
     # the width I of an expert add up their outputs, so each of them adds its own columns of b_down.
+    # Of adapters (``lora``) A13 and B2 are whole on all of these ranks: None.
     WIDTH_DIMS = {"w_gate_up": 2, "w_down": 2, "b_gate_up": 2, "b_down": 1}
+    WIDTH_DIMS |= {"lora.A13": None, "lora.B13": 2, "lora.A2": 2, "lora.B2": None}
     ROW_DIMS = {"w_gate_up": 2, "w_down": 1, "b_gate_up": 2, "b_down": 1}
+    ROW_DIMS |= {"lora.A13": 2, "lora.B13": 2, "lora.A2": 2, "lora.B2": 1}
 
     def __init__(self, config: ModelConfig, backend: ExpertFn) -> None:
         super().__init__()
@@ -108,6 +111,7 @@ class GroupedExperts(nn.Module):
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.first_bias_column = 0  # of b_down, where this rank has some of its columns
         self.hidden_size, self.backend = hidden, backend
+        self.lora: nn.Module | None = None  # then it multiplies, instead of the backend
         clamped = config.expert_activation == "clamped_swiglu"
         self.activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
 
@@ -120,7 +124,8 @@ class GroupedExperts(nn.Module):
         *weights, b_down = (None if p is None else local_shard(p) for p in parameters)
         b_down_EH = None if b_down is None else self._pad_to_hidden(b_down)
         with stage("experts"):
-            return self.backend(x_TH, gather_idx_R, offsets_E, probs_R, *weights, b_down_EH, self.activation)
+            multiply = self.backend if self.lora is None else self.lora
+            return multiply(x_TH, gather_idx_R, offsets_E, probs_R, *weights, b_down_EH, self.activation)
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
         """[E, some of H] -> [E, H], zeros in the columns that other ranks of the etp axis add."""

@@ -108,7 +108,9 @@ class _GroupedExperts(torch.autograd.Function):
         written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
         for block in row_blocks(*act_RI.shape, act_RI.device):
             ctx.activation.backward(*(tensor[block] for tensor in read + written))
-        grad_w_down_EHI = down.grad_weight(grad_out_RH, act_RI, offsets_E, grad_scales, act_scales)
+        grad_w_gate_up_EJH = grad_w_down_EHI = None  # of frozen weights
+        if ctx.needs_input_grad[5]:
+            grad_w_down_EHI = down.grad_weight(grad_out_RH, act_RI, offsets_E, grad_scales, act_scales)
         del act_RI, grad_act_RI, read, written
         grad_b_gate_up_EJ = grad_b_down_EH = None
         if b_down_EH is not None:
@@ -120,9 +122,10 @@ class _GroupedExperts(torch.autograd.Function):
             grad_b_gate_up_EJ = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
-        rows_RH = x_TH.index_select(0, gather_idx_R)
-        grad_w_gate_up_EJH = up.grad_weight(grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales)
-        del rows_RH
+        if ctx.needs_input_grad[4]:
+            rows_RH = x_TH.index_select(0, gather_idx_R)
+            grad_w_gate_up_EJH = up.grad_weight(grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales)
+            del rows_RH
         grad_rows_RH = up.grad_input(grad_gate_up_RJ, w_gate_up_EJH, offsets_E, grad_scales, up_scales)
         grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         return (
@@ -161,8 +164,11 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> tor
 
     a [R, K], b [E, K, N] -> [R, N], rows past the last offset may hold anything; a [M, R], b [R, N] -> [E, M, N].
     """
-    if a.dtype != torch.float64:
-        return F.grouped_mm(a, b, offs=offsets_E)
+    return one_by_one(a, b, offsets_E) if a.dtype == torch.float64 else F.grouped_mm(a, b, offs=offsets_E)
+
+
+def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """The same, one expert's product after the other, in any dtype and of any width."""
     ends = offsets_E.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     if b.dim() == 2:

@@ -59,9 +59,12 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
         return
     for _, layer in model.moe_layers():
         experts = layer.experts
-        for name, _ in list(experts.named_parameters(recurse=False)):
+        for name, _ in list(experts.named_parameters()):
+            module, _, last = name.rpartition(".")
             dims = {"ep": 0, "etp": experts.WIDTH_DIMS[name]}
-            shard_parameter(experts, name, meshes.moe[axes], *(dims[axis] for axis in axes))
+            cut = tuple(axis for axis in axes if dims[axis] is not None)
+            if cut:
+                shard_parameter(experts.get_submodule(module), last, meshes.moe[cut], *(dims[axis] for axis in cut))
         if "etp" in axes:
             etp = meshes.moe["etp"]
             experts.first_bias_column = etp.get_local_rank() * experts.hidden_size // etp.size()

@@ -73,7 +73,6 @@ def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
     price of one gather and one reduction a step, and the plan counts it. A model without FSDP has nothing to reduce.
     """
     if not isinstance(model, FSDPModule):
-        assert last, "without FSDP a step is one micro-batch: stays_unsharded"
         return
     model.set_requires_gradient_sync(last or parallel.grad_sync == "micro_batch")
     model.set_reshard_after_backward(last or parallel.reshard == "micro_batch")

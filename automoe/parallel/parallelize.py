@@ -10,6 +10,7 @@ from automoe.interop import quack, transformer_engine
 from automoe.model.attention_kernels import attention_fn
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
+from automoe.model.lora import adapt, fill_adapters
 from automoe.model.loss import chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
@@ -22,7 +23,7 @@ from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
 from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
 from automoe.parallel.fp8 import apply_fp8
-from automoe.parallel.fsdp import PARAM_DTYPES, apply_data_parallel
+from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.tensor import apply_tensor_parallel
 
@@ -123,6 +124,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )
+        adapt(part, config, parameter_dtype(config), COMPUTE_DTYPES[config.train.dtype])
         for _, layer in part.moe_layers():
             for parameter in layer.router.parameters():  # wide in every case
                 parameter.data = parameter.data.to(PARAM_DTYPES[config.train.dtype])
@@ -132,10 +134,11 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
 
 
 def allocate(parts: dict[int, Decoder], device: torch.device) -> None:
-    """Give this rank's shards storage, parameters not yet filled, buffers at their first values."""
+    """Give this rank's shards storage: adapters and buffers at their first values, parameters not yet filled."""
     for part in parts.values():
         part.to_empty(device=device)
         reset_buffers(part)
+        fill_adapters(part)
         part.train()
 
 

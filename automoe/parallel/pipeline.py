@@ -38,8 +38,9 @@ def counted_parameters(parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
 class SharedGradients:
     """Gradients of which several ranks hold a term each, summed once at the end of a step.
 
-    Two kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms, routers, latent projections)
-    while it sees only its shard of the tokens; under a pipeline with tied embeddings, the first and the last stage's
+    Three kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms, routers, latent
+    projections) while it sees only its shard of the tokens; under expert tensor parallelism, adapters that its ranks
+    keep whole while each has a part of the width; under a pipeline with tied embeddings, the first and the last stage's
     copies of one parameter. Copies start equal, since initialisation and checkpoints go by name, and stay equal, since
     all of them take the sum. Every rank builds it: all ranks make groups together.
     """
@@ -49,6 +50,10 @@ class SharedGradients:
         if (tp := meshes.group("tp")) is not None:
             whole = [p for part in parts.values() for p in part.parameters() if _whole_over_tp(p)]
             self._by_group.append((tp, whole))
+        if (etp := meshes.group("etp")) is not None:
+            experts = [layer.experts for part in parts.values() for _, layer in part.moe_layers()]
+            whole = [p for e in experts for name, p in e.named_parameters() if e.WIDTH_DIMS[name] is None]
+            self._by_group.append((etp, whole))
         if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in parts.values()):
             tied = [part.embed_tokens.weight for part in parts.values() if part.embed_tokens is not None]
             for stages in meshes.shape.groups("default", "pp"):

@@ -39,8 +39,9 @@ _PLANS: dict[type[nn.Module], dict[str, int]] = {
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) -> None:
     """Make parameter ``name`` of ``module`` a DTensor, sharded over each axis of ``mesh`` on one of ``dims``."""
     placements = [Shard(dim) for dim in dims]
-    sharded = distribute_tensor(getattr(module, name).data, mesh, placements, src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(sharded))
+    whole = getattr(module, name)
+    sharded = distribute_tensor(whole.data, mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(sharded, whole.requires_grad))
 
 
 def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
@@ -60,3 +61,5 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
                 for each, parameter in list(part.named_parameters(recurse=False)):
                     if dim < parameter.dim():
                         shard_parameter(part, each, mesh, dim)
+                if isinstance(part, Linear) and part.lora is not None:
+                    shard_parameter(part.lora, "B" if dim == COLWISE else "A", mesh, dim)

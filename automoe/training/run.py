@@ -15,6 +15,7 @@ import torch
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
+from automoe.cost.adapters import describe_training
 from automoe.cost.params import train_flops_per_token
 from automoe.errors import AutomoeError, SaveError
 from automoe.observe.console import Console
@@ -42,6 +43,8 @@ def open_run(
     """A ``Run``; what is open in it is closed on every way out, so one that dies keeps its record and its trace."""
     console = Console(config, shape, enabled=context.rank == 0)
     console.start(resume_step=state.step)
+    for line in describe_training(config):
+        console.note(line)
     with ExitStack() as opened:
         log = tracker = None
         if context.rank == 0:

@@ -74,12 +74,15 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
 
 
 def update_balance_state(stats: StepStats, parts: Iterable[Decoder], config: Config) -> None:
-    """After an optimizer step that was not skipped: move expert biases, remember the load fractions."""
+    """After an optimizer step that was not skipped: move expert biases, remember the load fractions.
+
+    The biases of a frozen router are frozen with it.
+    """
     for part in parts:
         for _, layer in part.moe_layers():
             router = layer.router
             counts, plain = stats.device_counts[router.moe_index]
-            if router.expert_bias is not None:
+            if router.expert_bias is not None and router.weight.requires_grad:
                 update_expert_bias(router.expert_bias, counts, config.moe.bias_update_rate)
             router.load_fractions.copy_(plain / plain.sum().clamp_min(1))
 

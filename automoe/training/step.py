@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
+from automoe.model.lora import set_dropout_step
 from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import learning_rate, set_learning_rate
 from automoe.optim.grad_norm import clip_, global_grad_norm
@@ -95,6 +96,7 @@ def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, conf
     Gradients are added to those that parameters have; ``optimizer_step`` leaves none.
     """
     parts = state.parts.values()
+    set_dropout_step(parts, state.step)
     with phase("forward_backward", state.step + 1), record_routing(config, parts, state.step):
         loss_share = runner.train(inputs)
     return gather_stats(loss_share, parts, config)

@@ -11,6 +11,7 @@ from automoe.config.schema import (
     AttentionConfig,
     Config,
     DataConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -176,6 +177,7 @@ class Case:
     gate: str = "learned"
     document_mask: bool = True
     moe: dict[str, object] = field(default_factory=dict)
+    lora: dict[str, object] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -198,6 +200,7 @@ class Case:
                 **self.moe,
             ),
             parallel=ParallelConfig(**self.parallel),
+            lora=LoraConfig(**self.lora),
             train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
             # A delta net's state is not reset where a document begins.
             data=DataConfig(document_mask=self.document_mask and not model.attention.linear_num_key_heads),
@@ -215,7 +218,7 @@ class Case:
         extra += "" if self.document_mask else "-nomask"
         extra += "".join(
             f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"
-            for key, value in (self.parallel | self.moe).items()
+            for key, value in (self.parallel | self.moe | self.lora).items()
         )
         return f"{self.family}-{axes}-mb{self.rows}-{self.dispatcher}{extra}".replace(" ", "").replace("'", "")
 

@@ -12,6 +12,8 @@ PARTS = dict(recompute=["core_attn", "moe"])
 DROP = dict(capacity_factor=1.0, drop_scope="sequence")
 PADDED = DROP | dict(drop_policy="position", pad_to_capacity=True)
 
+LORA = dict(rank=4, dropout=0.25)
+
 CORE = [
     # one rank: accumulation
     Case("deepseek", rows=2),
@@ -44,9 +46,19 @@ CORE = [
     # delta nets
     Case("qwen3-next", dict(pp=2, dp_shard=2, ep=2), rows=2),
     Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS),
+    # adapters of every kind on a frozen model
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=2, etp=2), rows=2, lora=LORA),
 ]
 
 MORE = [
+    Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED, lora=LORA),
+    Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False, lora=LORA),
+    Case("deepseek", rows=2, lora=LORA),
+    Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather", parallel=FULL, lora=LORA),
+    Case("qwen3-tied", dict(pp=2, cp=2, ep=2), rows=2, lora=LORA),
+    Case("qwen3-next", dict(dp_shard=2, tp=2, ep=2), rows=2, parallel=PARTS, lora=LORA),
+    Case("qwen2", dict(dp_replicate=2, dp_shard=2, tp=2, ep=4, ep_replicate=2), rows=2, lora=LORA),
+    Case("llama", dict(dp_shard=2, tp=2), rows=4, lora=LORA),
     Case("mixtral", dict(cp=2, ep=2), rows=2, gate="balanced"),
     Case("glm", dict(tp=2, ep=2), rows=2),
     Case("deepseek-direct", dict(tp=4), rows=4),

@@ -1,0 +1,94 @@
+"""Low-rank adapters beside the matrices of a decoder, and which of its parameters are trained.
+
+Letters: B rows, S positions, I input and O output features, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automoe.config.schema import Config, LoraConfig
+from automoe.cost.adapters import adapters, is_target, is_trained
+from automoe.cost.params import layer_params
+from automoe.counter_random import bits_at, stream_key, uniform_from
+from automoe.local_shard import local_shard
+from automoe.model.decoder import Decoder
+from automoe.model.init import indexed_blocks
+from automoe.model.linear import Linear
+from automoe.moe.experts import GroupedExperts
+from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
+
+
+class Lora(Adapter):
+    """The adapter of a ``Linear``: A [r, I], B [O, r].
+
+    Under tensor parallelism B is cut with the output features, or A with the input features. The other one is whole
+    on every rank, whose gradient of it is a term of a sum, as of any parameter that tp leaves whole.
+    """
+
+    def __init__(self, name: str, lora: LoraConfig, seed: int, in_features: int, out_features: int) -> None:
+        super().__init__(name, lora, seed)
+        self.A = nn.Parameter(torch.empty(lora.rank, in_features))
+        self.B = nn.Parameter(torch.empty(out_features, lora.rank))
+
+    def forward(self, x_BSI: torch.Tensor, rows: slice | None) -> torch.Tensor:
+        """What is added to the output [B, S, O], or to these ``rows`` of it."""
+        b_Or = self.weight("B", x_BSI.dtype)
+        low_BSr = F.linear(x_BSI, self.weight("A", x_BSI.dtype)) * self.scale
+        return F.linear(low_BSr, b_Or if rows is None else b_Or[rows])
+
+
+def adapt(part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+    """Give a part its adapters (``lora``), and freeze what is not trained (``train.freeze``); on the meta device.
+
+    Frozen parameters are stored in ``frozen_dtype``, which they are multiplied in: nothing is added to them.
+    """
+    rank = config.lora.rank
+    if not (rank or config.train.freeze):
+        return
+    for name, parameter in part.named_parameters():
+        if not is_trained(name, config):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(frozen_dtype)
+    for layer in part.layers if rank else ():
+        targets = [param for param in layer_params(config.model, int(layer)) if is_target(param, config.lora)]
+        stacks = {made.name.rpartition(".")[2]: made.shape for p in targets if p.expert for made in adapters(p, rank)}
+        for name in dict.fromkeys(param.name.rpartition(".")[0] for param in targets):
+            module, given = part.get_submodule(name), (name, config.lora, config.train.seed)
+            if isinstance(module, GroupedExperts):
+                adapter: Adapter = ExpertLora(*given, stacks, PRODUCTS[config.moe.experts])
+            else:
+                assert isinstance(module, Linear)
+                adapter = Lora(*given, module.weight.shape[1], module.weight.shape[0])
+            module.lora = adapter.to("meta", trained_dtype)
+
+
+def fill_adapters(part: Decoder) -> None:
+    """First values of adapters: A as peft's, uniform within 1 / sqrt(input features); B zero, so that nothing is added.
+
+    Equal on every mesh, as in ``automoe.model.init``.
+    """
+    for module in part.modules():
+        if not isinstance(module, Adapter):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            local = local_shard(parameter.detach())
+            if name.startswith("B"):
+                local.zero_()
+                continue
+            key, bound = stream_key(f"{module.name}.{name}", module.seed), 1 / sqrt(parameter.shape[-1])
+            for block, index in indexed_blocks(parameter):
+                local[block] = ((2 * uniform_from(bits_at(index, key)) - 1) * bound).to(local.dtype)
+
+
+def set_dropout_step(parts: Iterable[Decoder], step: int) -> None:
+    """Tell adapters the step whose input features ``lora.dropout`` leaves out."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, Adapter) and module.dropout:
+                module.step = step

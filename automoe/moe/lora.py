@@ -1,0 +1,167 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of routed experts: grouped products beside those of the frozen weights.
+
+Of each expert ``x W.T`` becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the pair has rank r in
+a layout that keeps both in one tensor, as well as in one that keeps them apart.
+Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H hidden, I expert width, J = 2 I
+(gate, then up), r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from automoe.config.schema import LoraConfig
+from automoe.counter_random import bits_at, stream_key, uniform_from
+from automoe.local_shard import global_offset, local_shard
+from automoe.moe.activation import Activation, row_blocks
+from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert
+
+GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # the signature of ``grouped_mm``
+PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}  # of ``moe.experts``
+
+
+class Adapter(nn.Module):
+    """The parameters A... and B... of one adapter. What it adds is multiplied by ``scale``, alpha / rank.
+
+    Dropout (arXiv 2404.09610, of A's columns) leaves out input features for the length of a ``step``, whatever the
+    mesh: which ones says a counter. Tokens of a routed row are not known here, so it does not differ between tokens.
+
+    Args:
+        name: of the module that it belongs to, in the whole model.
+        seed: of its first values and of dropout.
+    """
+
+    def __init__(self, name: str, lora: LoraConfig, seed: int) -> None:
+        super().__init__()
+        self.name, self.seed, self.step = f"{name}.lora", seed, 0
+        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+
+    @property
+    def first_values(self) -> dict[str, str]:
+        """Its own (``automoe.model.lora.fill_adapters``), whatever fills the model."""
+        return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
+
+    def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of the parameter ``name`` in ``dtype``; of an A in training what dropout leaves of it."""
+        parameter = getattr(self, name)
+        local = local_shard(parameter).to(dtype)
+        if not (name.startswith("A") and self.dropout and self.training):
+            return local
+        first = global_offset(parameter)
+        index = torch.arange(local.shape[-1], device=local.device) + first[-1]
+        if local.dim() == 3:
+            experts = torch.arange(local.shape[0], device=local.device) + first[0]
+            index = (experts.unsqueeze(1) * parameter.shape[-1] + index).unsqueeze(1)
+        chance = uniform_from(bits_at(index, stream_key(f"dropout.{self.name}.{name}.{self.step}", self.seed)))
+        return local * ((chance >= self.dropout) / (1 - self.dropout)).to(dtype)
+
+
+class ExpertLora(Adapter):
+    """Adapters of a layer's routed experts; A13 [E, r, H] and B13 [E, 2, I, r] of gate and up, A2 [E, r, I] and
+    B2 [E, H, r] of down; either pair may be missing.
+
+    Args:
+        shapes: of the parameters that there are, by their names.
+        product: multiplies rows by their experts' matrices.
+    """
+
+    def __init__(
+        self, name: str, lora: LoraConfig, seed: int, shapes: dict[str, tuple[int, ...]], product: GroupedMM
+    ) -> None:
+        super().__init__(name, lora, seed)
+        self.product = product
+        for each in ("A13", "B13", "A2", "B2"):
+            self.register_parameter(each, nn.Parameter(torch.empty(shapes[each])) if each in shapes else None)
+
+    def forward(
+        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH,
+        activation: Activation,
+    ) -> torch.Tensor:  # fmt: skip
+        """As an ``ExpertFn`` (``automoe.moe.experts``); weights and biases get no gradient."""
+        names = ("A13", "B13", "A2", "B2")
+        a13, b13, a2, b2 = (None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names)
+        return _AdaptedExperts.apply(
+            x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH.flatten(1, 2), w_down_EHI,
+            None if b_gate_up_E2I is None else b_gate_up_E2I.flatten(1, 2), b_down_EH,
+            a13, None if b13 is None else b13.flatten(1, 2), a2, b2, self.scale, activation, self.product,
+        )  # fmt: skip
+
+
+class _AdaptedExperts(torch.autograd.Function):
+    """``automoe.moe.grouped_mm._GroupedExperts`` with adapters, and without gradients of what they stand beside.
+
+    Besides its arguments it keeps gate and up [R, J] and x A13.T [R, r].
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias13_EJ, bias2_EH, a13_ErH, b13_EJr, a2_ErI,
+        b2_EHr, scale: float, activation: Activation, mm: GroupedMM,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.scale, ctx.activation, ctx.mm = scale, activation, mm
+        args = (x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias2_EH, a13_ErH, b13_EJr, a2_ErI, b2_EHr)
+        if gather_idx_R.shape[0] == 0:  # no token for this rank, but the backward will still run
+            ctx.save_for_backward(*args, None, None)
+            return x_TH.new_empty(0, x_TH.shape[1])
+        rows_RH, low_Rr = x_TH.index_select(0, gather_idx_R), None
+        gate_up_RJ = mm(rows_RH, w13_EJH.mT, offsets_E)
+        if a13_ErH is not None:
+            low_Rr = mm(rows_RH, a13_ErH.mT, offsets_E)
+            gate_up_RJ.add_(mm(low_Rr, b13_EJr.mT, offsets_E), alpha=scale)
+        if bias13_EJ is not None:
+            gate_up_RJ += repeat_by_expert(bias13_EJ, offsets_E, gate_up_RJ.shape[0])
+        ctx.save_for_backward(*args, gate_up_RJ, low_Rr)
+        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
+        act_RI = activation(*gate_up_RJ.chunk(2, dim=-1)).mul_(scale_R1).contiguous()
+        out_RH = mm(act_RI, w2_EHI.mT, offsets_E)
+        if a2_ErI is not None:
+            out_RH.add_(mm(mm(act_RI, a2_ErI.mT, offsets_E), b2_EHr.mT, offsets_E), alpha=scale)
+        if bias2_EH is not None:
+            out_RH.addcmul_(repeat_by_expert(bias2_EH, offsets_E, out_RH.shape[0]), scale_R1)
+        return out_RH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out_RH: torch.Tensor):
+        *args, gate_up_RJ, low_Rr = ctx.saved_tensors
+        x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias2_EH, a13_ErH, b13_EJr, a2_ErI, b2_EHr = args
+        mm, scale = ctx.mm, ctx.scale
+        if gate_up_RJ is None:
+            zeros = [None if t is None else torch.zeros_like(t) for t in (x_TH, probs_R, *args[7:])]
+            return zeros[0], None, None, zeros[1], *[None] * 4, *zeros[2:], *[None] * 3
+        grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
+        scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
+        grad_act_RI = mm(grad_out_RH, w2_EHI, offsets_E)
+        if a2_ErI is not None:
+            grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
+            grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
+
+        act_RI, grad_gate_up_RJ = torch.empty_like(grad_act_RI), torch.empty_like(gate_up_RJ)
+        grad_probs_R = torch.empty_like(probs_R)
+        read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
+        written = act_RI, *grad_gate_up_RJ.chunk(2, dim=-1), grad_probs_R
+        for block in row_blocks(*act_RI.shape, act_RI.device):
+            ctx.activation.backward(*(tensor[block] for tensor in read + written))
+        grad_a13 = grad_b13 = grad_a2 = grad_b2 = None
+        if a2_ErI is not None:
+            grad_a2 = mm(grad_low_Rr.mT, act_RI, offsets_E)
+            grad_b2 = mm(grad_out_RH.mT, mm(act_RI, a2_ErI.mT, offsets_E), offsets_E).mul_(scale)
+        del act_RI, grad_act_RI, read, written
+        if bias2_EH is not None:
+            bias_grad_RH = grad_out_RH * repeat_by_expert(bias2_EH, offsets_E, grad_out_RH.shape[0])
+            grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
+            del bias_grad_RH
+
+        grad_rows_RH = mm(grad_gate_up_RJ, w13_EJH, offsets_E)
+        if a13_ErH is not None:
+            grad_low_Rr = mm(grad_gate_up_RJ, b13_EJr, offsets_E).mul_(scale)
+            grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
+            grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
+            grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
+        grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
+        adapters = grad_a13, grad_b13, grad_a2, grad_b2
+        return grad_x_TH, None, None, grad_probs_R, *[None] * 4, *adapters, *[None] * 3
