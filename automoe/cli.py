@@ -18,7 +18,7 @@ COMMANDS = {
     "verify": "one step on the reference mesh and on the configured one, compared",
     "export": "write a run's weights as a HuggingFace checkpoint",
     "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
-    "upcycle": "a dense HuggingFace checkpoint as a mixture of experts, same logits",
+    "upcycle": "a dense HuggingFace checkpoint as experts with the same logits",
 }
 _HERE = {
     "recipe": "list the shipped training loops, or copy one to make it your own",

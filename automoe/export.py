@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,12 +144,14 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     )
 
 
-def report(args: argparse.Namespace, write: Callable[..., Written], describe: Callable[[Written], str] = str) -> int:
+def report(
+    args: argparse.Namespace, write: Callable[..., Written], describe: Callable[[Written], str] | None = None
+) -> int:
     """Import plugins, ``write`` as ``add_options`` asked, say what was saved or why not; the exit status.
 
     Args:
         write: ``export_run`` or ``convert_hf`` of a source.
-        describe: what was saved, for people.
+        describe: what was saved, for people; None takes ``Written``'s own words.
     """
 
     def run() -> int:
@@ -157,7 +160,8 @@ def report(args: argparse.Namespace, write: Callable[..., Written], describe: Ca
         max_bytes = int(args.max_shard_gb * 1e9)
         load_plugins(args.plugins)
         written = write(args.out, dtype=args.dtype, fp8=args.fp8, overwrite=args.overwrite, max_shard_bytes=max_bytes)
-        print(f"saved {describe(written)}")
+        own = partial(textwrap.fill, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        print(f"saved {describe(written)}" if describe else own(f"saved {written}"))
         return 0
 
     return exit_status(run)
