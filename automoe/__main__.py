@@ -1,5 +1,9 @@
 import sys
 
-from automoe.cli import main
+try:
+    from automoe.cli import main
 
-sys.exit(main())
+    status = main()
+except KeyboardInterrupt:  # before there is anything that could catch it
+    status = 130
+sys.exit(status)

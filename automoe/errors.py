@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -62,15 +64,36 @@ class BackendError(AutomoeError, RuntimeError):
 def exit_status(command: Callable[[], int]) -> int:
     """What ``command`` returns; 2 after an error for people, which is printed; 130 after Ctrl-C.
 
-    What takes its time to import is imported inside ``command``: Ctrl-C then is as quiet as later.
+    What takes its time to import is imported inside ``command``: Ctrl-C then is as quiet as later, also where a library
+    in the middle of its imports makes another error of it.
     """
+    outermost = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    outermost &= threading.current_thread() is threading.main_thread()
+    if outermost:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         return command()
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if _interrupted:
+            return EXIT_INTERRUPTED
+        if not isinstance(error, AutomoeError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG
+    finally:
+        if outermost:
+            _interrupted.clear()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_interrupted: list[int] = []
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    _interrupted.append(signum)
+    raise KeyboardInterrupt
 
 
 def import_backend(module: str, choice: str, remedy: str) -> ModuleType:

@@ -45,12 +45,19 @@ def test_a_command_gets_the_rest_of_the_line(capsys: pytest.CaptureFixture[str])
 
 
 INTERRUPTED = """
-import runpy, sys
+import os, runpy, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell have it ignored
 command, module = sys.argv[1:3]
 class CtrlC:
     def find_spec(name, path=None, target=None):
-        if name == module:
-            raise KeyboardInterrupt
+        if name == module.removesuffix("!"):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            except KeyboardInterrupt:
+                if module.endswith("!"):  # a library makes an error of its own of it
+                    raise ImportError("half imported") from None
+                raise
 sys.meta_path.insert(0, CtrlC)
 del sys.argv[1:3]
 runpy.run_module(command, run_name="__main__", alter_sys=True)
@@ -63,7 +70,9 @@ runpy.run_module(command, run_name="__main__", alter_sys=True)
         ("automoe", "automoe.train", ["train"]),
         ("automoe.train", "automoe.config.compose", []),
         ("automoe.train", "automoe.launch.local", ["run_dir=/nowhere"]),
+        ("automoe", "automoe.cli", []),
         ("automoe.plan", "automoe.config.compose", []),
+        ("automoe", "automoe.cost.plan!", ["plan"]),
         ("automoe.verify", "automoe.verify.run", []),
         ("automoe.export", "automoe.config.frozen", ["a", "--out", "b"]),
         ("automoe.convert", "automoe.hf.families.registry", [".", "--out", "b"]),
