@@ -63,7 +63,9 @@ def test_training_goes_on_where_one_rank_cannot_write(
     assert resumed.resumed_at == 3 and resumed.losses == straight.losses[3:]
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "async_save", [pytest.param(False, id="sync", marks=pytest.mark.faults), pytest.param(True, id="async")]
+)
 def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
     ranks: RankPool, text: Path, tmp_path: Path, async_save: bool
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
     assert damage(run_dir / "checkpoints" / "step-4") is None
 
 
+@pytest.mark.faults
 def test_a_disk_that_goes_on_failing_costs_the_save(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     seen = run_ranks(ranks, config(text, **TWO), tmp_path / "run", 2, (1, 2), "eio:rank=1:at=shard_write:step=1")
     for rank in seen:
@@ -140,7 +143,9 @@ def save_what_is_not_finite(settings: Config, run_dir: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "async_save", [pytest.param(False, id="sync", marks=pytest.mark.faults), pytest.param(True, id="async")]
+)
 def test_a_state_that_is_not_finite_is_not_saved(ranks: RankPool, text: Path, tmp_path: Path, async_save: bool) -> None:
     settings = config(text, async_save=async_save, keep=1, **TWO)
     first, second = ranks.run(save_what_is_not_finite, 2, settings, tmp_path / "run")
