@@ -22,7 +22,14 @@ EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 
 
 class AutomoeError(Exception):
-    """Base of every error meant for a person; entry points print it without a traceback."""
+    """Base of every error meant for a person; entry points print it without a traceback.
+
+    Names out of files are in it, so what steers a terminal is spelled out.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 class ConfigError(AutomoeError, ValueError):

@@ -87,6 +87,8 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     """
     from automoe.checkpoint.folder import FOLDER, committed_steps
     from automoe.checkpoint.manifest import damage
+    from automoe.hf.families.registry import family_of
+    from automoe.hf.headers import check_holds
     from automoe.hf.read import load_hf
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import build_decoder
@@ -101,6 +103,7 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     elif (exported / "config.json").is_file():
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
+        check_holds(exported, config.model, family_of(config.model).keys)
     else:
         raise CheckpointError(
             f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automoe import errors
-from automoe.errors import retried
+from automoe.errors import CheckpointError, ConfigError, retried
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +57,10 @@ def test_a_real_input_output_error() -> None:
     with pytest.raises(OSError) as raised:
         retried(Path("/proc/self/mem").read_bytes)
     assert raised.value.errno == errno.EIO
+
+
+def test_what_steers_a_terminal_is_spelled_out() -> None:
+    """A tensor's name, a path: whoever made the file chose it."""
+    said = str(CheckpointError("a\x1b[2J\x07b\u202ec\ud800\nd\té"))
+    assert said == "a\\x1b[2J\\x07b\\u202ec\\ud800\nd\té"
+    assert str(ConfigError("key", "\x9b31m", "rule", "remedy")) == "key=\\x9b31m: rule. remedy"

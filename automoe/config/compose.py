@@ -6,17 +6,25 @@ as the primary ``base``, so that a YAML file holds differences and nothing else.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from automoe.config.convert import check_key, config_from_dict, config_to_dict, nearest
+from automoe.config.convert import (
+    FromEnvironment,
+    check_key,
+    config_from_dict,
+    config_to_dict,
+    from_environment,
+    nearest,
+)
 from automoe.config.frozen import is_free
 from automoe.config.plugins import load_plugins
 from automoe.config.rules import check_rows, number_rows
@@ -99,7 +107,6 @@ def compose_config(
     check_primary(config_name, config_dir)
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -112,7 +119,7 @@ def compose_config(
     try:
         with initialize_config_dir(config_dir=str(main), version_base="1.3"):
             composed = compose(config_name=config_name, overrides=overrides + search)
-            raw: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            raw = resolved_container(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
         for text in overrides:
@@ -128,6 +135,52 @@ def compose_config(
     if "run_dir" in map(key_of, overrides):
         return config
     return replace(config, run_dir=default_run_dir(config.run_dir, overrides))
+
+
+def resolved_container(composed: Any) -> dict[str, Any]:
+    """A composed configuration without interpolations, in which text from the environment is ``FromEnvironment``.
+
+    Raises:
+        OmegaConfBaseException: one that cannot be resolved, a value that is missing.
+    """
+    from omegaconf.resolvers import oc
+
+    used: set[str] = set()
+
+    def content(name: str, *default: Any) -> Any:
+        used.add(name)
+        return oc.env(name, *default)
+
+    def own_name(name: str, *default: Any) -> Any:
+        name = from_environment(name, os.environ)  # one variable may hold the name of another
+        return f"${{oc.env:{name}}}" if name in os.environ else oc.env(name, *default)
+
+    raw = _resolve(composed, content)
+    if not used:
+        return raw
+    # Once more, every variable holding its own name: wherever it went, through whatever interpolation.
+    return _named(raw, _resolve(composed, own_name)) | {"run_dir": raw["run_dir"]}  # which is where all lies
+
+
+def _resolve(composed: Any, environment: Callable[..., Any]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    OmegaConf.register_new_resolver("oc.env", environment, replace=True)
+    try:
+        resolved: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return resolved
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _named(value: Any, names: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(value[key], names[key]) for key in value}
+    if isinstance(value, list) and isinstance(names, list) and len(value) == len(names):
+        return [_named(*both) for both in zip(value, names, strict=True)]
+    text = isinstance(value, str) and isinstance(names, str)
+    return FromEnvironment(value, names) if text and value != names else value
 
 
 def register_base() -> None:

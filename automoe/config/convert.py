@@ -7,8 +7,9 @@ key or type becomes the same ``ConfigError``, whether it came from a file or fro
 from __future__ import annotations
 
 import difflib
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from automoe.config.plugins import registered_names
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$\{oc\.env:([^{}]+)\}")
 
 
 def config_from_dict(raw: dict[str, Any]) -> Config:
@@ -31,8 +34,47 @@ def config_from_dict(raw: dict[str, Any]) -> Config:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dictionaries, lists and scalars only: what YAML and JSON can hold."""
+    """Nested dictionaries, lists and scalars only: what YAML and JSON can hold, and files and trackers may."""
     return _plain(asdict(config))
+
+
+class FromEnvironment(str):
+    """Text that the environment has a part in. What is written of it names the variables, not what they hold.
+
+    Attributes:
+        written: ``${oc.env:NAME}`` in place of each variable's content.
+    """
+
+    written: str
+
+    def __new__(cls, text: str, written: str) -> FromEnvironment:
+        made = super().__new__(cls, text)
+        made.written = written
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # copied, and sent to other processes
+        return str(self), self.written
+
+
+def written(text: str) -> str:
+    """``text`` as it may be shown: without what the environment holds."""
+    return text.written if isinstance(text, FromEnvironment) else text
+
+
+def named_variables(text: str) -> set[str]:
+    """The environment's variables that ``text`` names."""
+    return set(_VARIABLE.findall(text))
+
+
+def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
+    """The inverse of what ``config_to_dict`` does: a variable that is not in ``environment`` keeps its name."""
+    if isinstance(raw, dict):
+        return {key: from_environment(value, environment) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [from_environment(value, environment) for value in raw]
+    if not isinstance(raw, str) or not named_variables(raw):
+        return raw
+    return FromEnvironment(_VARIABLE.sub(lambda found: environment.get(found[1], found[0]), raw), raw)
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
@@ -68,6 +110,11 @@ def typed(key: str, value: object) -> Any:
 def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
     """The choices most like ``word``, best first; empty when none is close."""
     return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Exactly: True is no rank count."""
+    return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
 
 
 def _is_section(hint: object) -> bool:
@@ -118,7 +165,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if len(inner) == 1:
             return _convert(inner[0], value, key)
         for hint in inner:
-            if isinstance(value, (list, tuple)) if get_origin(hint) is list else type(value) is hint:
+            if isinstance(value, (list, tuple)) if get_origin(hint) is list else _is(value, hint):
                 return _convert(hint, value, key)
         raise _wrong_type(key, value, " or ".join(map(type_name, inner)))
     if origin is Literal:
@@ -133,7 +180,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return tuple(_convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
     if hint is float:
         return _float(value, key)
-    if type(value) is not hint:  # `type`, not isinstance: True is no rank count
+    if not _is(value, hint):
         raise _wrong_type(key, value, type_name(hint))
     return value
 
@@ -149,6 +196,7 @@ def _float(value: Any, key: str) -> float:
 
 def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
     choices += registered_names(key)
+    value = str(value) if isinstance(value, FromEnvironment) else value
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as false
         return "off"
     if value in choices and type(value) in {type(c) for c in choices}:
@@ -171,4 +219,6 @@ def type_name(hint: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return written(value)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
+from automoe.config.convert import FromEnvironment, config_from_dict, config_to_dict, from_environment, leaf_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins, loaded_plugins
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
@@ -36,7 +36,8 @@ def resolved(config: Config, shape: MeshShape, device: Device) -> Config:
     data = replace(config.data, tokenizer=tokenizer_of(config))
     own = own_recipe(config.recipe)
     # A path: the same file for every rank, whatever its working directory.
-    recipe = str(own) if isinstance(own, Path) else config.recipe
+    as_typed = not isinstance(own, Path) or isinstance(config.recipe, FromEnvironment)
+    recipe = config.recipe if as_typed else str(own)
     return replace(config, recipe=recipe, mesh=MeshConfig(**asdict(shape)), launch=launch, data=data)
 
 
@@ -53,20 +54,21 @@ def frozen_shape(config: Config) -> MeshShape:
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as YAML text that ``parse_config`` reads back to an equal ``Config``."""
+    """The configuration as YAML text that ``parse_config`` reads back to an equal ``Config`` in this environment."""
     return yaml.safe_dump(config_to_dict(config), sort_keys=False)
 
 
-def parse_config(text: str, plugins: bool = False) -> Config:
+def parse_config(text: str, plugins: bool = False, environment: Mapping[str, str] = os.environ) -> Config:
     """The inverse of ``dump_config``.
 
     Args:
         plugins: import those that it names. For what this run's own launcher wrote, never for a folder from elsewhere.
+        environment: of the variables that it names.
 
     Raises:
         ConfigError: it does not fit the schema, or names plugins that nobody here has asked for.
     """
-    raw = yaml.safe_load(text)
+    raw = from_environment(yaml.safe_load(text), environment)
     named = raw.get("plugins", [])
     if plugins:
         load_plugins(named)

@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from automoe.errors import DataError
+from automoe.lock_file import open_lock
 
 _META = "meta.json"
 _BLOCK = 1 << 22  # bytes hashed at a time
@@ -41,7 +42,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
         return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with open(entry.with_name(f"{entry.name}.lock"), "w") as lock:
+        with os.fdopen(open_lock(entry.with_name(f"{entry.name}.lock")), "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             found = _verified(entry)  # another process may have been faster
             if isinstance(found, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -41,7 +42,7 @@ def from_hf(
 ) -> Decoder:
     """The model of a HuggingFace checkpoint directory, ready to run, in evaluation mode.
 
-    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V].
+    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or infinite are warned of.
 
     Args:
         mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the process
@@ -67,7 +68,9 @@ def from_hf(
     else:
         model = _on_mesh(config, mesh, dtype, torch.device(device))
     model.to_empty(device=device)
-    load_hf(model, path, catalog)
+    loaded = load_hf(model, path, catalog)
+    if loaded.not_finite:
+        warnings.warn(str(loaded), stacklevel=2)
     return model.eval()
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.schema import ModelConfig
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
-from automoe.errors import AutomoeError, CheckpointError, ConfigError
+from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
+from automoe.hf.untrusted import copy_file, is_there, open_inside
+from automoe.lock_file import open_lock
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +62,7 @@ def check_conversion(config: ModelConfig, path: Path, *, fp8: bool, layout: str,
         rule = "block-FP8 stores every expert's matrices"
         raise ConfigError("--fp8", "with --layout fused", rule, "Leave one of them out")
     keys = family_of(config).keys
+    copied_files(config, None)
     if fp8:
         fp8_config(config, keys)
     return keys.in_memory if layout == "fused" else keys
@@ -66,44 +73,105 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
     """An empty working folder, which gets its name at the end; all of that or nothing. Collective.
 
     Raises:
-        CheckpointError: ``path`` may not be written, or the disk takes no more; like what is raised meanwhile, it
-            leaves nothing new under ``path``.
+        CheckpointError: ``path`` may not be written, another export is being written to it, or the disk takes no
+            more; like what is raised meanwhile, it leaves nothing new under ``path``.
     """
     folder = path.with_name(f".{path.name}.tmp")
-    try:
-        ranks.lead(lambda: _prepare(folder, path, overwrite))
-        yield folder
-        ranks.lead(lambda: _commit(folder, path))
-    except (AutomoeError, OSError) as error:
-        if ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
+    with ExitStack() as held:
+        try:
+            ranks.lead(lambda: _begin(held, folder, path, overwrite))
+            yield folder
+            ranks.lead(lambda: _commit(folder, path, overwrite))
+        except OSError as error:
             reason = f"{error.filename or path}: {error.strerror}"
             raise CheckpointError(f"{reason}. Make room or name another directory") from error
-        raise
 
 
-def _prepare(folder: Path, path: Path, overwrite: bool) -> None:
+def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
+    """``folder`` made, until ``held`` closes; before, what a killed export left is cleared away or put back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held.enter_context(_alone(path))
+    old = _old(path)
+    if not os.path.lexists(path) and os.path.lexists(old):  # killed between the two renames
+        os.rename(old, path)
     check_target(path, overwrite)
-    if folder.exists():  # of an export that was killed
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    _remove(folder)
+    folder.mkdir()
+    held.callback(_remove, folder)
 
 
-def _commit(folder: Path, path: Path) -> None:
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the one export to ``path``, by a lock file beside it that is gone afterwards."""
+    lock = path.with_name(f".{path.name}.lock")
+    handle = open_lock(lock)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Removed by its last holder since it was opened, it is not what another export would lock now.
+        if not lock.exists() or not os.path.samestat(os.fstat(handle), os.stat(lock)):
+            raise BlockingIOError
+    except BlockingIOError:
+        os.close(handle)
+        raise CheckpointError(f"{path} is being written by another export. Wait for it, or name another one") from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _commit(folder: Path, path: Path, overwrite: bool) -> None:
     """Everything in the working folder onto the disk, then its name; what was there before goes last."""
     from automoe.checkpoint.files import flush
 
     for file in folder.iterdir():
         flush(file)
     flush(folder)
-    old = path.with_name(f".{path.name}.old")
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    check_target(path, overwrite)  # again: what was there at the beginning says nothing
+    old = _old(path)
+    if not path.exists():
+        os.rename(folder, path)
+    elif not exchange(folder, path):
+        _remove(old)
         os.rename(path, old)
-    os.rename(folder, path)
+        try:
+            os.rename(folder, path)
+        except OSError:
+            os.rename(old, path)
+            raise
     flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Two names in a folder change places in one step of the file system; False where it or the system has none.
+
+    Raises:
+        OSError: it has, and refuses.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    at_working_directory, exchanged = -100, 2
+    if rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchanged) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), str(other))
+
+
+def _old(path: Path) -> Path:
+    """Where the older export is between two renames."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _remove(path: Path) -> None:
+    """A folder with all it holds, or a link to one, if it is there."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_settings(
@@ -119,27 +187,54 @@ def write_settings(
     source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
     hf = family_of(config).write_config(config, base)
-    # Another tokenizer's end of text is not the source's, and neither are settings of generation that name it.
-    own = tokenizer is None or (source is not None and Path(tokenizer).expanduser().absolute() == source.absolute())
-    if base is None or not own:
+    if base is None or not _is_own(tokenizer, source):
         hf |= _token_ids(tokenizer)
     hf["dtype"] = str(dtype).removeprefix("torch.")
     if quantization is not None:
         hf["quantization_config"] = quantization
     _write_json(folder / "config.json", hf)
-    if source is not None and own and (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
-    else:
+    files = copied_files(config, tokenizer)
+    if all(name != "generation_config.json" for _, name in files):
         ids = {key: hf.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+    for where, name in files:
+        copy_file(where, name, folder / name)
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
             (folder / name).write_text(content)
-        return
-    tokenizer_dir = source if own else Path(str(tokenizer)).expanduser()
-    for pattern in _TOKENIZER_FILES:
-        for file in tokenizer_dir.glob(pattern) if tokenizer_dir is not None else ():
-            shutil.copyfile(file, folder / file.name)
+
+
+def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
+    """(folder, name) of the files that an export copies: generation settings, the tokenizer's.
+
+    Args:
+        tokenizer: as ``write_settings`` takes it.
+
+    Raises:
+        ConfigError: no such tokenizer.
+        CheckpointError: one of them is a link out of its folder, no file, or cannot be read.
+    """
+    source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
+    own, found = _is_own(tokenizer, source), []
+    if source is not None and own and is_there(source, "generation_config.json"):
+        found.append((source, "generation_config.json"))
+    place = source if own else None if tokenizer == "byte" else Path(str(tokenizer)).expanduser()
+    if place is not None:
+        if not place.is_dir():
+            raise ConfigError("tokenizer", place, "there is no such directory", "Name one with a tokenizer's files")
+        names = sorted(os.listdir(place))  # broken links too
+        found += [(place, name) for name in names if any(fnmatch(name, one) for one in _TOKENIZER_FILES)]
+    for where, name in found:
+        try:
+            os.close(open_inside(where, name))
+        except OSError as error:
+            raise CheckpointError(f"{where / name}: {error.strerror}. Make it readable, or copy it again") from None
+    return found
+
+
+def _is_own(tokenizer: str | None, source: Path | None) -> bool:
+    """Another tokenizer's end of text is not the source's, and neither are settings of generation that name it."""
+    return tokenizer is None or (source is not None and Path(tokenizer).expanduser().absolute() == source.absolute())
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

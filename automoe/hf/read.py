@@ -13,19 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from automoe.checkpoint.agreement import Ranks
-from automoe.errors import CheckpointError
-from automoe.hf.catalog import Catalog, Source, open_catalog, without_collection
-from automoe.hf.files import DTYPES, StoredTensor
+from automoe.config.convert import written
+from automoe.errors import CheckpointError, listed
+from automoe.hf.catalog import Catalog, Source, open_catalog
+from automoe.hf.files import DTYPES
+from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.untrusted import open_inside
 from automoe.hf.upcycle import Upcycling
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
@@ -40,17 +43,26 @@ MAX_OPEN = 4  # files
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load read from files, over all ranks, and the seconds of the slowest one."""
+    """What a load read from files, over all ranks, and the seconds of the slowest one.
+
+    Attributes:
+        not_finite: tensors of the checkpoint with NaN or infinite numbers, and how many.
+    """
 
     path: Path
     bytes_read: int
     seconds: float
     upcycling: Upcycling | None = None
+    not_finite: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
-        made = "" if self.upcycling is None else f"upcycled with granularity {self.upcycling.granularity} from "
-        return f"{made}{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+        text = "" if self.upcycling is None else f"upcycled with granularity {self.upcycling.granularity} from "
+        text += f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
+        if self.not_finite:
+            where = listed(f"{key} ({count:,})" for key, count in self.not_finite.items())
+            text += f"; WARNING: {sum(self.not_finite.values()):,} of its numbers are NaN or infinite: {where}"
+        return text
 
 
 def load_hf(
@@ -87,16 +99,40 @@ def load_hf(
         ranges = reader.plan(shards)
         shown = progress and ranks.rank == 0
 
-        def fill() -> tuple[int, float]:
+        def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
             total = sum(one.num_bytes(one.place) for one in ranges)
             with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(ranges)
+            odd = _not_finite(ranges)
             for shard in shards:
                 reader.catalog.finish(shard)
-            return reader.bytes_read, time.perf_counter() - started
+            return reader.bytes_read, time.perf_counter() - started, odd
 
-        read, seconds = zip(*ranks.all(fill), strict=True)
-    return Loaded(Path(path), sum(read), max(seconds), upcycling)
+        read, seconds, odd = zip(*ranks.all(fill), strict=True)
+    not_finite: dict[str, int] = {}
+    for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():  # of copies, one
+        not_finite[key] = not_finite.get(key, 0) + count
+    shown = written(path) if isinstance(path, str) else path
+    return Loaded(Path(shown), sum(read), max(seconds), upcycling, not_finite)
+
+
+def _not_finite(ranges: list[Range]) -> dict[tuple[Any, ...], int]:
+    """Of parts of stored tensors (key, matrices, rows, columns) that were read, the numbers that are not finite."""
+    shards = {id(one.shard): one.shard for one in ranges}
+    odd = {known for known, shard in shards.items() if not is_finite(shard.local)}
+    parts = [one for one in ranges if id(one.shard) in odd]
+    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.place) for one in parts}
+    return {place: count for place, count in counts.items() if count}
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite, in one pass over them without memory of its own."""
+    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
+
+
+def num_not_finite(tensor: torch.Tensor) -> int:
+    """How many numbers are NaN or infinite."""
+    return 0 if is_finite(tensor) else int((~torch.isfinite(tensor)).sum())
 
 
 class Range(NamedTuple):
@@ -251,7 +287,7 @@ class Reader:
             if file not in self._open:
                 if len(self._open) == MAX_OPEN:
                     os.close(self._open.pop(next(iter(self._open))))
-                self._open[file] = os.open(self.catalog.folder / file, os.O_RDONLY)
+                self._open[file] = open_inside(self.catalog.folder, file)
             if width == stored.row_bytes:
                 self._fill(self._open[file], target, start)
             else:

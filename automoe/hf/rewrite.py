@@ -18,7 +18,7 @@ from automoe.hf.catalog import Catalog
 from automoe.hf.files import DTYPES, Item, Written, file_names, item_of, split, write_files, write_index
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
-from automoe.hf.read import Reader
+from automoe.hf.read import Reader, num_not_finite
 from automoe.hf.shards import LocalShard
 
 
@@ -85,18 +85,28 @@ def compare_rewritten(jobs: list[Job], source: Catalog, written: Catalog) -> Non
     """Every number of ``written``, read back from its files, against the one of ``source`` that it was made from.
 
     Raises:
-        CheckpointError: the first tensor that differs; in FP8, from what rounding the source gives.
+        CheckpointError: the first tensor that is not finite, or differs; in FP8, from what rounding the source gives.
     """
     with Reader(source) as from_source, Reader(written) as from_written:
         for job in jobs:
             wanted, found = _assemble(job, from_source), _assemble(job, from_written)
+            if odd := num_not_finite(found):
+                raise not_exported(source.folder, job.pieces[0].key, odd)
             if len(job.item) > 1:
                 wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
             if not torch.equal(wanted, found):
                 raise CheckpointError(
                     f"{written.folder}: {job.pieces[0].key} is not what {source.folder} holds: "
-                    f"{int((wanted != found).sum())} of {wanted.numel()} numbers differ, or are not numbers"
+                    f"{int((wanted != found).sum())} of {wanted.numel()} numbers differ"
                 )
+
+
+def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
+    """Of weights that nobody can compute with."""
+    return CheckpointError(
+        f"{folder}: {count:,} numbers of {key} are NaN or infinite, and what is exported is finite. Mend them, or "
+        "export an earlier checkpoint"
+    )
 
 
 def own_dtype(catalog: Catalog, name: str, shape: tuple[int, ...], piece: Piece) -> torch.dtype:

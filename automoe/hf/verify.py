@@ -20,13 +20,14 @@ from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.cost.params import count_params
 from automoe.errors import CheckpointError, listed
-from automoe.hf.catalog import Catalog, open_catalog, switched_off
+from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.family import differing_values, value_of
 from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
+from automoe.hf.headers import switched_off
 from automoe.hf.keys import hf_tensors
-from automoe.hf.read import Range, Reader, load_hf
-from automoe.hf.rewrite import plan_rewrite, rewrite_tensors
+from automoe.hf.read import Range, Reader, load_hf, num_not_finite
+from automoe.hf.rewrite import not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.moe.router import recorded_choices
@@ -94,6 +95,8 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
     squares: dict[str, list[float]] = {}  # of a quantized tensor: of errors, of numbers
 
     def compare(one: Range, source: torch.Tensor, target: torch.Tensor) -> None:
+        if odd := num_not_finite(source):
+            raise not_exported(catalog.folder, one.key, odd)
         if fp8 and one.source.encoding == "fp8":
             live = target.to("cpu", torch.float32)
             error, size = squares.setdefault(one.key, [0.0, 0.0])
@@ -109,7 +112,7 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
             differ = int((source != live).sum())
             raise CheckpointError(
                 f"{catalog.folder}: {one.key} is not the model's {one.shard.name}: {differ} of "
-                f"{live.numel()} numbers differ, or are not numbers"
+                f"{live.numel()} numbers differ"
             )
 
     with Reader(catalog) as reader:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.compose import Arguments
+from automoe.config.convert import named_variables
 from automoe.config.frozen import Device, dump_config, parse_config, resolved, save_config
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape
 from automoe.config.schema import Config
@@ -168,7 +169,9 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             return 2
         runs.start_run(run_dir)
         save_config(frozen, run_dir)
-        message = {"run_dir": str(run_dir), "config": dump_config(frozen)}
+        text = dump_config(frozen)
+        held = {name: os.environ[name] for name in named_variables(text) if name in os.environ}
+        message = {"run_dir": str(run_dir), "config": text, "environment": held}
         try:
             store = _open_store(launch)
         except LaunchError as error:
@@ -253,7 +256,7 @@ def _run_as_rank(
 ) -> int:
     from automoe.launch.worker import run_rank
 
-    config = parse_config(message["config"], plugins=True)
+    config = parse_config(message["config"], plugins=True, environment=message["environment"])
     run_dir = Path(message["run_dir"])
     (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
     place = (launch.rank, launch.world_size, launch.local_rank)

@@ -15,7 +15,7 @@ from automoe.config.convert import leaf_keys
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, tokenizer_of
 from automoe.config.validate import validate
 from automoe.cost.adapters import adapter_rows
 from automoe.errors import ConfigError
@@ -61,7 +61,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
         if config.model.upcycle
         else replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
     )
-    stored, keys = replace(config, model=model), set(leaf_keys())
+    stored, keys = replace(config, model=replace(model, hf_path=path)), set(leaf_keys())
     for override in overrides:
         key, value = key_of(override), override.partition("=")[2]
         compared = (key,) if key.startswith("model.") and key in keys else ()
@@ -105,6 +105,8 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     fitting_tokenizer(config)
     if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
         from automoe.hf.families.registry import family_of
+        from automoe.hf.folder import copied_files
 
         family_of(config.model).write_config(config.model)
+        copied_files(config.model, tokenizer_of(config))
     return shape

@@ -26,6 +26,7 @@ import yaml
 from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
+from automoe.lock_file import open_lock
 
 State = Literal["starting", "running", "done", "failed", "preempted"]
 
@@ -52,8 +53,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Not inherited by children (PEP 446): a stray rank must not keep the lock.
-        handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = open_lock(run_dir / LOCK_FILE)
         folder = os.open(run_dir, os.O_DIRECTORY)  # held: while it is open, no other gets its number
     except OSError as error:
         raise ConfigError(

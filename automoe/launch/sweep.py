@@ -30,6 +30,7 @@ from automoe.config.compose import (
     folder_name,
     key_of,
     register_base,
+    resolved_container,
     short_keys,
     swept_keys,
 )
@@ -179,7 +180,6 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
         KeyboardInterrupt: the job was stopped, so the sweep is to end.
     """
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
 
     mine, task = HydraConfig.get(), list(HydraConfig.get().overrides.task)
     swept = [text for text in task if key_of(text) not in fixed]
@@ -193,8 +193,7 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
     runs.replace_json(path, record)
     print(f"\njob {mine.job.num}: {record['label']}", flush=True)
     try:
-        raw: Any = OmegaConf.to_container(composed, resolve=True)
-        record |= _run_job(raw | {"run_dir": str(directory / name)}, task)
+        record |= _run_job(resolved_container(composed) | {"run_dir": str(directory / name)}, task)
     except AutomoeError as error:
         print(f"error: {error}", file=sys.stderr)
         record |= {"state": "failed", "reason": str(error)}

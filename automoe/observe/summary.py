@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
 from automoe.cost.activations import plan_batch
@@ -23,7 +24,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     """(name, text) of model, parameters, meshes, batch arithmetic, data and optimizer."""
     model, train, optim = config.model, config.train, config.optim
     params, batch = count_params(model), plan_batch(config, mesh)
-    source = f"{config.data.kind} {config.data.path}" if config.data.path else config.data.kind
+    source = f"{config.data.kind} {written(config.data.path)}" if config.data.path else config.data.kind
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
     layers = ((model.first_k_dense, "dense"), (model.num_moe_layers, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
@@ -39,7 +40,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         f"{_count(train.micro_batch_size, 'row')}",
         "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
         "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
-        "data": f"{source}, {tokenizer_of(config)} tokenizer",
+        "data": f"{source}, {written(tokenizer_of(config))} tokenizer",
         "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
     }
     if not model.num_moe_layers:

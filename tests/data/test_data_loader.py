@@ -383,6 +383,18 @@ def test_id_that_the_embedding_has_not_is_named_with_its_document(config):
         loader.next_step()
 
 
+def test_a_lock_that_is_a_link_is_not_followed(config, cache, tmp_path):
+    open_corpus(config.data, ByteTokenizer())
+    (lock,) = cache.glob("*.lock")
+    shutil.rmtree(lock.with_suffix(""))
+    lock.unlink()
+    (tmp_path / "thesis.tex").write_text("...")
+    lock.symlink_to(tmp_path / "thesis.tex")
+    with pytest.raises(DataError, match="a lock file that is a link is not followed: remove it"):
+        open_corpus(config.data, ByteTokenizer())
+    assert (tmp_path / "thesis.tex").read_text() == "..."
+
+
 def test_bad_text_leaves_nothing_in_the_cache(config, cache):
     (Path(config.data.path) / "zz.py").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"zz\.py:1: byte 0xff is not UTF-8"):

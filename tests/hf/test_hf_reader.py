@@ -17,9 +17,9 @@ from automoe.config.compose import Arguments
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
-from automoe.hf import files, read
+from automoe.hf import headers, read
 from automoe.hf.families.registry import model_config_from_hf
-from automoe.hf.files import read_headers
+from automoe.hf.headers import read_headers
 from automoe.hf.keys import INDEX_FILE
 from automoe.hf.read import load_hf
 from automoe.launch.prepare import prepare
@@ -56,9 +56,8 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, config: ModelConfig | None = None) -> str:
-    config = config or model_config_from_hf(folder)
     with pytest.raises(CheckpointError) as caught:
-        load_hf(empty_model(config), folder)
+        load_hf(empty_model(config or model_config_from_hf(folder)), folder)
     assert str(folder) in str(caught.value)
     return str(caught.value)
 
@@ -107,10 +106,10 @@ def test_no_directory(tmp_path: Path) -> None:
 
 
 def test_header_that_may_not_be_read(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(file: Path) -> int:
-        raise PermissionError(13, "Permission denied", str(file))
+    def denied(folder: Path, name: str) -> int:
+        raise PermissionError(13, "Permission denied", str(folder / name))
 
-    monkeypatch.setattr(files, "_read_header", denied)
+    monkeypatch.setattr(headers, "_read_header", denied)
     assert "model.safetensors: Permission denied. Make it readable" in refused(single)
 
 

@@ -122,6 +122,21 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         child.communicate(b"\n")
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("...")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to("../thesis.tex")
+    with pytest.raises(ConfigError, match=r"a lock file that is a link is not followed: remove it \(.*\.lock\)"):
+        with runs.locked(tmp_path / "run"):
+            raise AssertionError("a link was followed")
+    assert (tmp_path / "thesis.tex").read_text() == "..."
+    (tmp_path / "run" / ".lock").unlink()
+    os.mkfifo(tmp_path / "run" / ".lock")
+    with pytest.raises(ConfigError, match="a lock file that is no file"):
+        with runs.locked(tmp_path / "run"):
+            raise AssertionError("a FIFO was locked")
+
+
 def left_by(run_dir: Path, state: runs.State, saved: bool) -> None:
     """What a run of the default configuration left."""
     runs.start_run(run_dir)

@@ -246,3 +246,22 @@ def test_one_validation_does_not_push_the_training_out_of_the_picture() -> None:
     loss, bits = automoe.observe.plots._loss(records).axes
     assert loss.get_xlim()[0] < 1.5 and loss.get_xlim()[1] > 40
     assert bits.get_xlim() == (39, 41)
+
+
+def test_nothing_that_is_shown_can_become_a_part_of_the_page(tmp_path):
+    """Names, values and messages that a folder from elsewhere may hold."""
+    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}$\\frac{"
+    run_dir = tmp_path / evil.replace("/", "-")
+    config = small_config(run_dir)
+    config.data.kind, config.data.path, config.data.tokenizer, config.cluster.name = "text", evil, evil, evil
+    status = {"state": evil, "error": ERROR | {"type": evil, "message": evil, "traceback": [evil]}}
+    write_run(run_dir, steps=3, config=config, status=status)
+    (run_dir / "environment.json").write_text(json.dumps({evil: evil}))
+    page = page_of(run_dir)
+    assert page.words.count(evil) >= 6  # as text: state twice or more, error, data, environment, configuration
+    assert evil.replace("/", "-") in page.words
+    assert all(source.startswith("data:image/png;base64,") for source in page.images) and not page.links
+    raw = (run_dir / "report.html").read_text()
+    assert "<script" not in raw and "<img src=x" not in raw and ">49<" not in raw
+    (run_dir / "config.yaml").write_text(f"run_dir: 1\n{json.dumps(evil)}: 2\n")
+    assert evil in page_of(run_dir).words and "<script" not in (run_dir / "report.html").read_text()

@@ -43,6 +43,7 @@ LAYERS = (
         "automoe.trace",
         "automoe.counter_random",
         "automoe.local_shard",
+        "automoe.lock_file",
     ),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
 from automoe.hf.families.family import Family
+from automoe.hf.headers import check_holds
+from automoe.hf.untrusted import parse_json, read_bytes
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -53,10 +54,10 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: there is none, or it is not a JSON object.
+        CheckpointError: a link out of the directory, no file, or one of more than 100 MB.
     """
-    file = Path(path).expanduser() / "config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(Path(path).expanduser(), "config.json"))
         if isinstance(content, dict):
             return content
         rule, remedy = "its config.json is not a JSON object", "Copy it again"
@@ -75,7 +76,8 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
 
     Raises:
         ConfigError: no readable config.json, an unknown model_type (the known ones are listed), or
-            something in it that the family here does not compute.
+            something in it that the family here does not compute; sizes that its weights do not have.
+        CheckpointError: files of its weights that are all there, and damaged.
     """
     hf = read_hf_config(path)
     families = known_families()
@@ -87,4 +89,6 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             f"its config.json has model_type={hf.get('model_type')}, which is not a known family",
             f"Known ones: {', '.join(families)}",
         )
-    return family.read_config(hf, str(path))
+    config = family.read_config(hf, str(path))
+    check_holds(Path(path).expanduser(), config, family.keys)
+    return config

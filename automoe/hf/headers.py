@@ -1,0 +1,252 @@
+"""Which tensor lies where in a checkpoint's safetensors files, from their headers alone; what they can hold. No torch.
+
+A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
+tensors' bytes, without holes: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from automoe.config.schema import ModelConfig
+from automoe.cost.params import count_params
+from automoe.errors import CheckpointError, ConfigError, listed
+from automoe.hf.keys import FUSED, INDEX_FILE, KeyMap
+from automoe.hf.untrusted import brief, is_there, open_inside, parse_json, read_bytes
+
+SINGLE_FILE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+MANY = 10_000  # layers or experts that may be counted one by one, whatever the files hold
+# Bits of a number, by the format's names.
+BITS = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
+BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
+BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
+_LFS_MARK = b"version https://git-lfs.github.com"
+
+
+class StoredTensor(NamedTuple):
+    """Where one tensor lies: file name, dtype as safetensors spells it (``BF16``), shape, its bytes in the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@contextmanager
+def switched_off(is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]) -> Iterator[None]:
+    """Something of the whole process that is off meanwhile, and on again after it where it was."""
+    was_on = is_on()
+    off()
+    try:
+        yield
+    finally:
+        if was_on:
+            on()
+
+
+# For a hundred thousand new objects Python would look through all of torch's again and again.
+without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
+
+
+@without_collection()
+def read_headers(path: str | Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint directory, from its index and the headers of its files.
+
+    Raises:
+        CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git LFS pointer, no
+            safetensors file, no file at all or a link out of the directory; tensors that overlap, have holes
+            between them, another size than their shape or are in two files; an index that says something else.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such directory. Name a HuggingFace checkpoint directory")
+    try:
+        return _read_all(folder)
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror}"
+        raise CheckpointError(f"{reason}. Make it readable, or copy it again") from error
+
+
+def _read_all(folder: Path) -> dict[str, StoredTensor]:
+    index = _read_index(folder)
+    files = _files_of(index)
+    missing = [name for name in files if not is_there(folder, name)]
+    if missing and index is None:
+        there = listed(entry.name for entry in folder.iterdir()) or "nothing"
+        raise CheckpointError(
+            f"{folder}: neither {INDEX_FILE} nor {SINGLE_FILE} is there, only {there}. "
+            "Name a directory with safetensors files"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
+            f"{listed(missing)}. Copy them again"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_header(folder, file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
+                    "said. Copy the checkpoint again"
+                )
+            tensors[name] = tensor
+    _check_index(folder, index or {}, tensors)
+    return tensors
+
+
+def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
+    """Refuse a model that the files of ``folder`` are far from holding, by arithmetic: before any list is made of it.
+
+    Where files are still missing, by what no model has.
+
+    Args:
+        config: read from config.json.
+        keys: names of the family's tensors.
+
+    Raises:
+        ConfigError: more layers or experts than tensors, or more than twice as many parameters as numbers.
+        CheckpointError: as ``read_headers``.
+    """
+    tensors = read_headers(folder) if _all_there(folder) else {}
+    one_by_one = tensors and not keys.fused and not any(name.endswith(f".{FUSED.gate}") for name in tensors)
+    experts = config.num_experts * (config.num_moe_layers if one_by_one else config.num_moe_layers > 0)
+    most, held = max(len(tensors), MANY), f"and its files hold {len(tensors):,} tensors"
+    asked = {"layers": config.num_layers, "experts": experts}
+    found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
+    # Half of the files may be missing, which is then said by name.
+    if not found and tensors and (params := count_params(config).total) > 2 * (numbers := _num_numbers(tensors)):
+        found = [f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"]
+    if found:
+        remedy = "Copy the checkpoint's own config.json"
+        raise ConfigError("model.hf_path", folder, f"its config.json has {found[0]}", remedy)
+
+
+def _all_there(folder: Path) -> bool:
+    """Whether no file of the weights is missing; what an unreadable index names, ``read_headers`` says."""
+    try:
+        return all(is_there(folder, name) for name in _files_of(_read_index(folder)))
+    except OSError:
+        return True
+
+
+def _num_numbers(tensors: dict[str, StoredTensor]) -> int:
+    """How many numbers tensors hold; a byte may hold two."""
+    return sum(math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values())
+
+
+def _files_of(index: dict[str, str] | None) -> list[str]:
+    return [SINGLE_FILE] if index is None else sorted(set(index.values()))
+
+
+def _check_index(folder: Path, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
+    remedy = "The index belongs to other files: copy the checkpoint again"
+    if lost := [name for name in index if name not in tensors]:
+        raise CheckpointError(
+            f"{folder}: {len(lost)} tensors that {INDEX_FILE} names are in no file: {listed(lost)}. {remedy}"
+        )
+    if moved := [name for name, file in index.items() if tensors[name].file != file]:
+        first = moved[0]
+        raise CheckpointError(
+            f"{folder}: {len(moved)} tensors are not in the file that {INDEX_FILE} names: {brief(first)} is in "
+            f"{tensors[first].file} and not in {index[first]}. {remedy}"
+        )
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    if not is_there(folder, INDEX_FILE):
+        return None
+    file, raw = folder / INDEX_FILE, read_bytes(folder, INDEX_FILE)
+    if raw.startswith(_LFS_MARK):
+        raise _lfs_pointer(file, len(raw))
+    try:
+        index = parse_json(raw)["weight_map"]
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            raise TypeError("weight_map is no mapping from names of tensors to names of files")
+        return index
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: no index in it ({error!r}). Copy it again") from None
+
+
+def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    file = folder / name
+    with os.fdopen(open_inside(folder, name), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        start = stream.read(len(_LFS_MARK))
+        if start == _LFS_MARK:
+            raise _lfs_pointer(file, size)
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length + 8 > size:
+            raise CheckpointError(
+                f"{file}: truncated or no safetensors file: {size:,} bytes, and its header alone would take "
+                f"{length + 8:,}. Copy it again"
+            )
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{file}: its header would take {length:,} bytes, and a safetensors header has at most "
+                f"{MAX_HEADER_BYTES:,}. Copy it again"
+            )
+        stream.seek(8)
+        raw = stream.read(length)
+    try:
+        header = parse_json(raw)
+        if not isinstance(header, dict):
+            raise TypeError(f"it is a {type(header).__name__}")
+        header.pop("__metadata__", None)
+        tensors = {key: _stored(name, 8 + length, key, entry) for key, entry in header.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
+    _check_ranges(file, size, 8 + length, tensors)
+    return tensors
+
+
+def _stored(file: str, data: int, name: str, entry: Any) -> StoredTensor:
+    """The tensor of one entry of a header, whose data begins at byte ``data``. Raises ``ValueError`` and others."""
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
+        raise ValueError(f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order")
+    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{brief(name)} has shape {brief(shape)}, which is no list of sizes")
+    if dtype not in BITS:
+        raise ValueError(f"{brief(name)} has dtype {brief(dtype)}, which safetensors does not know")
+    if (end - begin) * 8 != math.prod(shape) * BITS[dtype]:
+        raise ValueError(
+            f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes "
+            f"{math.prod(shape) * BITS[dtype] // 8:,}"
+        )
+    return StoredTensor(file, dtype, tuple(shape), data + begin, end - begin)
+
+
+def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTensor]) -> None:
+    """The tensors of a file follow one another from its header to its end."""
+    at = data
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start != at:
+            what = "a tensor before it ends at" if tensor.start < at else "those before it end at"
+            raise CheckpointError(
+                f"{file}: {brief(name)} begins at byte {tensor.start:,}, and {what} byte {at:,}; in a safetensors "
+                "file they follow one another, without holes. Copy it again"
+            )
+        at += tensor.num_bytes
+    if size < at:
+        raise CheckpointError(f"{file}: truncated: {size:,} bytes, and its header asks for {at:,}. Copy it again")
+    if size > at:
+        raise CheckpointError(
+            f"{file}: {size - at:,} of its {size:,} bytes follow the last tensor and belong to none. Copy it again"
+        )
+
+
+def _lfs_pointer(file: Path, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is a Git LFS pointer of {size} bytes, not the file itself. "
+        "Run `git lfs pull` in the checkpoint's directory"
+    )

@@ -1,0 +1,116 @@
+"""Files of a checkpoint folder that somebody else made: opened, parsed and copied with what that asks for. No torch.
+
+A name stands for a regular file that lies in its folder. Links may lead to others of the folder, and in
+HuggingFace's cache, whose ``snapshots/REVISION`` hold nothing but links, to ``blobs`` of the same repository.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from automoe.errors import CheckpointError
+
+# No config.json or index comes near: that of a model with a hundred thousand tensors has 10 MB.
+MAX_JSON_BYTES = 100_000_000
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def is_there(folder: Path, name: str) -> bool:
+    """Whether there is anything of that name, a broken link too: what it is, is found when it is opened."""
+    return os.path.lexists(folder / name)
+
+
+def open_inside(folder: Path, name: str) -> int:
+    """A descriptor to read the file ``name`` of ``folder`` from; never waits, whatever lies there.
+
+    Raises:
+        CheckpointError: a link that leads out of the folder, or no regular file.
+        OSError: it is not there or cannot be read.
+    """
+    try:
+        real = _real_path(folder, name)
+        _check_regular(folder / name, os.stat(real).st_mode)  # before it is opened: some devices act on that
+        # What was put in its place since is not followed, and not waited for.
+        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except ValueError as error:  # a zero byte, half a surrogate pair
+        raise CheckpointError(f"{folder}: {name!r} is no name of a file ({error}). Copy the checkpoint again") from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder / name)) from None
+    try:
+        _check_regular(folder / name, os.fstat(handle).st_mode)
+    except CheckpointError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _real_path(folder: Path, name: str) -> str:
+    here = os.path.realpath(folder)
+    places, above = [here], os.path.dirname(here)
+    if os.path.basename(above) == "snapshots":
+        places.append(os.path.join(os.path.dirname(above), "blobs"))
+    real = os.path.realpath(os.path.join(here, name))
+    if not any(real.startswith(os.path.join(place, "")) for place in places):
+        raise CheckpointError(
+            f"{folder / name} leads out of the checkpoint's folder, to {real}. Files are read that lie in it, or, in "
+            "HuggingFace's cache, in blobs/ of the same repository. If you trust it, put the file itself there "
+            "(cp -L)"
+        )
+    return real
+
+
+def _check_regular(file: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise CheckpointError(f"{file} is {kind} and no file. Copy the checkpoint again")
+
+
+def read_bytes(folder: Path, name: str) -> bytes:
+    """The content of a file that holds JSON. Raises as ``open_inside``, and for one above ``MAX_JSON_BYTES``."""
+    with os.fdopen(open_inside(folder, name), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{folder / name} has {size:,} bytes, and at most {MAX_JSON_BYTES:,} are read. Copy the file again"
+            )
+        return stream.read(MAX_JSON_BYTES)
+
+
+def parse_json(raw: bytes) -> Any:
+    """JSON in UTF-8 whose objects have every key once. Raises ``ValueError``."""
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("it is nested deeper than a thousand levels") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {brief(twice)} is in it twice")
+    return found
+
+
+def brief(value: object) -> str:
+    """``value`` for a message, which a file may have made as long as it likes."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def copy_file(folder: Path, name: str, target: Path) -> None:
+    """Copy one file of ``folder``. Raises as ``open_inside``."""
+    with os.fdopen(open_inside(folder, name), "rb") as source, open(target, "xb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
