@@ -60,6 +60,7 @@ def export_run(
     """
     from automoe.config.frozen import load_config
     from automoe.config.schema import tokenizer_of
+    from automoe.data.chat_template import chat_template_of
     from automoe.hf.families.registry import family_of
     from automoe.hf.folder import check_target
     from automoe.hf.keys import fp8_config
@@ -75,7 +76,8 @@ def export_run(
     model = _load_run(run_dir, config)
     # Where the weights are the run's own export, the tokenizer's files lie beside them: None.
     tokenizer = tokenizer_of(config) if model.config.hf_path == config.model.hf_path else None
-    options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer}
+    chat = chat_template_of(config) if tokenizer is not None else None
+    options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer, "chat": chat}
     return to_hf(model, out, dtype=dtype, fp8=fp8, **options)
 
 

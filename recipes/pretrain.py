@@ -11,14 +11,10 @@ from datetime import timedelta
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config, tokenizer_of
+from automoe.config.schema import Config
 from automoe.data.loader import Loader
-from automoe.hf.read import load_hf
-from automoe.hf.upcycle import upcycled_model
-from automoe.hf.write import to_hf
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.trace import phase
 from automoe.training.context import RunContext
@@ -27,6 +23,7 @@ from automoe.training.run import open_run
 from automoe.training.state import TrainState
 from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
+from automoe.training.weights import export_weights, first_weights
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
@@ -37,14 +34,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
-    parts = build_parts(config, meshes)  # this rank's pipeline stages
-    loaded = None
-    if config.model.hf_path:
-        allocate(parts, device)
-        upcycling = upcycled_model(config.model)[1] if config.model.upcycle else None
-        loaded = load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
-    else:
-        materialize(parts, config, device)
+    parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(parts, meshes, config, device)
 
     # ---------------------------------------------------------------- optimizer, data, state
@@ -85,7 +75,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()
         if exports and not run.stopping:
-            tokenizer = tokenizer_of(config)
-            paths["HF checkpoint"] = to_hf(parts, context.run_dir / "hf", tokenizer=tokenizer, overwrite=True)
+            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir)
         run.finish(paths)
     return run.objective

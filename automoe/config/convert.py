@@ -170,6 +170,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         raise _wrong_type(key, value, " or ".join(map(type_name, inner)))
     if origin is Literal:
         return _choice(args, value, key)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _wrong_type(key, value, type_name(hint))
+        return {_convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
     if origin is list:
         if not isinstance(value, (list, tuple)):
             raise _wrong_type(key, value, f"a list of {type_name(args[0])}")
@@ -213,6 +217,8 @@ def type_name(hint: Any) -> str:
     """What a value of a type is called in a message: ``a whole number``."""
     if get_origin(hint) is list:
         return {int: "a list of whole numbers", str: "a list of text"}[get_args(hint)[0]]
+    if get_origin(hint) is dict:
+        return "a mapping {name: value}"
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
 
 

@@ -238,17 +238,44 @@ class OptimConfig:
 
 
 @dataclass
-class DataConfig:
-    """``stdlib`` is this Python's own library sources: real text that every machine has."""
+class ChatConfig:
+    """Conversations: how they are written down, rendered and trained on (``docs/finetune.md``)."""
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
+    # messages: role and content; sharegpt: conversations of from and value; alpaca: instruction, input and output
+    format: Literal["messages", "sharegpt", "alpaca"] = "messages"
+    # Other names in the data, such as {messages: dialogue, role: speaker, content: text, tools: functions}
+    keys: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)  # other names of roles, such as {bot: assistant}
+    # A file with a chat template, or plain: "user: ...", "assistant: ..."; null: the tokenizer's own
+    template: str | None = None
+    # What the template takes besides messages, such as {enable_thinking: false}
+    template_args: dict[str, str | bool | int | float] = field(default_factory=dict)
+    turns: Literal["all", "last"] = "all"  # answers that are trained
+    pack: bool = True  # several samples in a row, each attending to itself alone; false: a sample a row
+
+
+@dataclass
+class DataConfig:
+    """``stdlib`` is this Python's own library sources: real text that every machine has.
+
+    ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that library.
+    """
+
+    kind: Literal["stdlib", "text", "jsonl", "parquet", "chat", "stdlib_chat"] = "stdlib"
     path: str | None = None  # file, directory or glob for the other kinds
     tokenizer: str | None = None  # byte, or a directory with a HuggingFace tokenizer; null: model.hf_path's, or byte
     text_key: str = "text"  # jsonl field or parquet column
     document_mask: bool = True  # tokens attend within their own document only
-    on_long: Literal["split", "error"] = "split"  # a document longer than seq_len
+    # A document longer than seq_len; a conversation is never split, but can be left out or cut at its end
+    on_long: Literal["split", "error", "drop", "truncate"] = "split"
     val_fraction: float = 0.02  # share of documents kept for validation
     max_bytes: int | None = None  # stop reading the corpus after this many bytes
+    chat: ChatConfig = field(default_factory=ChatConfig)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether documents are conversations, of which answers alone are trained."""
+        return self.kind in ("chat", "stdlib_chat")
 
 
 @dataclass

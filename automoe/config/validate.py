@@ -59,6 +59,7 @@ def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from compile_rows(config, shape)
     yield from _optimizer_rows(config)
     yield from _data_rows(config)
+    yield from _chat_rows(config)
     yield from checkpoint_rows(config)
 
 
@@ -166,15 +167,31 @@ def _data_rows(config: Config) -> Iterator[Row]:
     yield ("data.val_fraction", val_every > 0 and not data.val_fraction,
            f"train.val_every={val_every} validates, and no text is set aside for it",
            "Set data.val_fraction=0.02, or train.val_every=0")
-    yield ("data.path", data.kind == "stdlib" and data.path is not None,
-           "data.path is set and data.kind=stdlib reads none", "Set data=text|jsonl|parquet, or leave data.path out")
-    yield ("data.path", data.kind != "stdlib" and data.path is None,
+    made = data.kind.startswith("stdlib")
+    yield ("data.path", made and data.path is not None,
+           f"data.path is set and data.kind={data.kind} reads none",
+           "Set data=text|jsonl|parquet|chat, or leave data.path out")
+    yield ("data.path", not made and data.path is None,
            f"data.kind={data.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
     yield ("data.path", data.path is not None and not glob.glob(os.path.expanduser(data.path), recursive=True),
            f"nothing there (looked from {here})", "Name a file, a directory or a glob that exists")
     yield ("model.hf_path", hf_path is not None and not Path(hf_path).expanduser().is_dir(),
            f"no such directory (looked from {here})",
            "Name a directory with config.json and *.safetensors, or null to start from random weights")
+
+
+def _chat_rows(config: Config) -> Iterator[Row]:
+    data = config.data
+    if not data.is_chat:
+        yield ("data.on_long", data.on_long in ("drop", "truncate"),
+               f"that is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")
+        return
+    yield ("data.on_long", data.on_long == "split",
+           "half a conversation answers no question, so none is split",
+           "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate")
+    yield ("data.document_mask", not data.document_mask and data.chat.pack,
+           "samples that share a row attend to themselves alone",
+           "Set data.document_mask=true, or data.chat.pack=false")
 
 
 def checkpoint_rows(config: Config) -> Iterator[Row]:

@@ -59,7 +59,7 @@ def source_of(kind: str) -> Source:
 
 def reader_digest(kind: str) -> str:
     """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for automoe's own."""
-    if kind in _SOURCES:
+    if kind in _SOURCES or kind in ("chat", "stdlib_chat"):
         return ""
     try:
         return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
@@ -75,9 +75,10 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         ConfigError: ``data.path`` is not set.
         DataError: nothing is found there, or a directory of records in several formats.
     """
-    if data.kind == "stdlib":
+    if data.kind in ("stdlib", "stdlib_chat"):
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [p for p in root.rglob("*.py") if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
+        below = root.rglob("*.py") if data.kind == "stdlib" else root.glob("*.py")
+        paths = [p for p in below if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
         problem = "this Python has no library sources. Set data.kind=text and data.path."
     elif data.path is None:
         raise ConfigError(
@@ -87,7 +88,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
             "Set data.path, or data.kind=stdlib for text that every machine has.",
         )
     elif (root := Path(data.path).expanduser()).is_dir():
-        suffix = source_of(data.kind).pattern
+        suffix = _CHAT_PATTERN if data.kind == "chat" else source_of(data.kind).pattern
         paths = _files_below(root, data.kind, suffix)
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
     else:
@@ -105,14 +106,15 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     """Visible files of a directory whose names match; of automoe's own kinds of records, compressed ones too."""
     visible = [path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"]
     patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
-    if kind in ("jsonl", "parquet"):
+    if kind in ("jsonl", "parquet", "chat"):
         formats = {match[0]: path.name for path in sorted(visible) if (match := _RECORDS.search(path.name))}
         if len(formats) > 1:
             raise DataError(
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
-                f"of another. Name those that count with a glob: data.path='{root}/**/{pattern}'"
+                f"of another. Name those that count with a glob: data.path='{root}/**/{pattern.split()[0]}'"
             )
-    return [path for path in visible if any(map(path.match, patterns)) and path.is_file()]
+    matches = _RECORDS.search if kind == "chat" else lambda name: any(map(Path(name).match, patterns))
+    return [path for path in visible if matches(path.name) and path.is_file()]
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -262,6 +264,7 @@ _SOURCES = {
     "jsonl": Source("*.jsonl", _read_jsonl),
     "parquet": Source("*.parquet", _read_parquet),
 }
+_CHAT_PATTERN = "*.jsonl or *.parquet"
 
 
 def _checked(value: object, where: str, text_key: str) -> str:

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from automoe.config.schema import Config
-from automoe.data.packing import PackedRows, Rows
-from automoe.data.prepare import Split, prepare_data, split_documents
+from automoe.data.chat_corpus import describe_chat
+from automoe.data.chat_template import chat_template_of
+from automoe.data.packing import PackedRows, Rows, SampleRows
+from automoe.data.prepare import Split, fitting_documents, prepare_data
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -73,6 +75,10 @@ class Loader:
         self.consumed_rows += self.config.train.global_batch_size
         return batch
 
+    def row(self, index: int) -> StepBatch:
+        """One row of the endless sequence, [1, S]; the state stays as it is."""
+        return self._batch(self._split_rows(self.split), index, np.array([index]))
+
     def last_batch(self) -> tuple[int, int, list[str]]:
         """First and last row of the step that ``next_step`` gave last; ``file`` or ``file:line`` of its documents."""
         packed, end = self._split_rows(self.split), self.consumed_rows
@@ -117,7 +123,10 @@ class Loader:
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the order and content of rows, as short comparable values."""
         data, train = self.config.data, self.config.train
-        return {
+        chat = {}
+        if (template := chat_template_of(self.config)) is not None:
+            chat = {"chat template": template.digest, "data.chat.pack": data.chat.pack, "data.on_long": data.on_long}
+        return chat | {
             "data.kind": data.kind,
             "data.document_mask": data.document_mask,
             "data.val_fraction": data.val_fraction,
@@ -131,18 +140,36 @@ class Loader:
             "train.seed": train.seed,
         }
 
+    def describe(self) -> list[str]:
+        """What became of conversations, in lines for the user; none of other data."""
+        corpus, rows = self.corpus, self._split_rows(self.split)
+        if corpus.chat is None:
+            return []
+        lines = list(describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths)))
+        long = int((corpus.lengths > rows.seq_len).sum())
+        if long:
+            done = (
+                "left out" if self.config.data.on_long == "drop" else "cut, or left out where no answer begins before"
+            )
+            lines.append(f"{long:,} samples are longer than train.seq_len={rows.seq_len}: {done}")
+        full = rows.num_tokens / (rows.num_rows * rows.seq_len)
+        return [*lines, f"{len(rows.lengths):,} samples in {rows.num_rows:,} rows an epoch, {full:.1%} full"]
+
     def _split_rows(self, split: Split) -> PackedRows:
         if split not in self._packed:
-            starts, lengths = split_documents(self.corpus, self.config.data.val_fraction, split)
-            self._packed[split] = PackedRows(
-                self.corpus.tokens,
-                starts,
-                lengths,
-                seq_len=self.config.train.seq_len,
-                seed=self.config.train.seed if split == "train" else 0,
-                pad_id=self.tokenizer.pad_id,
-                document_mask=self.config.data.document_mask,
-            )
+            corpus, data = self.corpus, self.config.data
+            starts, lengths = fitting_documents(corpus, self.config, split)
+            options: dict[str, Any] = {
+                "seq_len": self.config.train.seq_len,
+                "seed": self.config.train.seed if split == "train" else 0,
+                "pad_id": self.tokenizer.pad_id,
+                "document_mask": data.document_mask,
+            }
+            if corpus.trained is None:
+                self._packed[split] = PackedRows(corpus.tokens, starts, lengths, **options)
+            else:
+                options |= {"trained": corpus.trained, "pack": data.chat.pack}
+                self._packed[split] = SampleRows(corpus.tokens, starts, lengths, **options)
         return self._packed[split]
 
     def _batch(self, packed: PackedRows, first_row: int, indices: np.ndarray) -> StepBatch:

@@ -19,6 +19,9 @@ import numpy as np
 
 from automoe.config.schema import Config, DataConfig
 from automoe.data.cache import default_cache_dir, open_entry
+from automoe.data.chat import read_conversations
+from automoe.data.chat_corpus import tokenise_chat
+from automoe.data.chat_template import ChatTemplate, chat_template_of
 from automoe.data.corpora import Document, find_files, read_documents, reader_digest
 from automoe.data.tokenizer import BATCH, PIECE, Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
@@ -45,6 +48,8 @@ class TokenCorpus:
     paths: list[Path]  # of the files
     content: str  # digest of all tokens and document lengths, whatever the files are called
     text_bytes: int
+    trained: np.ndarray | None = None  # [sum of lengths] bool, of conversations: tokens to generate; None: all are
+    chat: dict[str, int] | None = None  # of conversations: counts of ``tokenise_chat``
 
     def where(self, index: int) -> str:
         """``file`` or ``file:line`` of a document."""
@@ -55,7 +60,9 @@ def _place(path: Path, line: int) -> str:
     return f"{path}:{line}" if line else str(path)
 
 
-def open_corpus(data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> TokenCorpus:
+def open_corpus(
+    data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None, template: ChatTemplate | None = None
+) -> TokenCorpus:
     """The tokenised corpus, from the cache or tokenised now.
 
     The cache entry's name covers the file list, sizes, times of change, both ends of each file, the
@@ -67,8 +74,14 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None =
     files = find_files(data)
     paths = list(files.values())
     cache_dir = default_cache_dir() if cache_dir is None else cache_dir
-    entry = cache_dir / f"{data.kind}-{_cache_key(data, files, tokenizer)}"
-    facts = open_entry(entry, lambda folder: _tokenise(folder, read_documents(data, paths), tokenizer, paths))
+    entry = cache_dir / f"{data.kind}-{_cache_key(data, files, tokenizer, template)}"
+
+    def write(folder: Path) -> dict[str, Any]:
+        if template is not None:
+            return tokenise_chat(folder, read_conversations(data, paths), template, tokenizer.vocab_size)
+        return _tokenise(folder, read_documents(data, paths), tokenizer, paths)
+
+    facts = open_entry(entry, write)
     columns = np.load(entry / "documents.npy", mmap_mode="r")
     lengths = columns[0].astype(np.int64)
     size = int(lengths.sum())
@@ -84,11 +97,15 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None =
         paths=paths,
         content=facts["content"],
         text_bytes=facts["text_bytes"],
+        trained=np.memmap(entry / "trained.bin", dtype=np.bool_, mode="r", shape=(size,)) if template else None,
+        chat=facts.get("chat"),
     )
 
 
-def _cache_key(data: DataConfig, files: dict[str, Path], tokenizer: Tokenizer) -> str:
-    key = hashlib.blake2b(digest_size=16)
+def _cache_key(
+    data: DataConfig, files: dict[str, Path], tokenizer: Tokenizer, template: ChatTemplate | None = None
+) -> str:
+    key = hashlib.blake2b(template.digest.encode() if template is not None else b"", digest_size=16)
     key.update(json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode())
     key.update(reader_digest(data.kind).encode())
     for name, path in files.items():
@@ -200,20 +217,49 @@ def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokeniz
         ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
         DataError: text that cannot be read, a document too long under ``on_long=error``, or an empty split.
     """
-    tokenizer = fitting_tokenizer(config)
-    corpus = open_corpus(config.data, tokenizer, cache_dir)
+    data, tokenizer = config.data, fitting_tokenizer(config)
+    corpus = open_corpus(data, tokenizer, cache_dir, chat_template_of(config))
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
-    if len(too_long) and config.data.on_long == "error":
+    if len(too_long) and data.on_long == "error":
+        what, others = ("conversation", "drop or truncate") if data.is_chat else ("document", "split")
+        counted = "" if data.is_chat else ", its end-of-text token counted,"
         raise DataError(
-            f"{corpus.where(too_long[0])}: a document of {corpus.lengths[too_long[0]]} tokens, its end-of-text token "
-            f"counted, does not fit train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
-            f"{len(corpus.lengths)} documents do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
-            f"train.seq_len, or set data.on_long=split."
+            f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "
+            f"train.seq_len={config.train.seq_len} under data.on_long=error ({len(too_long)} of "
+            f"{len(corpus.lengths)} {what}s do not; the longest has {corpus.lengths.max()}). Shorten it, raise "
+            f"train.seq_len, or set data.on_long={others}."
         )
-    split_documents(corpus, config.data.val_fraction, "train")
+    fitting_documents(corpus, config, "train")
     if config.train.val_every:
-        split_documents(corpus, config.data.val_fraction, "validation")
+        fitting_documents(corpus, config, "validation")
     return tokenizer, corpus
+
+
+def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the documents of one split, as rows hold them.
+
+    Text is cut by its rows. Conversations longer than one are left out (``data.on_long=drop``), or lose their end
+    (``truncate``; those that have no token to train on then are left out as well).
+
+    Raises:
+        DataError: nothing is left for the split.
+    """
+    starts, lengths = split_documents(corpus, config.data.val_fraction, split)
+    seq_len = config.train.seq_len
+    long = lengths > seq_len
+    if corpus.trained is None or not long.any():
+        return starts, lengths
+    kept = ~long
+    if config.data.on_long == "truncate":
+        lengths = np.minimum(lengths, seq_len)
+        for place in np.flatnonzero(long):
+            kept[place] = corpus.trained[starts[place] + 1 : starts[place] + seq_len].any()
+    if not kept.any():
+        raise DataError(
+            f"No conversation is left for the {split} split: all {len(lengths)} are longer than train.seq_len="
+            f"{seq_len}, under data.on_long={config.data.on_long}. Raise train.seq_len."
+        )
+    return starts[kept], lengths[kept]
 
 
 def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +274,7 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> t
         DataError: nothing is left for the split.
     """
     starts, lengths = corpus.starts, corpus.lengths
-    if len(lengths) == 1 and val_fraction > 0:
+    if len(lengths) == 1 and val_fraction > 0 and corpus.trained is None:
         tail = max(2, round(int(lengths[0]) * val_fraction))  # two tokens make one label
         head = int(lengths[0]) - tail
         if head >= 2:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from automoe.checkpoint.agreement import Ranks
+    from automoe.data.chat_template import ChatTemplate
 
 _TOKENIZER_FILES = (  # patterns
     "tokenizer.json",
@@ -175,7 +176,12 @@ def _remove(path: Path) -> None:
 
 
 def write_settings(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, tokenizer: str | None, quantization: HFConfig | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tokenizer: str | None,
+    quantization: HFConfig | None = None,
+    chat: ChatTemplate | None = None,
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files.
 
@@ -183,6 +189,7 @@ def write_settings(
         dtype: of the parameters.
         tokenizer: that trained it, ``byte`` or a directory; None: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
+        chat: that trained it: its own template goes along, and generation stops where its answers end.
     """
     source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
@@ -202,6 +209,8 @@ def write_settings(
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
             (folder / name).write_text(content)
+    if chat is not None:
+        _write_chat(folder, chat)
 
 
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
@@ -235,6 +244,17 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
     """Another tokenizer's end of text is not the source's, and neither are settings of generation that name it."""
     return tokenizer is None or (source is not None and Path(tokenizer).expanduser().absolute() == source.absolute())
+
+
+def _write_chat(folder: Path, chat: ChatTemplate) -> None:
+    if chat.own is not None:
+        (folder / "chat_template.jinja").write_text(chat.own, encoding="utf-8")
+    file, stop_id = folder / "generation_config.json", chat.stop_id()
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    known = settings.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if stop_id not in known:  # a base model's: generation would not stop where answers end
+        _write_json(file, settings | {"eos_token_id": [stop_id, *known]})
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

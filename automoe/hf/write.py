@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from automoe.checkpoint.agreement import Ranks
+from automoe.data.chat_template import ChatTemplate
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.registry import family_of
 from automoe.hf.files import Item, Written, file_names, item_of, split, write_files, write_index
@@ -36,6 +37,7 @@ def to_hf(
     fp8: bool = False,
     max_shard_bytes: int = 5 << 30,
     tokenizer: str | None = None,
+    chat: ChatTemplate | None = None,
     overwrite: bool = False,
     verify: bool = True,
 ) -> Written:
@@ -51,6 +53,7 @@ def to_hf(
         fp8: the matrices of layers as block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
         tokenizer: that trained it: ``byte``, or a directory whose files are copied; None: that of hf_path.
+        chat: of conversations that trained it: generation stops where its answers end.
         overwrite: replace a checkpoint directory that is there.
         verify: compare every number with the model, and the whole with transformers (``verify_hf``).
 
@@ -71,7 +74,7 @@ def to_hf(
     with new_folder(path, overwrite, ranks) as folder:
         plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8, source=source)
         written = _write_tensors(plan, ranks, folder, max_shard_bytes)
-        ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization))
+        ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat))
         if verify:
             error = verify_hf(parts, folder, dtype={out.piece.key: out.dtype for out in plan}, fp8=fp8)
             written = replace(written, checked=True, fp8=fp8, logits_error=error)

@@ -71,10 +71,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
         if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
             rule = f"the checkpoint model.hf_path={path} has {differing}"
             raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
-    if config.data.kind == "stdlib" and not {"data", "data.kind"} & set(map(key_of, overrides)):
+    if config.data.kind.startswith("stdlib") and not {"data", "data.kind"} & set(map(key_of, overrides)):
         rule = f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
-        remedy = "Set data=jsonl data.path=FILE (or text, parquet), or data=stdlib to train on it"
-        raise ConfigError("data.kind", "stdlib, by default", rule, remedy)
+        kind = config.data.kind
+        own = "data=chat data.path=FILE" if config.data.is_chat else "data=jsonl data.path=FILE (or text, parquet)"
+        raise ConfigError("data.kind", f"{kind}, by default", rule, f"Set {own}, or data={kind} to train on it")
     return stored
 
 
@@ -103,6 +104,10 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     from automoe.data.tokenizer import fitting_tokenizer
 
     fitting_tokenizer(config)
+    if config.data.is_chat:
+        from automoe.data.chat_template import chat_template_of
+
+        chat_template_of(config)
     if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
         from automoe.hf.families.registry import family_of
         from automoe.hf.folder import copied_files

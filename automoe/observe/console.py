@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -116,6 +116,13 @@ class Console:
         """A line between the steps: a checkpoint saved, a spike skipped."""
         if self.enabled:
             self._print(f"{'':>{self._step_width}}  {_from_here(text)}", "cyan")
+
+    def row(self, lines: Iterable[tuple[str, bool]]) -> None:
+        """Lines of text, and whether what stands in them is trained."""
+        for text, trained in lines if self.enabled else ():
+            self._print(text, "green" if trained else "dim")
+        if self.enabled:
+            self._print()
 
     def warn(self, text: str) -> None:
         if self.enabled:

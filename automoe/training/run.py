@@ -21,6 +21,7 @@ from automoe.errors import AutomoeError, SaveError
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
+from automoe.observe.sample_view import describe_row
 from automoe.observe.trackers import Tracker, make_tracker
 from automoe.trace import phase
 from automoe.training.context import RunContext
@@ -92,6 +93,14 @@ class Run:
             self.objective = last_objective(context.run_dir)
             self.note(f"already at step {state.step} of {config.train.steps}: nothing is left to train")
             self.note(f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over")
+
+    def show_row(self) -> None:
+        """Print a row of conversations as text, with the tokens set off that are trained; nothing of other data."""
+        loader = self.state.loader
+        if self.context.rank == 0 and loader is not None and loader.corpus.trained is not None:
+            row = loader.row(0)
+            arrays = (one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids))
+            self.console.row(describe_row(*arrays, loader.tokenizer))
 
     def begin_step(self) -> None:
         """Start the step's clock; a background save that failed is reported here."""

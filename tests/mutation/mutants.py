@@ -41,6 +41,8 @@ DISPATCH, GATES = ["tests/moe/test_dispatch.py"], ["tests/moe/test_gates.py"]
 JITTER = ["tests/moe/test_jitter_and_ties.py"]
 DTYPES = ["tests/parallel/test_gradient_dtypes.py"]
 PACKING, LOADER = ["tests/data/test_packing.py"], ["tests/data/test_data_loader.py"]
+SAMPLES = ["tests/data/test_sample_rows.py"]
+CHAT, CHAT_DATA = ["tests/data/test_chat_template.py"], ["tests/data/test_chat.py"]
 CORPORA, TOKENIZER = ["tests/data/test_corpora.py"], ["tests/data/test_data_tokenizer.py"]
 COMMIT = ["tests/checkpoint/test_commit_order.py"]
 RESUME = ["tests/checkpoint/test_resume.py::test_same_mesh_to_the_bit[float32]"]
@@ -121,6 +123,7 @@ _RUN = [
     ("run.py", "self._save_is_due |= state.step % every == 0", "pass", ["tests/recipes/test_pretrain_resume.py"]),
     ("run.py", "step % train.val_every == 0 or step == train.steps", "step % train.val_every == 0", LLAMA),
     ("run.py", "over = state.skipped >= train.max_skipped", "over = state.skipped > train.max_skipped", STREAK),
+    ("weights.py", "return parts, load_hf(parts", "return parts, None and load_hf(parts", LLAMA),
     ("run.py", '"lr": update.lr', '"lr": config.optim.lr', QWEN),
     ("run.py", "resumed.step if resumed and resumed.own else None", "None", STREAK),
     ("stats.py", "table[:, -1] / chosen.sum(1)", "table[:, -1] / chosen.sum()", ["tests/parallel/test_padding.py"]),
@@ -129,7 +132,6 @@ _RUN = [
 _RECIPES = [
     ("pretrain.py", "while state.step < train.steps", "while state.step <= train.steps", LLAMA),
     ("pretrain.py", 'record.get("val_loss"), run.stopping', 'record.get("loss"), run.stopping', LLAMA),
-    ("pretrain.py", "loaded = load_hf(parts", "loaded = None and load_hf(parts", LLAMA),
     ("pretrain.py", "resumed = store.load_latest(state)", "resumed = None", STREAK),
     (
         "pretrain.py",
@@ -149,8 +151,37 @@ _DATA = [
     ("packing.py", "doc[:, 1:] == doc[:, :-1]", "doc[:, 1:] >= doc[:, :-1]", LLAMA),
     ("packing.py", "np.arange(S + 1)", "np.arange(1, S + 2)", PACKING),
     ("packing.py", "np.maximum(doc_start, row_start)", "doc_start", PACKING),
-    ("packing.py", "self.seed, epoch, 0)", "self.seed, 0, 0)", LLAMA),
-    ("packing.py", "self.seed, epoch, 1)", "self.seed, epoch, 0)", LLAMA),
+    (
+        "packing.py",
+        "doc_order = seeded_order(len(self.lengths), self.seed, epoch",
+        "doc_order = seeded_order(len(self.lengths), self.seed, 0",
+        LLAMA,
+    ),
+    (
+        "packing.py",
+        "row_order = seeded_order(self.num_rows, self.seed, epoch, 1)",
+        "row_order = seeded_order(self.num_rows, self.seed, epoch, 0)",
+        LLAMA,
+    ),
+    (
+        "packing.py",
+        "room = length + (enough & -enough).bit_length() - 1",
+        "room = length + enough.bit_length() - 2",
+        SAMPLES,
+    ),
+    ("packing.py", "self.trained[start + 1 : start + length]", "self.trained[start : start + length - 1]", SAMPLES),
+    (
+        "packing.py",
+        "rows.positions[row, here] = np.arange(length)",
+        "rows.positions[row, here] = place + np.arange(length)",
+        SAMPLES,
+    ),
+    ("packing.py", "rows.doc_ids[row, here] = number", "rows.doc_ids[row, here] = 0", SAMPLES),
+    ("chat_template.py", "turn.ids[: len(ids)] != ids", "False", CHAT),
+    ("chat_template.py", "return None if self.decode(ids[end:]).strip() else end", "return len(ids)", CHAT),
+    ("chat_template.py", "start < len(prompt) and through.startswith(before)", "False", CHAT),
+    ("chat_template.py", 'if not message["content"]:', "if False:", CHAT),
+    ("chat_corpus.py", "trained[start:end] = True", "trained[start : end - 1] = True", CHAT_DATA),
     ("packing.py", "-(-self.num_tokens // seq_len)", "self.num_tokens // seq_len", LLAMA),
     ("packing.py", "np.where(real, doc_ids, -1)", "np.where(real, doc_ids, 0)", QWEN),
     ("packing.py", "indices[chosen] % self.num_rows", "indices[chosen] // self.num_rows", PACKING),

@@ -1,0 +1,195 @@
+"""Conversations out of files: messages, ShareGPT and Alpaca records, and questions about this Python's own library."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automoe.config.schema import ChatConfig, DataConfig
+from automoe.data.corpora import jsonl_records, parquet_records
+from automoe.errors import DataError, listed
+
+Message = dict[str, Any]
+
+_KEYS = {  # what we call a thing -> what it is called in a record of each format
+    "messages": {"messages": "messages", "role": "role", "content": "content", "tools": "tools"},
+    "sharegpt": {"messages": "conversations", "role": "from", "content": "value", "tools": "tools", "system": "system"},
+    "alpaca": {"instruction": "instruction", "input": "input", "output": "output", "system": "system"},
+}
+_ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+_SHAREGPT_ROLES |= {"function_response": "tool", "function_call": "function_call"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in the form that chat templates take, and where they stand."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    path: Path
+    file: int  # index in the corpus's list of files
+    line: int  # 1-based line or row
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
+    """Every conversation in order, up to ``data.max_bytes`` of their contents.
+
+    Raises:
+        DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a content that is not
+            text; an empty or unreadable file.
+    """
+    left = data.max_bytes
+    for index, path in enumerate(paths):
+        found = False
+        try:
+            for line, record in _records(path, data):
+                found = True
+                messages, tools = _Reader(data.chat, f"{path}:{line}").read(record)
+                if left is not None:
+                    left -= sum(len(str(message.get("content") or "").encode()) for message in messages)
+                    if left < 0:
+                        return
+                yield Conversation(messages, tools, path, index, line)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
+        if not found and data.kind == "chat":
+            raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
+
+
+def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+    if data.kind == "stdlib_chat":
+        yield from _docstring_records(path)
+    elif ".parquet" in path.suffixes:
+        for row, record in parquet_records(path):
+            yield row, _without_nulls(record)
+    else:
+        yield from jsonl_records(path)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column of structs has every key in every row; null stands for one that a message never had."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+class _Reader:
+    """One record as messages and tools; every error names its place."""
+
+    def __init__(self, chat: ChatConfig, where: str) -> None:
+        self.chat, self.where = chat, where
+        self.keys = _KEYS[chat.format] | chat.keys
+        self.roles = _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | chat.roles
+
+    def read(self, record: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        if self.chat.format == "alpaca":
+            messages = self._instruction(record)
+        else:
+            messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
+        system = record.get(self.keys.get("system", ""))
+        if system:
+            messages.insert(0, {"role": "system", "content": self._text(system, self.keys["system"])})
+        try:
+            json.dumps(messages, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise self._wrong(
+                f"half of a surrogate pair (\\u{ord(error.object[error.start]):04x}), which is not text",
+                "Correct the escape",
+            ) from error
+        return messages, self._tools(record)
+
+    def _instruction(self, record: dict[str, Any]) -> list[Message]:
+        question = self._text(self._value(record, "instruction"), self.keys["instruction"])
+        if more := record.get(self.keys["input"]):
+            question += "\n\n" + self._text(more, self.keys["input"])
+        answer = self._text(self._value(record, "output"), self.keys["output"])
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def _list(self, record: dict[str, Any]) -> list[Any]:
+        messages = self._parsed(self._value(record, "messages"))
+        if not isinstance(messages, list) or not messages:
+            kind = "an empty list" if messages == [] else type(messages).__name__
+            raise self._wrong(f"{self.keys['messages']!r} is {kind} where a list of messages is needed", "Correct it")
+        return messages
+
+    def _message(self, raw: Any, number: int) -> Message:
+        if not isinstance(raw, dict):
+            raise self._wrong(f"message {number} is {type(raw).__name__} where an object is needed", "Correct it")
+        raw = {key: value for key, value in raw.items() if value is not None}
+        name = self._value(raw, "role", f"message {number}: ")
+        role = self.roles.get(name) if isinstance(name, str) else None
+        if role is None:
+            raise self._wrong(
+                f"message {number} has the role {name!r}, and known are {listed(self.roles, 20)}",
+                f"Set data.chat.roles={{{name}: user}}, or whatever it stands for",
+            )
+        own = {"role", "content", self.keys["role"], self.keys["content"]}
+        message: Message = {"role": role} | {key: value for key, value in raw.items() if key not in own}
+        content = raw.get(self.keys["content"])
+        if role == "function_call":  # ShareGPT: a JSON object where the text would stand
+            call = self._parsed(content)
+            if not isinstance(call, dict) or "name" not in call:
+                raise self._wrong(f"message {number} is no call with a name and arguments", "Correct it")
+            return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        if content is None and not (role == "assistant" and message.get("tool_calls")):
+            self._value(raw, "content", f"message {number}: ")
+        message["content"] = "" if content is None else self._text(content, f"message {number}'s content")
+        return message
+
+    def _tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
+        tools = self._parsed(record.get(self.keys.get("tools", "tools")))
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise self._wrong("tools are no list of objects", "Write them as JSON schemas")
+        return tools
+
+    def _parsed(self, value: Any) -> Any:
+        """What a column of parquet holds as JSON text, since its rows would need one schema."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+
+    def _value(self, record: dict[str, Any], key: str, of: str = "") -> Any:
+        name = self.keys[key]
+        if name not in record:
+            raise self._wrong(
+                f"{of}no key {name!r}; there is {listed(record, 10) or 'none'} (data.chat.format={self.chat.format})",
+                f"Set data.chat.format to messages, sharegpt or alpaca, or data.chat.keys={{{key}: NAME}}",
+            )
+        return record[name]
+
+    def _text(self, value: Any, what: str) -> str:
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+            value = value[0].get("text")  # [{"type": "text", "text": ...}]
+        if not isinstance(value, str):
+            raise self._wrong(f"{what} is {type(value).__name__} where text is needed", "Correct it or remove the line")
+        return value
+
+    def _wrong(self, what: str, remedy: str) -> DataError:
+        return DataError(f"{self.where}: {what}. {remedy}.")
+
+
+def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A question for each public function and class of a library module; the answer is its docstring's first words."""
+    tree = ast.parse(path.read_bytes())
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            answer = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+            if 20 <= len(answer) <= 160:
+                kind = "class" if isinstance(node, ast.ClassDef) else "function"
+                question = f"What is the {kind} {path.stem}.{node.name} for?"
+                pair = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                yield node.lineno, {"messages": pair}

@@ -1,0 +1,92 @@
+"""Conversations tokenised into the cache: samples with a mark on each token that is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automoe.data.chat import Conversation
+from automoe.data.chat_template import ChatTemplate, Sample
+
+_BATCH = 256  # conversations rendered and tokenised at a time
+
+
+def tokenise_chat(
+    folder: Path, conversations: Iterable[Conversation], template: ChatTemplate, vocab_size: int
+) -> dict[str, Any]:
+    """Write tokens, marks and the table of samples as ``prepare`` reads them; returns the facts of the corpus.
+
+    All samples of a conversation have its hash, so that none of it is validated on while the rest is trained.
+
+    Raises:
+        DataError: as ``read_conversations`` and ``ChatTemplate.samples``.
+    """
+    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    digest, table, counts = hashlib.blake2b(digest_size=16), array("Q"), Counter[str]()
+    template.counts.clear()
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
+        for conversation, samples in _batched(conversations, template):
+            raw = json.dumps([conversation.messages, conversation.tools], sort_keys=True).encode()
+            text_hash = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+            counts["conversations"] += 1
+            counts["text_bytes"] += sum(len(str(m.get("content") or "").encode()) for m in conversation.messages)
+            counts["rendered_tokens"] += len(samples[-1].ids)
+            for sample in samples:
+                trained = np.zeros(len(sample.ids), dtype=np.bool_)
+                for start, end in sample.spans:
+                    trained[start:end] = True
+                for file, values in ((tokens, np.array(sample.ids).astype(dtype)), (marks, trained)):
+                    digest.update(values.tobytes())
+                    file.write(values.tobytes())
+                table.extend((len(sample.ids), text_hash, conversation.file, conversation.line))
+                counts["trained_tokens"] += int(trained.sum())
+    columns = np.frombuffer(table, dtype=np.uint64).reshape(-1, 4).T.copy()
+    digest.update(columns[0].tobytes())
+    np.save(folder / "documents.npy", columns)
+    text_bytes = counts.pop("text_bytes")
+    facts = {"dtype": dtype.name, "content": digest.hexdigest(), "text_bytes": text_bytes}
+    return facts | {"chat": dict(counts + template.counts)}
+
+
+def _batched(
+    conversations: Iterable[Conversation], template: ChatTemplate
+) -> Iterator[tuple[Conversation, list[Sample]]]:
+    waiting = iter(conversations)
+    while batch := list(islice(waiting, _BATCH)):
+        yield from zip(batch, template.samples(batch), strict=True)
+
+
+def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator[str]:
+    """What became of the conversations, a line each, for the user.
+
+    Args:
+        counts: of ``tokenise_chat``.
+        tokens, samples: of the whole corpus.
+    """
+    answers, conversations = counts["answers"], counts["conversations"]
+    share = counts["trained_tokens"] / max(tokens, 1)
+    yield f"{conversations:,} conversations, {answers:,} answers: {tokens:,} tokens, {share:.0%} of them trained"
+    if samples > conversations:
+        factor = tokens / max(counts["rendered_tokens"], 1)
+        yield (
+            f"the chat template rewrites earlier turns, so {conversations:,} conversations are {samples:,} samples "
+            f"with {factor:.2f} times the tokens (data.chat.turns=last: the last answer alone)"
+        )
+    told = {
+        "apart": "begin with characters that the tokenizer would join with the prompt, and are tokenised apart from it",
+        "prompt_cut": "are written without the end of the generation prompt, which a model is given at inference",
+        "eos_added": "end in the end-of-text token, since the chat template ends them in no special token",
+    }
+    for key, what in told.items():
+        if counts.get(key):
+            yield f"{counts[key]:,} answers {what}"
+    if counts.get("tools_unseen"):
+        yield f"warning: the chat template shows no tools, and {counts['tools_unseen']:,} conversations have some"

@@ -1,0 +1,365 @@
+"""Conversations as tokens, with the tokens that a model would have to generate marked.
+
+No stored template of the main families says where answers begin and end, so that is found: an answer reaches from the
+longest common prefix of (messages before + generation prompt) and (messages through the answer) to the stop token.
+Text is rendered by ``transformers`` and tokenised by its tokenizer, as they are at inference; both are imported here
+where they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from automoe.config.schema import ChatConfig, Config, tokenizer_of
+from automoe.data.chat import Conversation, Message
+from automoe.data.tokenizer import ByteTokenizer
+from automoe.errors import ConfigError, DataError
+from automoe.shipped import shipped_folder
+
+_PROBE = "probe_name", "probe_key", "probe value"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of tokens, and the [start, end) of each answer in it that is trained."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Everything up to the end of one answer, stop token included; ``start`` is its first generated token."""
+
+    ids: list[int]
+    start: int
+
+
+def stored_template(chat: ChatConfig, tokenizer: str) -> str:
+    """The chat template as it is stored, whatever its format: what says that it is there, and the same.
+
+    Args:
+        tokenizer: ``byte`` or a directory.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    chosen = chat.template
+    if chosen is not None:
+        path = shipped_folder("conf") / "chat_template" / "plain.jinja" if chosen == "plain" else Path(chosen)
+        try:
+            return path.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            rule = f"the chat template cannot be read ({error})"
+            raise ConfigError("data.chat.template", chosen, rule, "Name a Jinja file, or plain") from error
+    folder = Path(tokenizer).expanduser()
+    files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+    found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if not found and (folder / name).is_file():
+            try:
+                content = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+            except (ValueError, AttributeError) as error:
+                rule = f"{folder / name} is damaged ({error})"
+                raise ConfigError("data.tokenizer", tokenizer, rule, "Copy it again") from error
+            found = content if isinstance(content, str) else json.dumps(content) if content else ""
+    if not found:
+        raise ConfigError(
+            "data.chat.template",
+            None,
+            f"the tokenizer {tokenizer} has no chat template, and conversations need one",
+            "Set data.tokenizer to that of an instruct model, data.chat.template to a Jinja file, or "
+            "data.chat.template=plain for lines of 'user: ...' and 'assistant: ...'",
+        )
+    return found
+
+
+class ChatTemplate:
+    """Renders and tokenises conversations as ``transformers`` does at inference.
+
+    Attributes:
+        digest: changes when the same record could give other tokens.
+        own: the template that ``data.chat.template`` names; None: the tokenizer's.
+        counts: what was met so far: ``answers``; of them ``apart`` (the tokenizer would have merged the answer's first
+            characters with the prompt), ``prompt_cut`` (the template writes answers otherwise than its generation
+            prompt begins them), ``eos_added`` (no stop token); conversations with ``tools_unseen``.
+
+    Raises:
+        ConfigError: there is no template, or the tokenizer cannot be loaded.
+    """
+
+    def __init__(self, chat: ChatConfig, tokenizer: str) -> None:
+        self.chat, self.tokenizer, stored = chat, tokenizer, stored_template(chat, tokenizer)
+        self.own = stored if chat.template is not None else None
+        settings = [chat.format, chat.keys, chat.roles, chat.template_args, chat.turns, stored]
+        self.digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self._tool_form: tuple[bool, Any] | None = None
+        self._openers: dict[bool, int | None] = {}
+        self.counts: Counter[str] = Counter()
+
+    @cached_property
+    def _hf(self) -> Any:
+        return _load(self.tokenizer)
+
+    @cached_property
+    def _special(self) -> set[int]:
+        special = {i for i, token in self._hf.added_tokens_decoder.items() if token.special}
+        return special | {self._hf.eos_token_id}
+
+    def samples(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
+        """Of each conversation the samples that train its answers, every answer in one of them.
+
+        One sample where the render through an answer goes on in the render through the next. Where the template
+        rewrites what came before (it drops reasoning, or ends the last answer in a token of its own), the
+        conversation is unrolled. With ``turns=last`` the last answer alone is trained.
+
+        Raises:
+            DataError: with file and line: no answer to train on, or the template refuses the conversation.
+        """
+        texts: list[str] = []
+        asked: list[tuple[list[Message], list[int]]] = []
+        for conversation in conversations:
+            messages = self._normal(conversation)
+            answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > 0]
+            if not answers:
+                raise DataError(
+                    f"{conversation.where}: no token to train on: no assistant message follows another one. Remove "
+                    f"this line, or set data.chat.roles to what stands for the assistant."
+                )
+            answers = answers[-1:] if self.chat.turns == "last" else answers
+            asked.append((messages, answers))
+            for n in answers:
+                texts += self._renders(conversation, messages, n)
+            names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
+            self.counts["tools_unseen"] += any(name not in texts[-2] for name in names)
+        encoded = iter(self._encode(texts))
+        rendered = iter(texts)
+        found = []
+        for messages, answers in asked:
+            turns = []
+            for n in answers:
+                pair = next(rendered), next(rendered)
+                calls = bool(messages[n].get("tool_calls"))
+                turns.append(self._turn(pair, next(encoded), next(encoded), calls))
+            found.append(list(_joined(turns)))
+        return found
+
+    def stop_id(self) -> int:
+        """The token that ends an answer."""
+        path = Path("a first question")
+        conversation = Conversation(
+            [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}], None, path, 0, 1
+        )
+        return self.samples([conversation])[0][-1].ids[-1]
+
+    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """What a model is given to answer ``messages``."""
+        return self._encode([self._render(messages, tools, prompt=True)])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._hf.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    # One answer ------------------------------------------------------------------------------------
+
+    def _renders(self, conversation: Conversation, messages: list[Message], n: int) -> tuple[str, str]:
+        """The text before the answer ``messages[n]``, generation prompt included, and the text through it."""
+        tools, answer = conversation.tools, messages[n]
+        try:
+            before = self._render(messages[:n], tools, prompt=True)
+            through = self._render(messages[: n + 1], tools)
+            if len(os.path.commonprefix([before, through])) < len(self._render(messages[:n], tools).rstrip()):
+                # It writes the question otherwise once there is an answer (Mistral: the system prompt goes along with
+                # the last message). At inference the question stands as it does before, so that is kept.
+                other = answer | {"content": "." if answer["content"].strip()[:1] != "." else ":"}
+                changed = self._render([*messages[:n], other], tools)
+                through = before + through[_end_of_prompt(os.path.commonprefix([changed, through]), before) :]
+        except Exception as error:  # whatever a template's expressions raise
+            raise DataError(
+                f"{conversation.where}: the chat template refuses this conversation "
+                f"({type(error).__name__}: {error}). Correct the line, or set data.chat.template to another template."
+            ) from error
+        written = through[len(os.path.commonprefix([before, through])) :].replace(answer["content"] or "", "", 1)
+        for call in answer.get("tool_calls") or ():
+            name = str(call.get("function", call).get("name"))
+            if name not in written:
+                raise DataError(
+                    f"{conversation.where}: the chat template leaves out the call of {name!r} in message {n + 1}. "
+                    f"Remove the text beside the call, or set data.chat.template to a template that writes both."
+                )
+        return before, through
+
+    def _turn(self, texts: tuple[str, str], prompt: list[int], ids: list[int], calls: bool) -> _Turn:
+        """One answer's tokens, from the texts of ``_renders`` and their ids."""
+        before, through = texts
+        start = len(os.path.commonprefix([prompt, ids]))
+        self.counts["answers"] += 1
+        if start < len(prompt) and through.startswith(before):
+            # One token holds the prompt's end and the answer's beginning: at inference the prompt is all there is.
+            ids, start = prompt + self._encode_inside(through[len(before) :]), len(prompt)
+            self.counts["apart"] += 1
+        elif start < len(prompt):
+            self.counts["prompt_cut"] += 1
+            if prompt[start] not in self._hf.added_tokens_decoder:  # else the border is that token's
+                cut = len(os.path.commonprefix([before, through]))
+                [head] = self._encode([through[:cut]])
+                ids, start = head + self._encode_inside(through[cut:]), len(head)
+        end = self._stop(ids, start)
+        return _Turn([*ids, self._next_token(calls)], start) if end is None else _Turn(ids[:end], start)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that does not begin one: some tokenizers put a blank before what does."""
+        for prefix in ("", "\n", "."):
+            head, ids = self._encode([prefix, prefix + text]) if prefix else ([], *self._encode([text]))
+            if ids[: len(head)] == head and self.decode(ids) == self.decode(head) + text:
+                return ids[len(head) :]
+        return self._encode([text])[0]
+
+    def _stop(self, ids: list[int], start: int) -> int | None:
+        """The place behind the special token that ends an answer, if nothing but blanks follows it."""
+        for end in range(len(ids), start, -1):
+            if ids[end - 1] in self._special:
+                return None if self.decode(ids[end:]).strip() else end
+        return None
+
+    def _next_token(self, calls: bool) -> int:
+        """What ends an answer where the template writes nothing: the token that opens the next turn, or the EOS."""
+        if calls not in self._openers:
+            name, key, value = _PROBE
+            call = {"id": "probe0000", "type": "function", "function": {"name": name, "arguments": {key: value}}}
+            answer = {"role": "assistant", "content": "a"} | ({"tool_calls": [call]} if calls else {})
+            messages = [{"role": "user", "content": "q"}, answer]
+            try:
+                through = self._render(messages, None)
+                more = self._render([*messages, {"role": "tool" if calls else "user", "content": "x"}], None)
+            except Exception:  # a template may want an id, or the roles in another order
+                through, more = "", ""
+            opener = more.removeprefix(through).lstrip() if more != through else ""
+            token = self._encode([opener])[0][0] if opener else None
+            self._openers[calls] = token if token in self._special else None
+        opener_id = self._openers[calls]
+        self.counts["eos_added"] += opener_id is None
+        return self._hf.eos_token_id if opener_id is None else opener_id
+
+    # Rendering -------------------------------------------------------------------------------------
+
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None, prompt: bool = False) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.own if self.own is not None else self._hf.get_chat_template(None, tools)
+        given = self._hf.special_tokens_map | self.chat.template_args
+        [text], _ = render_jinja_template(
+            conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=prompt, **given
+        )
+        return text
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._hf(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def _normal(self, conversation: Conversation) -> list[Message]:
+        """Messages with tool calls in the form that this template writes out."""
+        if not any(message.get("tool_calls") for message in conversation.messages):
+            return conversation.messages
+        if self._tool_form is None:
+            self._tool_form = self._find_tool_form(conversation.where)
+        as_text, empty = self._tool_form
+        messages = []
+        for message in conversation.messages:
+            if calls := message.get("tool_calls"):
+                message = message | {"tool_calls": [_call(call, as_text) for call in calls]}
+                if not message["content"]:
+                    message["content"] = empty
+            messages.append(message)
+        return messages
+
+    def _find_tool_form(self, where: str) -> tuple[bool, Any]:
+        """Whether arguments are text to this template, and what stands for no content.
+
+        Templates differ, and most do not fail on the form that is not theirs: they write Python's brackets, JSON
+        inside of JSON, or leave the call out. So each form is tried.
+        """
+        name, key, value = _PROBE
+        question = {"role": "user", "content": "q"}
+        for as_text in (False, True):
+            for empty in ("", None):
+                function = {"name": name, "arguments": json.dumps({key: value}) if as_text else {key: value}}
+                call = {"id": "probe0000", "type": "function", "function": function}
+                answer = {"role": "assistant", "content": empty, "tool_calls": [call]}
+                try:
+                    before = self._render([question], None, prompt=True)
+                    text = self._render([question, answer], None)[len(before) :]
+                except Exception:  # not the form of this template
+                    continue
+                written = name in text and key in text and value in text
+                if written and f"{{'{key}'" not in text and f'\\"{key}' not in text:
+                    return as_text, empty
+        raise DataError(
+            f"{where}: the chat template writes no tool calls. Set data.chat.template to one that does, or leave "
+            f"conversations with calls out."
+        )
+
+
+def chat_template_of(config: Config) -> ChatTemplate | None:
+    """The chat template of a configuration that trains on conversations, else None. Raises ConfigError."""
+    return ChatTemplate(config.data.chat, tokenizer_of(config)) if config.data.is_chat else None
+
+
+def _end_of_prompt(head: str, before: str) -> int:
+    """Where in ``head``, all that stands before an answer's text, ends what ends ``before``: blanks may follow it."""
+    ends = range(len(head), max(0, len(head) - 16), -1)
+    return max(ends, key=lambda end: len(os.path.commonprefix([head[:end][::-1], before[::-1]])), default=0)
+
+
+def _joined(turns: list[_Turn]) -> Iterator[Sample]:
+    """Turns of one conversation, those together that one sequence of tokens shows as each was generated."""
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for turn in turns:
+        if spans and turn.ids[: len(ids)] != ids:
+            yield Sample(ids, spans)
+            spans = []
+        ids = turn.ids
+        spans.append((turn.start, len(ids)))
+    yield Sample(ids, spans)
+
+
+def _call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """A tool call with its arguments as text, or as an object."""
+    function = dict(call.get("function", call))
+    arguments = function.get("arguments", {})
+    if as_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except ValueError:  # no JSON: as it is
+            pass
+    return {"type": "function"} | call | {"function": function} if "function" in call else function
+
+
+def _load(tokenizer: str) -> Any:
+    """The tokenizer as ``transformers`` has it. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if tokenizer == "byte":
+            for name, content in ByteTokenizer.files().items():
+                Path(scratch, name).write_text(content, encoding="utf-8")
+        folder = scratch if tokenizer == "byte" else str(Path(tokenizer).expanduser())
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, ImportError, AttributeError) as error:
+            why = " ".join(str(error).split())
+            rule = f"transformers, which renders conversations, cannot load it ({why})"
+            raise ConfigError("data.tokenizer", tokenizer, rule, "Copy the tokenizer's files again") from error
+    return loaded

@@ -1,0 +1,55 @@
+"""One packed row as text, with what is trained set off: by colour, and by a mark for those who see none."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+
+from automoe.data.tokenizer import Tokenizer
+from automoe.moe.tokens import IGNORE
+
+_MOST_SAMPLES, _MOST_LINES = 3, 4  # shown of a row; lines of one part
+_MARKS = {False: "          | ", True: "trained > | "}
+Line = tuple[str, bool]  # its text, and whether it is trained
+
+
+def describe_row(
+    tokens: np.ndarray, labels: np.ndarray, doc_ids: np.ndarray, tokenizer: Tokenizer, width: int = 80
+) -> list[Line]:
+    """A row's first samples, part after part, in lines of at most ``width`` columns; line ends in the text are ``⏎``.
+
+    Args:
+        tokens, labels, doc_ids: [S], as in ``StepBatch``.
+    """
+    trained = np.zeros(len(tokens), dtype=bool)
+    trained[1:] = labels[:-1] != IGNORE
+    count, filled = int(doc_ids.max()) + 1, int((doc_ids >= 0).sum())
+    head = f"a row of the training data: {count} samples, {filled} of {len(tokens)} tokens, {trained.sum()} trained"
+    lines: list[Line] = [(head, False)]
+    for sample in range(min(count, _MOST_SAMPLES)):
+        here = np.flatnonzero(doc_ids == sample)
+        borders = [0, *(np.flatnonzero(np.diff(trained[here])) + 1), len(here)]
+        for start, end in zip(borders[:-1], borders[1:], strict=True):
+            part = here[start:end]
+            lines += _part(_spell(tokens[part], tokenizer), bool(trained[part[0]]), width)
+        lines.append(("", False))
+    if count > _MOST_SAMPLES:
+        lines.append((f"and {count - _MOST_SAMPLES} more", False))
+    return lines
+
+
+def _spell(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Text with special tokens by name, or by number where they have none."""
+    special = tokenizer.byte_lengths[ids] == 0
+    cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
+    return "".join(tokenizer.decode(run) or f"<{run[0]}>" for run in np.split(ids, cuts))
+
+
+def _part(text: str, trained: bool, width: int) -> list[Line]:
+    shown = "".join(char if char.isprintable() else "�" for char in text.replace("\n", "⏎").replace("\t", " "))
+    room = width - len(_MARKS[trained])
+    lines = textwrap.wrap(shown, room, drop_whitespace=False, break_on_hyphens=False)
+    if len(lines) > _MOST_LINES:
+        lines = [lines[0], f"... {len(lines) - 2} lines ...", lines[-1]]
+    return [(_MARKS[trained] + line, trained) for line in lines]

@@ -1,0 +1,34 @@
+"""The weights that a run begins with, and the checkpoint that it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from automoe.config.schema import Config, tokenizer_of
+from automoe.data.chat_template import chat_template_of
+from automoe.hf.files import Written
+from automoe.hf.read import Loaded, load_hf
+from automoe.hf.upcycle import upcycled_model
+from automoe.hf.write import to_hf
+from automoe.model.decoder import Decoder
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.parallelize import allocate, build_parts, materialize
+
+
+def first_weights(config: Config, meshes: Meshes, device: torch.device) -> tuple[dict[int, Decoder], Loaded | None]:
+    """This rank's pipeline stages, filled from ``model.hf_path`` or at random; and what was loaded. Collective."""
+    parts = build_parts(config, meshes)
+    if not config.model.hf_path:
+        materialize(parts, config, device)
+        return parts, None
+    allocate(parts, device)
+    upcycling = upcycled_model(config.model)[1] if config.model.upcycle else None
+    return parts, load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
+
+
+def export_weights(config: Config, parts: dict[int, Decoder], run_dir: Path) -> Written:
+    """The run's HuggingFace checkpoint in ``run_dir/hf``, with what ``transformers`` needs to use it. Collective."""
+    options = {"tokenizer": tokenizer_of(config), "chat": chat_template_of(config), "overwrite": True}
+    return to_hf(parts, run_dir / "hf", **options)

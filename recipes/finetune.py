@@ -1,0 +1,83 @@
+"""Fine-tuning on conversations: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy finetune``).
+
+    config + mesh -> meshes -> a checkpoint's weights -> optimizer -> conversations -> steps -> checkpoint
+
+What differs from pretraining is in the rows: whole conversations packed side by side, of which answers alone have
+labels. So this file says what became of them and shows one row; a step is the same step.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.data.loader import Loader
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.pipeline import build_runner
+from automoe.trace import phase
+from automoe.training.context import RunContext
+from automoe.training.routing import replayed_routing
+from automoe.training.run import open_run
+from automoe.training.state import TrainState
+from automoe.training.stats import same_on_all_ranks
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
+from automoe.training.weights import export_weights, first_weights
+
+
+def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
+    """Fine-tune ``config`` on this rank; returns the last validation loss, else the last training loss."""
+    device, train = context.device, config.train
+
+    # ---------------------------------------------------------------- a checkpoint's model on both meshes
+    meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
+    store = CheckpointStore(config, shape, context.run_dir)
+    store.check()  # fail now, not at the first save
+    parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
+    runner = build_runner(parts, meshes, config, device)
+
+    # ---------------------------------------------------------------- optimizer, conversations, state
+    optimizer = build_optimizer(list(parts.values()), config.optim, train.seed)
+    loader = Loader(config, meshes.dp_rank, shape.dp)
+    same_on_all_ranks(loader.fingerprint(), "the training data")
+    state = TrainState(parts, optimizer, loader)
+    resumed = store.load_latest(state)
+
+    # ---------------------------------------------------------------- the loop
+    with open_run(config, shape, context, state, store, resumed) as run:
+        run.note(str(loaded or "from random weights, since model.hf_path is not set"))
+        for line in loader.describe():
+            run.note(line)
+        run.show_row()  # which tokens are trained, and which are not
+        while state.step < train.steps and not run.stopping:
+            run.begin_step()
+
+            # one optimizer step over the global batch
+            with phase("step", state.step + 1):
+                batch = loader.next_step()
+                forced_ids = replayed_routing(config, batch, state.step)
+                inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+                stats = forward_backward(state, runner, inputs, config)
+                update = optimizer_step(state, stats, trained, meshes, config)
+
+            # record
+            record = run.end_step(stats, update)
+            if run.validates():
+                record |= validate(config, runner, loader, meshes, device)
+            run.write(record, stats)  # may go back to the checkpoint before
+
+            # save
+            if run.saves():
+                run.saver.save(state, record.get("val_loss"), run.stopping)
+
+        # ------------------------------------------------------------ leave
+        exports, paths = config.checkpoint.export_hf, {}
+        # A run that stops in its last step leaves the export for the next start.
+        context.preempted = state.step < train.steps or (run.stopping and exports)
+        run.check_result()
+        if exports and not run.stopping:
+            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir)
+        run.finish(paths)
+    return run.objective

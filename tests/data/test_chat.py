@@ -1,0 +1,236 @@
+"""Conversations in files: formats, bad records, and what the loader makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from automoe.config.schema import ChatConfig, Config, DataConfig, TrainConfig
+from automoe.config.validate import validate
+from automoe.data.chat import read_conversations
+from automoe.data.corpora import find_files
+from automoe.data.loader import Loader
+from automoe.errors import ConfigError, DataError
+from automoe.moe.tokens import IGNORE
+from automoe.observe.sample_view import describe_row
+from tests.support.chat import messages, save_tokenizer, write_chat
+
+ASKED = messages("2+2?", "4")
+
+
+def read(path: Path, **chat: Any) -> list[list[dict[str, Any]]]:
+    data = DataConfig(kind="chat", path=str(path), chat=ChatConfig(**chat))
+    return [one.messages for one in read_conversations(data, find_files(data).values())]
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_the_three_formats_say_the_same(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    own = write(tmp_path / "own.jsonl", {"messages": [system, *ASKED]})
+    turns = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    sharegpt = write(tmp_path / "sharegpt.jsonl", {"conversations": turns, "system": "Be brief."})
+    alpaca = write(tmp_path / "alpaca.jsonl", {"instruction": "2+2?", "output": "4", "system": "Be brief."})
+    assert read(own) == read(sharegpt, format="sharegpt") == read(alpaca, format="alpaca") == [[system, *ASKED]]
+    more = write(tmp_path / "more.jsonl", {"instruction": "Add.", "input": "2+2", "output": "4"})
+    assert read(more, format="alpaca")[0][0]["content"] == "Add.\n\n2+2"
+
+
+def test_other_names_and_roles_are_mapped(tmp_path: Path) -> None:
+    turns = [{"who": "me", "text": "2+2?"}, {"who": "bot", "text": "4"}]
+    path = write(tmp_path / "a.jsonl", {"dialogue": turns})
+    keys = {"messages": "dialogue", "role": "who", "content": "text"}
+    assert read(path, keys=keys, roles={"me": "user", "bot": "assistant"}) == [ASKED]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: message 2 has the role 'bot'.*data\.chat\.roles=\{bot: user\}"):
+        read(path, keys=keys, roles={"me": "user"})
+
+
+def test_parquet_gives_what_json_lines_give(tmp_path: Path) -> None:
+    """Rows of one schema: keys that a message never had are null, and lists may be JSON text."""
+    call = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+    turns = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": call}, {"role": "tool", "content": "4"}]
+    table = pyarrow.table({"messages": [ASKED, turns], "tools": [None, json.dumps([{"name": "add"}])]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [ASKED, turns] == read(write_chat(tmp_path / "a.jsonl", [ASKED, turns]))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [json.dumps(ASKED)]}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet") == [ASKED]
+
+
+def test_calls_of_sharegpt_are_tool_calls(tmp_path: Path) -> None:
+    call = {"name": "add", "arguments": {"a": 2}}
+    turns = [{"from": "human", "value": "?"}, {"from": "function_call", "value": json.dumps(call)}]
+    [[_, answer]] = read(write(tmp_path / "a.jsonl", {"conversations": turns}), format="sharegpt")
+    assert answer == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+
+
+BAD = {
+    '{"messages": [': r"a\.jsonl:2: not valid JSON",
+    '{"text": "x"}': r"a\.jsonl:2: no key 'messages'; there is text .*data\.chat\.keys=\{messages: NAME\}",
+    '{"messages": []}': r"a\.jsonl:2: 'messages' is an empty list where a list of messages is needed",
+    '{"messages": "hello"}': r"a\.jsonl:2: 'messages' is str where",
+    '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is str where an object is needed",
+    '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; there is role",
+    '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate pair \(\\ud800\)",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_record_names_its_line(tmp_path: Path, line: str) -> None:
+    path = write_chat(tmp_path / "a.jsonl", [ASKED])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=BAD[line]):
+        read(path)
+
+
+def test_bad_utf8_and_empty_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"messages": []}\n\n{"messages": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 'messages' is an empty list"):
+        read(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(json.dumps({"messages": ASKED}).encode() + b'\n{"messages": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"b\.jsonl:2: byte 0xe9 is not UTF-8"):
+        read(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").touch()
+    with pytest.raises(DataError, match=r"c\.jsonl: the file is empty"):
+        read(tmp_path / "c.jsonl")
+    with pytest.raises(DataError, match=r"no \*\.jsonl or \*\.parquet file in this directory"):
+        (tmp_path / "none").mkdir()
+        read(tmp_path / "none")
+
+
+# The loader -----------------------------------------------------------------------------------------
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A configuration over 40 conversations of two questions each, rows of 64 tokens."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_chat(tmp_path / "chats.jsonl", [messages(f"{n}?", "a" * (n % 7 + 1), "and?", "b") for n in range(40)])
+
+    def config(template: str | None = "chatml", seq_len: int = 64, **data: Any) -> Config:
+        tokenizer = save_tokenizer(tmp_path / f"tokenizer-{template}", template)
+        made = Config(train=TrainConfig(seq_len=seq_len, global_batch_size=4, micro_batch_size=1))
+        made.model.vocab_size = 304
+        made.data = replace(
+            DataConfig(kind="chat", path=str(path), tokenizer=str(tokenizer), on_long="error", val_fraction=0.2), **data
+        )
+        return made
+
+    return config
+
+
+def test_rows_train_answers_alone_and_all_of_them(make: Make) -> None:
+    loader = Loader(make(seq_len=128), 0, 1)
+    loader.config.train.global_batch_size = loader.rows_per_rank = loader.rows_per_epoch
+    batch = loader.next_step()
+    trained = batch.labels[batch.labels != IGNORE]
+    answers = loader.tokenizer.decode(trained.tolist()).split("<|im_end|>")
+    validated = sum(b.labels.ne(IGNORE).any(1).sum() for b in loader.validation_batches(1))
+    assert set(answers) == {"b", "", *("a" * n for n in range(1, 8))} and validated > 0
+    assert answers.count("b") == len(loader._split_rows("train").lengths) < 40
+    lines = loader.describe()
+    assert lines[0].startswith("40 conversations, 80 answers: ") and lines[-1].endswith("% full")
+    assert batch.tokens.shape == (loader.rows_per_epoch, 128) and (batch.doc_ids >= 0).float().mean() > 0.85
+
+
+def test_a_template_that_drops_reasoning_unrolls_and_says_how_much(make: Make) -> None:
+    lines = Loader(make("thinks"), 0, 1).describe()
+    assert any("40 conversations are 80 samples with 1." in line and "data.chat.turns=last" in line for line in lines)
+    last = make("thinks", chat=ChatConfig(turns="last"))
+    assert Loader(last, 0, 1).describe()[0].startswith("40 conversations, 40 answers")
+
+
+def test_samples_of_a_conversation_are_on_one_side_of_the_split(make: Make) -> None:
+    loader = Loader(make("thinks"), 0, 1)
+    lines = {split: set() for split in ("train", "validation")}
+    for split, found in lines.items():
+        rows = loader._split_rows(split)
+        found.update(loader.corpus.lines[np.searchsorted(loader.corpus.starts, rows.starts)].tolist())
+    assert not lines["train"] & lines["validation"] and len(lines["train"] | lines["validation"]) == 40
+
+
+def test_a_resumed_loader_goes_on_and_other_settings_are_refused(make: Make) -> None:
+    whole = Loader(make("thinks"), 0, 1)
+    batches = [whole.next_step() for _ in range(60)]
+    assert whole.consumed_rows > 2 * whole.rows_per_epoch
+    first = Loader(make("thinks"), 0, 1)
+    for _ in range(25):
+        first.next_step()
+    ranks = [Loader(make("thinks"), rank, 2) for rank in range(2)]
+    state = json.loads(json.dumps(first.state_dict()))
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for batch in batches[25:]:
+        parts = [rank.next_step() for rank in ranks]
+        for name in ("tokens", "labels", "positions", "doc_ids"):
+            assert torch.equal(getattr(batch, name), torch.cat([getattr(part, name) for part in parts]))
+    for other in (make("chatml"), make("thinks", chat=ChatConfig(turns="last")), make("thinks", on_long="drop")):
+        with pytest.raises(DataError, match=r"data changed.*(chat template|data\.on_long) was"):
+            Loader(other, 0, 1).load_state_dict(state)
+
+
+def test_a_sample_longer_than_a_row_is_named_dropped_or_cut(make: Make) -> None:
+    longest = int(Loader(make(), 0, 1).corpus.lengths.max())
+    short = longest - 2
+    with pytest.raises(
+        DataError, match=rf"chats\.jsonl:7: a conversation of {short + 1} tokens does not fit train\.seq_len={short} "
+    ):
+        Loader(make(seq_len=short), 0, 1)
+    dropped, cut = (Loader(make(seq_len=short, on_long=what), 0, 1) for what in ("drop", "truncate"))
+    assert (dropped._split_rows("train").lengths <= short).all()
+    assert len(dropped._split_rows("train").lengths) < len(cut._split_rows("train").lengths)
+    assert cut._split_rows("train").lengths.max() == short
+    assert any("left out" in line for line in dropped.describe()) and any("cut, or" in line for line in cut.describe())
+    with pytest.raises(DataError, match=r"No conversation is left for the train split: all \d+ are longer"):
+        Loader(make(seq_len=8, on_long="drop"), 0, 1)
+
+
+def test_what_would_train_nothing_or_leak_is_refused(make: Make) -> None:
+    checked = make()
+    validate(checked, 1)
+    for key, value, message in [
+        ("on_long", "split", r"half a conversation answers no question.*data=chat"),
+        ("document_mask", False, r"samples that share a row attend to themselves alone.*data\.chat\.pack=false"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            validate(replace(checked, data=replace(checked.data, **{key: value})), 1)
+    with pytest.raises(ConfigError, match=r"data\.chat\.template=None: the tokenizer .* has no chat template"):
+        Loader(make(None), 0, 1)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=200: the tokenizer .* makes ids up to"):
+        small = make()
+        small.model.vocab_size = 200
+        Loader(small, 0, 1)
+
+
+def test_a_row_is_shown_with_what_is_trained(make: Make) -> None:
+    loader = Loader(make(), 0, 1)
+    row = loader.row(0)
+    lines = describe_row(*(one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids)), loader.tokenizer)
+    shown = [text for text, trained in lines if trained]
+    assert all(text.startswith("trained > | ") for text in shown) and all(len(text) <= 80 for text, _ in lines)
+    assert any("<|im_end|>" in text for text in shown) and not any("user" in text for text in shown)
+    assert any(text.endswith("<|im_start|>assistant⏎") for text, trained in lines if not trained)
+    assert loader.consumed_rows == 0
+
+
+def test_questions_about_the_library_are_on_every_machine(make: Make) -> None:
+    data = DataConfig(kind="stdlib_chat", max_bytes=2000)
+    found = list(read_conversations(data, find_files(data).values()))
+    assert 10 < len(found) < 100 and all(len(one.messages) == 2 for one in found)
+    assert found[0].messages[0]["content"].startswith("What is the ") and found[0].where.endswith(
+        f".py:{found[0].line}"
+    )

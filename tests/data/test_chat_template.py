@@ -1,0 +1,181 @@
+"""Conversations as tokens: what is trained is what a model would generate, and its prompt is that of inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automoe.config.schema import ChatConfig
+from automoe.data.chat import Conversation
+from automoe.data.chat_template import ChatTemplate, Sample, stored_template
+from automoe.errors import ConfigError, DataError
+from tests.support.chat import TEMPLATES, messages, save_tokenizer
+
+Load = Callable[..., ChatTemplate]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory) -> Load:
+    @cache
+    def get(name: str, **chat: Any) -> ChatTemplate:
+        folder = save_tokenizer(tmp_path_factory.mktemp("tokenizers") / name, name)
+        return ChatTemplate(ChatConfig(**chat), str(folder))
+
+    return get
+
+
+def samples(template: ChatTemplate, turns: list[dict[str, Any]], tools: Any = None) -> list[Sample]:
+    return template.samples([Conversation(turns, tools, Path("a.jsonl"), 0, 7)])[0]
+
+
+def trained(template: ChatTemplate, sample: Sample) -> list[str]:
+    return [template.decode(sample.ids[start:end]) for start, end in sample.spans]
+
+
+FOUR = messages("2+2?", "4", "3+3?", "6")
+ANSWERS = {
+    "chatml": [["4<|im_end|>", "6<|im_end|>"]],
+    "thinks": [["<think>\n\n</think>\n\n4<|im_end|>"], ["<think>\n\n</think>\n\n6<|im_end|>"]],
+    "opens": [["4<|user|>", "6<|user|>"]],
+    "moves": [[" 4<|endoftext|>", " 6<|endoftext|>"]],
+    "prefills": [["4<|im_end|>", "6<|im_end|>"]],
+    "returns": [["4<|endoftext|>"], ["6<|endoftext|>"]],
+    "bare": [[" 4\n<|endoftext|>"], [" 6\n<|endoftext|>"]],
+    "text_calls": [["4<|endoftext|>", "6<|endoftext|>"]],
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_are_found_up_to_their_stop_token(load: Load, name: str) -> None:
+    template = load(name)
+    assert [trained(template, sample) for sample in samples(template, FOUR)] == ANSWERS[name]
+    assert ANSWERS[name][0][0].endswith(template.decode([template.stop_id()]))
+
+
+contents = st.text(st.sampled_from("ab \n<|>é❄"), min_size=1, max_size=6).filter(str.strip)
+conversations = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(TEMPLATES)), conversations, st.booleans())
+def test_a_prompt_is_that_of_inference_and_an_answer_is_trained_once(load, name: str, pairs, system: bool) -> None:
+    """Whatever stands at the border: line ends that merge, blanks, the template's own signs."""
+    template, turns = load(name), messages(*(text for pair in pairs for text in pair))
+    if system:
+        turns.insert(0, {"role": "system", "content": "Be brief."})
+    answers = [n for n, message in enumerate(turns) if message["role"] == "assistant"]
+    found = [(sample, span) for sample in samples(template, turns) for span in sample.spans]
+    assert len(found) == len(answers)
+    for n, (sample, (start, end)) in zip(answers, found, strict=True):
+        prompt = template.prompt(turns[:n])
+        if name == "prefills":  # the prompt of inference has more
+            assert template.decode(prompt) == template.decode(sample.ids[:start]) + "<think>\n"
+        else:
+            assert sample.ids[:start] == prompt
+        assert sample.ids[end - 1] in template._special and start < end <= len(sample.ids)
+        assert turns[n]["content"].strip() in template.decode(sample.ids[start:end])
+    assert all(sample.spans[-1][1] == len(sample.ids) for sample, _ in found), "nothing after the last stop token"
+
+
+def test_what_merges_with_the_prompt_is_tokenised_apart(load: Load) -> None:
+    template = load("chatml")
+    [sample] = samples(template, messages("a", "\n\nb"))
+    start = sample.spans[0][0]
+    assert template.decode(sample.ids[start - 1 : start]) == "\n", "and not two of the three line ends"
+    assert template.counts["apart"] == 1
+
+
+def test_reasoning_is_trained_where_it_is_written(load: Load) -> None:
+    template = load("thinks")
+    turns = [*FOUR[:1], FOUR[1] | {"reasoning_content": "two twos"}, *FOUR[2:]]
+    first, second = samples(template, turns)
+    assert trained(template, first) == ["<think>\ntwo twos\n</think>\n\n4<|im_end|>"]
+    assert "two twos" not in template.decode(second.ids), "the template drops it later"
+
+
+def test_the_last_answer_alone(load: Load) -> None:
+    template = load("thinks", turns="last")
+    [sample] = samples(template, FOUR)
+    assert trained(template, sample) == ["<think>\n\n</think>\n\n6<|im_end|>"]
+
+
+def test_a_system_prompt_that_moves_is_where_inference_has_it(load: Load) -> None:
+    template = load("moves")
+    turns = [{"role": "system", "content": "Be brief."}, *FOUR]
+    first, second = samples(template, turns)
+    assert template.decode(first.ids) == "[INST]Be brief.\n\n2+2?[/INST] 4<|endoftext|>"
+    assert (
+        template.decode(second.ids) == "[INST]2+2?[/INST] 4<|endoftext|>[INST]Be brief.\n\n3+3?[/INST] 6<|endoftext|>"
+    )
+    assert trained(template, second) == [" 6<|endoftext|>"]
+
+
+def call(arguments: Any, content: Any = "") -> list[dict[str, Any]]:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+    answer = {"role": "assistant", "content": content, "tool_calls": calls}
+    return [FOUR[0], answer, {"role": "tool", "content": "4"}, FOUR[1]]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 2}, '{"a": 2}'], ids=["object", "text"])
+@pytest.mark.parametrize("name", ["thinks", "text_calls"])
+def test_calls_are_written_in_the_form_of_the_template(load: Load, name: str, arguments: Any) -> None:
+    template = load(name)
+    written = [text for sample in samples(template, call(arguments)) for text in trained(template, sample)]
+    assert '<call>add{"a": 2}</call>' in written[0] and written[1].rpartition("</think>")[2].strip("\n")[0] == "4"
+
+
+def test_calls_that_would_be_left_out_are_refused(load: Load) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:7: the chat template leaves out the call of 'add' in message 2"):
+        samples(load("text_calls"), call({"a": 2}, content="I add."))
+    with pytest.raises(DataError, match=r"a\.jsonl:7: the chat template writes no tool calls"):
+        samples(load("chatml"), call({"a": 2}))
+
+
+def test_a_conversation_without_an_answer_is_refused(load: Load) -> None:
+    for turns in ([FOUR[0]], [FOUR[1]], [FOUR[1], FOUR[0]]):
+        with pytest.raises(DataError, match=r"a\.jsonl:7: no token to train on.*Remove this line"):
+            samples(load("chatml"), turns)
+
+
+def test_a_template_that_refuses_names_the_line(load: Load, tmp_path: Path) -> None:
+    strict = tmp_path / "strict.jinja"
+    strict.write_text("{{ raise_exception('roles must alternate') }}")
+    template = load("chatml", template=str(strict))
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:7: the chat template refuses .*roles must alternate.*data\.chat\.template"
+    ):
+        samples(template, FOUR)
+
+
+def test_no_template_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
+    chat, tokenizer = ChatConfig(), str(save_tokenizer(tmp_path, None))
+    with pytest.raises(ConfigError, match=r"data\.chat\.template=None: the tokenizer .* has no chat template.*plain"):
+        stored_template(chat, tokenizer)
+    chat.template = str(tmp_path / "gone.jinja")
+    with pytest.raises(ConfigError, match=r"the chat template cannot be read"):
+        stored_template(chat, tokenizer)
+    chat.template = "plain"
+    template = ChatTemplate(chat, tokenizer)
+    assert trained(template, samples(template, FOUR)[0]) == [" 4<|endoftext|>", " 6<|endoftext|>"]
+
+
+def test_template_arguments_reach_the_template_and_its_digest(load: Load, tmp_path: Path) -> None:
+    file = tmp_path / "named.jinja"
+    file.write_text(
+        TEMPLATES["chatml"].replace("'assistant\\n'", "'assistant\\n'").replace("m.role +", "(name or '') + m.role +")
+    )
+    given = [
+        ChatTemplate(ChatConfig(template=str(file), template_args={"name": name}), load("chatml").tokenizer)
+        for name in "ab"
+    ]
+    assert [template.decode(template.prompt(FOUR[:1])).split("user")[0] for template in given] == [
+        "<|im_start|>a",
+        "<|im_start|>b",
+    ]
+    assert len({template.digest for template in (*given, load("chatml"), load("thinks"))}) == 4
