@@ -34,8 +34,8 @@ def forward_gemms(config: ModelConfig, tokens: int) -> list[tuple[int, int, int,
     moe_layers = layers - config.first_k_dense
     if config.first_k_dense:
         feed_forward(config.first_k_dense, tokens, config.intermediate_size)
-    if config.num_shared_experts:
-        feed_forward(moe_layers, tokens, config.num_shared_experts * config.moe_intermediate_size)
+    if config.shared_width:
+        feed_forward(moe_layers, tokens, config.shared_width)
     gemms.append((moe_layers, tokens, config.num_experts, hidden))
     rows = tokens * config.num_experts_per_token // config.num_experts
     feed_forward(moe_layers * config.num_experts, rows, config.moe_intermediate_size)

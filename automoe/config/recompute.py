@@ -58,7 +58,7 @@ def recompute_rows(config: Config) -> Iterator[Row]:
         ("moe_act", experts not in RECOMPUTING_EXPERTS,
          f"moe.experts={experts} keeps the activation; {', '.join(RECOMPUTING_EXPERTS)} never do"),
         ("moe_act", "moe" in names, "moe runs the experts again, and their activation with them"),
-        ("shared_experts", not model.num_shared_experts, "there are none (model.num_shared_experts=0)"),
+        ("shared_experts", not model.shared_width, "there are none (model.num_shared_experts=0)"),
         ("mla_up_proj", model.attention.kind != "mla",
          f"attention has no latents (model.attention.kind={model.attention.kind})"),
     ):

@@ -36,9 +36,9 @@ def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> R
 _AT_LEAST = {
     0: (
         "train.seed train.grad_clip train.spike_factor train.val_every model.first_k_dense "
-        "model.num_shared_experts model.norm_eps optim.lr optim.weight_decay optim.warmup_steps "
-        "optim.decay_steps optim.min_lr_ratio checkpoint.every checkpoint.keep_every checkpoint.keep_best "
-        "launch.max_restarts launch.threads_per_rank cluster.memory_bytes cluster.peak_flops "
+        "model.num_shared_experts model.shared_intermediate_size model.norm_eps optim.lr optim.weight_decay "
+        "optim.warmup_steps optim.decay_steps optim.min_lr_ratio checkpoint.every checkpoint.keep_every "
+        "checkpoint.keep_best launch.max_restarts launch.threads_per_rank cluster.memory_bytes cluster.peak_flops "
         "moe.capacity_factor moe.router_jitter moe.seq_balance_coef moe.global_balance_coef "
         "moe.micro_batch_balance_coef moe.z_loss_coef moe.bias_update_rate lora.rank"
     ),
@@ -88,5 +88,7 @@ def number_rows(config: Config) -> Iterator[Row]:
            rope.scaling == "llama3" and not rope.low_freq_factor < rope.high_freq_factor < inf,
            f"llama3 scaling mixes between low_freq_factor={rope.low_freq_factor} and a larger high_freq_factor",
            f"Set model.rope.high_freq_factor={4 * rope.low_freq_factor}")
+    yield ("model.rope.attention_factor", rope.attention_factor is not None and not 0 < rope.attention_factor < inf,
+           "rotated dims are multiplied by it: a finite number larger than 0", "Set model.rope.attention_factor=null")
     yield ("model.rope.theta", rope.scaling == "yarn" and rope.theta <= 1,
            "YaRN divides by its logarithm, so it must be larger than 1", "Set model.rope.theta=10000")

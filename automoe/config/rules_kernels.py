@@ -214,9 +214,9 @@ def _cut_sizes(config: Config, tp: int) -> Iterator[tuple[str, int]]:
     model, a = config.model, config.model.attention
     if model.first_k_dense:
         yield "the dense FFN (model.intermediate_size)", model.intermediate_size // tp
-    if model.num_shared_experts and config.model.num_moe_layers:
-        shared = model.num_shared_experts * model.moe_intermediate_size
-        yield "the shared experts (num_shared_experts * moe_intermediate_size)", shared // tp
+    if model.shared_width and config.model.num_moe_layers:
+        said = "" if model.shared_intermediate_size else " (num_shared_experts * moe_intermediate_size)"
+        yield f"the shared experts{said}", model.shared_width // tp
     if a.kind == "mla":
         heads, nope, value = a.num_heads // tp, a.qk_nope_head_dim, a.v_head_dim
         yield "queries (num_heads * (qk_nope_head_dim + qk_rope_head_dim))", heads * (nope + a.qk_rope_head_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd, inf
+from math import gcd, inf, isqrt
 from pathlib import Path
 
 from automoe.config.mesh_shape import MeshShape, uses_ring
@@ -67,10 +67,13 @@ def _tensor_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     for key, size, what in sizes:
         rule = f"mesh.tp={tp} ranks hold equal numbers of {what}: {size} % {tp} = {size % tp}"
         yield divides(key, size, tp, rule)
-    shared = model.num_shared_experts * model.moe_intermediate_size
-    yield divides("model.moe_intermediate_size", model.moe_intermediate_size, tp // gcd(tp, model.num_shared_experts),
-        f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts: num_shared_experts * "
-        f"moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}")
+    shared, rule = model.shared_width, f"mesh.tp={tp} ranks hold equal numbers of columns of the shared experts"
+    if model.shared_intermediate_size:
+        yield divides("model.shared_intermediate_size", shared, tp, f"{rule}: {shared} % {tp} = {shared % tp}")
+    else:
+        yield divides("model.moe_intermediate_size", model.moe_intermediate_size,
+            tp // gcd(tp, model.num_shared_experts),
+            f"{rule}: num_shared_experts * moe_intermediate_size = {shared}, {shared} % {tp} = {shared % tp}")
     heads = model.attention.num_kv_heads
     yield ("mesh.tp", model.attention.kind == "gqa" and heads % tp != 0 and tp % heads != 0,
            f"key/value heads divide over tp ranks or tp ranks over them: {heads} heads (model.attention.num_kv_heads)",
@@ -82,7 +85,7 @@ def _routing_rows(config: Config) -> Iterator[Row]:
     yield ("model.num_experts_per_token", k > experts,
            f"a token cannot choose more than all {experts} experts (model.num_experts)",
            f"Set model.num_experts_per_token={experts} or less")
-    divisors = [n for n in range(1, experts + 1) if experts % n == 0]
+    divisors = [d for n in range(1, isqrt(experts) + 1) if experts % n == 0 for d in (n, experts // n)]
     near = min(divisors, key=lambda n: (abs(n - router.num_groups), n))
     yield ("model.router.num_groups", experts % router.num_groups != 0,
            f"groups hold equal numbers of experts: {experts} % {router.num_groups} = {experts % router.num_groups}",
@@ -192,7 +195,7 @@ def _routing_option_rows(config: Config) -> Iterator[Row]:
     yield ("moe.router_jitter", moe.router_jitter >= 1,
            "the router's input is multiplied by uniform(1 - jitter, 1 + jitter), which must stay above 0",
            "Set moe.router_jitter=0.01, or anything below 1")
-    yield ("model.shared_expert_gate", model.shared_expert_gate and not model.num_shared_experts,
+    yield ("model.shared_expert_gate", model.shared_expert_gate and not model.shared_width,
            "there is no shared expert to gate (model.num_shared_experts=0)",
            "Set model.num_shared_experts=1, or model.shared_expert_gate=false")
     yield ("model.router.softmax_after_topk", router.softmax_after_topk and router.score != "softmax",

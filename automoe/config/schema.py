@@ -44,7 +44,8 @@ class RopeConfig:
     beta_slow: float = 1.0  # ... and those that turn less are stretched by the whole factor
     truncate: bool = True  # yarn: the borders of its ramp are whole dims (GPT-OSS: they are not)
     mscale: float = 0.0  # yarn: scale of the rotated dims, over that of mscale_all_dim
-    mscale_all_dim: float = 0.0  # yarn: scale of the attention logits
+    mscale_all_dim: float = 0.0  # yarn and llama3: scale of the attention logits
+    attention_factor: float | None = None  # yarn: scale of the rotated dims; null: by factor and the mscales
     low_freq_factor: float = 1.0  # llama3: stretched below this many turns over original_seq_len ...
     high_freq_factor: float = 4.0  # ... kept above this many, and in between in between
 
@@ -110,6 +111,7 @@ class ModelConfig:
     num_experts_per_token: int = 2  # top-k
     moe_intermediate_size: int = 128  # width of a routed expert
     num_shared_experts: int = 0  # one shared FFN of this many times moe_intermediate_size
+    shared_intermediate_size: int = 0  # or of this width, a multiple or not; 0: as num_shared_experts says
     shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
     biased_experts: bool = False  # routed experts add a trained bias to both of their products
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
@@ -127,6 +129,11 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Layers with experts: all after the dense ones. 0: a dense model."""
         return self.num_layers - self.first_k_dense
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the shared FFN; 0: there is none."""
+        return self.shared_intermediate_size or self.num_shared_experts * self.moe_intermediate_size
 
 
 @dataclass

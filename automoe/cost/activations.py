@@ -133,7 +133,7 @@ def layer_activation_bytes(
         "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, recompute),
     }
-    ffn_width = model.num_shared_experts * model.moe_intermediate_size if routed else model.intermediate_size
+    ffn_width = model.shared_width if routed else model.intermediate_size
     again = ("shared_experts" if routed else "mlp") in recompute
     parts["ffn"] = 0.0 if again else 4.0 * size * tokens * ffn_width
     if routed and model.shared_expert_gate and not again:

@@ -105,8 +105,8 @@ def layer_params(model: ModelConfig, layer: int) -> list[Param]:
             shapes["mlp.router.bias"] = (experts,)
         if model.biased_experts:
             shapes |= {"mlp.experts.b_gate_up": (experts, 2, width), "mlp.experts.b_down": (experts, hidden)}
-        if model.num_shared_experts:
-            shapes |= _ffn_shapes("mlp.shared_experts", hidden, model.num_shared_experts * width)
+        if model.shared_width:
+            shapes |= _ffn_shapes("mlp.shared_experts", hidden, model.shared_width)
             if model.shared_expert_gate:
                 shapes["mlp.shared_experts.output_gate.weight"] = (1, hidden)
     params = []

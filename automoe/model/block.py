@@ -61,8 +61,8 @@ class Block(nn.Module):
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, sequence=sequence)
         else:
-            width = config.num_shared_experts * config.moe_intermediate_size
-            shared = MLP(hidden, width, config.shared_expert_gate, sequence) if width else None
+            width, gated = config.shared_width, config.shared_expert_gate
+            shared = MLP(hidden, width, gated, sequence) if width else None
             moe_index = layer - config.first_k_dense
             given = runtime.comms, runtime.dispatcher, runtime.experts, runtime.seed
             self.mlp = MoE(config, moe, moe_index, shared, *given)

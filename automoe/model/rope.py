@@ -46,10 +46,12 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low or 0.001)
     interpolated = ramp.clamp(0, 1)  # 0: fast dims keep their frequency; 1: slow dims are stretched
     inverse = interpolated / (config.factor * base) + (1 - interpolated) / base
-    if config.mscale and config.mscale_all_dim:
+    if config.attention_factor is not None:
+        scale = config.attention_factor
+    elif config.mscale and config.mscale_all_dim:
         scale = yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
     else:
         scale = yarn_mscale(config.factor, 1.0)
@@ -66,9 +68,9 @@ def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tens
 
 
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
-    """1/sqrt(d), times mscale_all_dim's temperature squared where YaRN asks for it (DeepSeek)."""
+    """1/sqrt(d), times mscale_all_dim's temperature squared where scaling asks for it (DeepSeek)."""
     scale = qk_head_dim**-0.5
-    if config.scaling == "yarn" and config.mscale_all_dim:
+    if config.scaling != "none" and config.mscale_all_dim:
         scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
     return scale
 

@@ -26,6 +26,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     params, batch = count_params(model), plan_batch(config, mesh)
     source = f"{config.data.kind} {written(config.data.path)}" if config.data.path else config.data.kind
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
+    shared = f" + one shared of width {model.shared_intermediate_size}" if model.shared_intermediate_size else shared
     layers = ((model.first_k_dense, "dense"), (model.num_moe_layers, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     facts = {

@@ -91,6 +91,7 @@ def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
         moe_intermediate_size=_multiple(min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8),
         num_shared_experts=min(model.num_shared_experts, 2),
+        shared_intermediate_size=min(model.shared_intermediate_size, MAX_BLOCKED if blocked else 32),
         attention=_cut_blocked(model.attention, small.tp) if blocked else _cut_attention(model.attention),
         router=router,
     )

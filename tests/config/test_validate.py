@@ -179,6 +179,14 @@ BAD = [
         "model.rope.high_freq_factor=4.0",
     ),
     (
+        2,
+        ["model.num_shared_experts=1", "model.shared_intermediate_size=33", "mesh.tp=2"],
+        "model.shared_intermediate_size",
+        "columns of the shared experts: 33 % 2 = 1",
+        "model.shared_intermediate_size=32 or 34",
+    ),
+    (1, ["model.rope.attention_factor=0"], "model.rope.attention_factor", "larger than 0", "attention_factor=null"),
+    (
         1,
         ["model=small_mixtral", "model.shared_expert_gate=true"],
         "model.shared_expert_gate",

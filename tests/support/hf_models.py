@@ -166,7 +166,7 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         _QWEN2
         | {"vocab_size": 101, "hidden_size": 40, "num_key_value_heads": 1, "num_experts": 5}
-        | {"intermediate_size": 37, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
+        | {"intermediate_size": 37, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
         | {"mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True},
     ),
     "qwen2_moe_yarn": ("qwen2_moe", _QWEN2 | {"rope_scaling": _YARN, "qkv_bias": False, "num_experts": 4}),

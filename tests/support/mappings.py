@@ -60,8 +60,7 @@ def _fits_heads(shape: MeshShape, model: ModelConfig) -> bool:
         return False
     kv_heads = attention.num_kv_heads if attention.kind == "gqa" else tp
     dense = model.intermediate_size if model.first_k_dense else 0
-    shared = model.num_shared_experts * model.moe_intermediate_size
-    cut = (attention.num_heads, model.vocab_size, dense, shared)
+    cut = (attention.num_heads, model.vocab_size, dense, model.shared_width)
     return all(size % tp == 0 for size in cut) and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 

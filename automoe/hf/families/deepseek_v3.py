@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import GROUPED_ROUTER, Family, Field, common_fields
+from typing import Any
+
+from automoe.hf.families.as_transformers import not_computed
+from automoe.hf.families.family import COMMON_FIELDS, GROUPED_ROUTER, LEADING_DENSE, Family, Field
+
+
+def _read_turning(dims: int, theirs: Any) -> int:
+    """``qk_rope_head_dim``, for which ``transformers`` makes as many angles as ``head_dim`` says."""
+    angles = getattr(theirs, "head_dim", dims) or theirs.hidden_size // theirs.num_attention_heads
+    if angles != dims:
+        raise not_computed(theirs.name_or_path, f"head_dim={angles}, and here it is qk_rope_head_dim={dims}")
+    return dims
+
 
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    fields=common_fields(norm_eps=1e-6)
+    fields=COMMON_FIELDS
     | {
-        "num_experts": Field("n_routed_experts", aliases=("num_local_experts",)),
+        "num_experts": Field("n_routed_experts"),
         "num_shared_experts": Field("n_shared_experts"),
-        "first_k_dense": Field("first_k_dense_replace"),
+        "first_k_dense": LEADING_DENSE,
         "attention.q_lora_rank": Field("q_lora_rank"),
         "attention.kv_lora_rank": Field("kv_lora_rank"),
         "attention.qk_nope_head_dim": Field("qk_nope_head_dim"),
-        "attention.qk_rope_head_dim": Field("qk_rope_head_dim"),
+        "attention.qk_rope_head_dim": Field("qk_rope_head_dim", read=_read_turning),
         "attention.v_head_dim": Field("v_head_dim"),
-        "rope.interleaved": Field("rope_interleave", True),
-        "router.norm_topk_prob": Field("norm_topk_prob", True),
+        "rope.interleaved": Field("rope_interleave"),
+        "router.norm_topk_prob": Field("norm_topk_prob"),
         "router.routed_scaling_factor": Field("routed_scaling_factor"),
-        "router.num_groups": Field("n_group", 8),
-        "router.topk_groups": Field("topk_group", 4),
+        "router.num_groups": Field("n_group"),
+        "router.topk_groups": Field("topk_group"),
     },
     fixed=GROUPED_ROUTER | {"attention.kind": "mla"},
     only={

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import GQA, HEAD_DIM, Family, dense_fields
+from automoe.hf.families.family import DENSE_FIELDS, GQA, HEAD_DIM, Family
 
 FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    fields=dense_fields(norm_eps=1e-6) | {"attention.head_dim": HEAD_DIM},
+    fields=DENSE_FIELDS | {"attention.head_dim": HEAD_DIM},
     fixed=GQA | {"attention.qk_norm": False},
     only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     dense=True,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import GQA, HEAD_DIM, SOFTMAX_ROUTER, Family, Field, common_fields
+from automoe.hf.families.family import COMMON_FIELDS, GQA, HEAD_DIM, SOFTMAX_ROUTER, Family, Field
 from automoe.hf.keys import KeyMap
 
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    fields=common_fields(norm_eps=1e-5)
+    fields=COMMON_FIELDS
     | {
-        "num_experts": Field("num_local_experts", aliases=("num_experts",)),
+        "num_experts": Field("num_local_experts"),
         "moe_intermediate_size": Field("intermediate_size"),  # there are no dense layers
         "attention.head_dim": HEAD_DIM,
     },
@@ -24,5 +24,4 @@ FAMILY = Family(
         up="block_sparse_moe.experts.{expert}.w3.weight",
         down="block_sparse_moe.experts.{expert}.w2.weight",
     ),
-    rope_theta=1e6,
 )

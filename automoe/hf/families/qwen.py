@@ -5,94 +5,97 @@ Qwen3-Next's multi-token-prediction module is neither read nor written.
 
 from __future__ import annotations
 
+from typing import Any
+
+from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import (
+    COMMON_FIELDS,
+    DENSE_FIELDS,
+    FULL_ATTENTION,
     GQA,
     HEAD_DIM,
     SOFTMAX_ROUTER,
     Family,
     Field,
-    HFConfig,
-    common_fields,
-    dense_fields,
     layer_types,
-    not_computed,
 )
 from automoe.hf.keys import KeyMap
 
 
-def _read_leading_dense(layers: list[int] | None, hf: HFConfig) -> int:
-    """How many layers ``mlp_only_layers`` makes dense; this decoder has them before all others.
+def _read_leading_dense(listed: list[int], theirs: Any) -> int:
+    """How many layers have no experts; this decoder has them before all others.
 
     Raises:
         ConfigError: they are elsewhere.
     """
-    layers = layers or []
-    if sorted(layers) != list(range(len(layers))):
-        rule = f"mlp_only_layers={layers}, and dense layers here come before all others"
-        raise not_computed(hf["model_type"], rule)
-    return len(layers)
+    step = theirs.decoder_sparse_step
+    dense = [layer for layer in range(theirs.num_hidden_layers) if layer in listed or (layer + 1) % step]
+    if dense != list(range(len(dense))):
+        said = f"mlp_only_layers={listed} and decoder_sparse_step={step}"
+        raise not_computed(theirs.name_or_path, f"{said}, and layers without experts here come before all others")
+    return len(dense)
 
 
-def _read_num_shared(width: int, hf: HFConfig) -> int:
-    """Shared experts: the width of the shared FFN in routed ones."""
-    unit = hf["moe_intermediate_size"]
-    if width % unit:
-        raise not_computed(
-            hf["model_type"],
-            f"shared_expert_intermediate_size={width}, and the shared FFN here is a "
-            f"multiple of moe_intermediate_size={unit}: {width} % {unit} = {width % unit}",
-        )
-    return width // unit
+def _num_shared(width: int, theirs: Any) -> int:
+    """Shared experts: the width of the shared FFN in routed ones; one where that is no whole number."""
+    count, rest = divmod(width, theirs.moe_intermediate_size)
+    return 1 if rest else count
 
 
 _ATTENTION = GQA | {"attention.qk_norm": True}
 _LAYERS = {
-    "first_k_dense": Field("mlp_only_layers", None, read=_read_leading_dense, write=lambda n, config: list(range(n))),
+    "first_k_dense": Field("mlp_only_layers", read=_read_leading_dense, write=lambda n, config: list(range(n))),
     "attention.head_dim": HEAD_DIM,
 }
 _SHARED_EXPERTS = {
-    "num_shared_experts": Field(
+    "num_shared_experts": Field("shared_expert_intermediate_size", read=_num_shared),
+    "shared_intermediate_size": Field(
         "shared_expert_intermediate_size",
-        read=_read_num_shared,
-        write=lambda count, config: count * config.moe_intermediate_size,
-    )
+        read=lambda width, theirs: width if width % theirs.moe_intermediate_size else 0,
+        write=lambda width, config: config.shared_width,
+    ),
 }
-
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    fields=common_fields(norm_eps=1e-6)
+    fields=COMMON_FIELDS
     | _SHARED_EXPERTS
     | _LAYERS
-    | {"attention.qkv_bias": Field("qkv_bias", True), "router.norm_topk_prob": Field("norm_topk_prob", False)},
-    fixed=GQA | SOFTMAX_ROUTER | {"attention.qk_norm": False, "shared_expert_gate": True},
-    only={"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1},
+    | FULL_ATTENTION
+    | {"attention.qkv_bias": Field("qkv_bias"), "router.norm_topk_prob": Field("norm_topk_prob")},
+    fixed=GQA
+    | SOFTMAX_ROUTER
+    | {"attention.full_attention_interval": 1}
+    | {"attention.qk_norm": False, "shared_expert_gate": True},
+    only={"hidden_act": "silu"},
+    written={"use_sliding_window": False, "decoder_sparse_step": 1},
     keys=KeyMap(shared_experts="mlp.shared_expert"),
 )
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    fields=common_fields(norm_eps=1e-6) | _LAYERS | {"router.norm_topk_prob": Field("norm_topk_prob", False)},
+    fields=COMMON_FIELDS | _LAYERS | {"router.norm_topk_prob": Field("norm_topk_prob")},
     fixed=_ATTENTION | SOFTMAX_ROUTER | {"num_shared_experts": 0},
-    only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
+    only={"hidden_act": "silu", "attention_bias": False, "sliding_window": None},
+    written={"use_sliding_window": False, "decoder_sparse_step": 1},
 )
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    fields=common_fields(norm_eps=1e-6)
+    fields=COMMON_FIELDS
     | _SHARED_EXPERTS
     | _LAYERS
     | {
-        "attention.head_dim": Field("head_dim", 256),
-        "attention.full_attention_interval": layer_types("linear_attention", 4),
-        "attention.linear_num_key_heads": Field("linear_num_key_heads", 16),
-        "attention.linear_num_value_heads": Field("linear_num_value_heads", 32),
-        "attention.linear_key_head_dim": Field("linear_key_head_dim", 128),
-        "attention.linear_value_head_dim": Field("linear_value_head_dim", 128),
-        "attention.linear_conv_kernel_dim": Field("linear_conv_kernel_dim", 4),
-        "router.norm_topk_prob": Field("norm_topk_prob", True),
+        "attention.head_dim": Field("head_dim"),
+        "attention.full_attention_interval": layer_types("linear_attention"),
+        "attention.linear_num_key_heads": Field("linear_num_key_heads"),
+        "attention.linear_num_value_heads": Field("linear_num_value_heads"),
+        "attention.linear_key_head_dim": Field("linear_key_head_dim"),
+        "attention.linear_value_head_dim": Field("linear_value_head_dim"),
+        "attention.linear_conv_kernel_dim": Field("linear_conv_kernel_dim"),
+        "router.norm_topk_prob": Field("norm_topk_prob"),
     },
     fixed=_ATTENTION
     | SOFTMAX_ROUTER
@@ -102,16 +105,18 @@ QWEN3_NEXT = Family(
         "shared_expert_gate": True,
         "zero_centered_norms": True,
     },
-    only={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1},
+    only={"hidden_act": "silu", "attention_bias": False},
+    written={"decoder_sparse_step": 1},
     keys=KeyMap(shared_experts="mlp.shared_expert"),
-    partial_rotary=0.25,
+    partial_rotary=True,
 )
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=dense_fields(norm_eps=1e-6) | {"attention.head_dim": Field("head_dim", 128)},
-    fixed=_ATTENTION,
-    only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    fields=DENSE_FIELDS | FULL_ATTENTION | {"attention.head_dim": Field("head_dim")},
+    fixed=_ATTENTION | {"attention.full_attention_interval": 1},
+    only={"hidden_act": "silu", "attention_bias": False},
+    written={"use_sliding_window": False},
     dense=True,
 )

@@ -1,14 +1,20 @@
-"""The families that are known, picked by ``model_type``. No torch, no transformers."""
+"""The families that are known, picked by ``model_type``. No torch until a ``config.json`` is read."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.plugins import registered
-from automoe.config.schema import ModelConfig
+from automoe.config.rules import check_rows, number_rows
+from automoe.config.rules_model import model_rows, moe_rows
+from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
+from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Family
 from automoe.hf.headers import check_holds
 from automoe.hf.untrusted import parse_json, read_bytes
@@ -90,5 +96,12 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             f"Known ones: {', '.join(families)}",
         )
     config = family.read_config(hf, str(path))
+    # Weights are read and not drawn, so that 0 is fine.
+    alone = Config(model=replace(config, initializer_range=1.0), data=DataConfig(document_mask=False))
+    shape = resolve_mesh(MeshConfig(), 1)
+    try:
+        check_rows(alone, chain(number_rows(alone), model_rows(alone, shape), moe_rows(alone)), shape)
+    except ConfigError as error:
+        raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     check_holds(Path(path).expanduser(), config, family.keys)
     return config
