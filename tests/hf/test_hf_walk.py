@@ -36,6 +36,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"rope_parameters": YARN | MSCALES}, "equal"),
         ("llama", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "equal"),
         ("llama", {"rope_parameters": YARN | {"original_max_position_embeddings": 20.5}}, "refused"),
+        ("llama", {"rope_parameters": YARN | {"factor": None, "original_max_position_embeddings": 16}}, "equal"),
         ("llama", {"is_causal": False}, "refused"),
         ("gpt_oss", {"rope_parameters": {}}, "equal"),
         ("gpt_oss", {"hidden_act": "gelu"}, "equal"),

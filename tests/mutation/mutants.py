@@ -57,7 +57,7 @@ INIT, NORMS, LOSS = (
     ["tests/model/test_cross_entropy.py"],
 )
 FUSED = ["tests/hf/test_hf_parity.py::test_equal_to_transformers[fused-qwen3_moe]"]
-DEFAULTS = ["tests/hf/test_hf_defaults.py"]
+READ = ["tests/hf/test_hf_walk.py::test_what_was_once_read_otherwise"]
 MASKS, ROPE, DELTA = (
     ["tests/model/test_attention_masks.py"],
     ["tests/model/test_rope.py"],
@@ -432,17 +432,12 @@ _HF = [
         GPT_OSS,
         "a softmax over all, divided by the sum of those chosen, is the softmax over those chosen",
     ),
-    ("families/gpt_oss.py", '"swiglu_alpha", 1.702', '"swiglu_alpha", 1.0', DEFAULTS),
-    ("families/gpt_oss.py", '"swiglu_limit", 7.0', '"swiglu_limit", 70.0', DEFAULTS),
-    ("families/qwen.py", "partial_rotary=0.25", "partial_rotary=0.5", DEFAULTS),
-    ("families/deepseek_v3.py", '"rope_interleave", True', '"rope_interleave", False', DEFAULTS),
-    (
-        "families/qwen.py",
-        '_LAYERS | {"router.norm_topk_prob": Field("norm_topk_prob", False',
-        '_LAYERS | {"router.norm_topk_prob": Field("norm_topk_prob", True',
-        DEFAULTS,
-    ),
-    ("families/family.py", 'int(hf.get("max_position_embeddings", 4096))', "4096", REGISTRY),
+    ("families/as_transformers.py", "config.standardize_rope_params()", "pass", READ),
+    ("families/qwen.py", " or (layer + 1) % step", "", READ),
+    ("families/deepseek_v3.py", "if angles != dims:", "if False:", READ),
+    ("families/family.py", 'params.get("truncate", True)', 'params.get("truncate") is not False', READ),
+    ("families/family.py", "if given is None and all(both):", "if False:", READ),
+    ("families/family.py", "max_positions / original if factor is None", "1.0 if factor is None", READ),
     ("families/family.py", "params.get(key) or default", 'params.get("beta_slow") or default', REGISTRY),
     ("families/family.py", "(layer + 1) % interval", "layer % interval", NEXT),
     ("quantized.py", " / LARGEST[E4M3]", "", QUANTIZED),
