@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from config_variants import ABSENT, BASES, base, class_fields, outcome, variants
 
 from automoe.hf.families.registry import FAMILIES
 from tests.support.sampling import sample_seed
 
 OUTCOMES = ("equal", "refused", "reference fails")
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
 def test_every_family_is_walked() -> None:
@@ -73,4 +76,16 @@ def test_every_variant(family: str, tmp_path: Path) -> None:
         if found not in OUTCOMES:
             wrong.append(f"{variant.name}: {found}")
     assert not wrong, "\n".join(wrong)
-    assert fields <= {"rope_parameters"}, "a field of the class that was not changed"
+    assert not fields, "fields of the class that were not changed"
+    row, release = documented(family)
+    if release == transformers.__version__:
+        assert row == [count.total(), *(count[kind] for kind in OUTCOMES)]
+
+
+def documented(family: str) -> tuple[list[int], str]:
+    """Figures of the walk in docs/huggingface.md, and the release of transformers that it names."""
+    text = PAGE.read_text()
+    row = re.search(rf"^\| `{family}` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    release = re.search(r"transformers (\d+\.\d+\.\d+)", text)
+    assert row and release
+    return [int(figure.replace(",", "")) for figure in row.groups()], release[1]
