@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "one step on the reference mesh and on the configured one, compared",
     "export": "write a run's weights as a HuggingFace checkpoint",
     "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
+    "generate": "ask a run or a checkpoint; a chat in the terminal",
     "upcycle": "a dense HuggingFace checkpoint as experts with the same logits",
 }
 _HERE = {

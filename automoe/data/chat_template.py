@@ -128,7 +128,7 @@ class ChatTemplate:
         texts: list[str] = []
         asked: list[tuple[list[Message], list[int]]] = []
         for conversation in conversations:
-            messages = self._normal(conversation)
+            messages = self._normal(conversation.messages, conversation.where)
             answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > 0]
             if not answers:
                 raise DataError(
@@ -162,8 +162,8 @@ class ChatTemplate:
         return self.samples([conversation])[0][-1].ids[-1]
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """What a model is given to answer ``messages``."""
-        return self._encode([self._render(messages, tools, prompt=True)])[0]
+        """What a model is given to answer ``messages``. Raises DataError for calls that the template cannot write."""
+        return self._encode([self._render(self._normal(messages, "messages"), tools, prompt=True)])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._hf.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -266,21 +266,21 @@ class ChatTemplate:
             return []
         return self._hf(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
-    def _normal(self, conversation: Conversation) -> list[Message]:
+    def _normal(self, messages: list[Message], where: str) -> list[Message]:
         """Messages with tool calls in the form that this template writes out."""
-        if not any(message.get("tool_calls") for message in conversation.messages):
-            return conversation.messages
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
         if self._tool_form is None:
-            self._tool_form = self._find_tool_form(conversation.where)
+            self._tool_form = self._find_tool_form(where)
         as_text, empty = self._tool_form
-        messages = []
-        for message in conversation.messages:
+        found = []
+        for message in messages:
             if calls := message.get("tool_calls"):
                 message = message | {"tool_calls": [_call(call, as_text) for call in calls]}
                 if not message["content"]:
                     message["content"] = empty
-            messages.append(message)
-        return messages
+            found.append(message)
+        return found
 
     def _find_tool_form(self, where: str) -> tuple[bool, Any]:
         """Whether arguments are text to this template, and what stands for no content.

@@ -18,7 +18,15 @@ ROOT = Path(__file__).parents[2]
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.
 LAYERS = (
-    ("automoe.__main__", "automoe.cli", "automoe.train", "automoe.plan", "automoe.export", "automoe.convert")
+    (
+        "automoe.__main__",
+        "automoe.cli",
+        "automoe.train",
+        "automoe.plan",
+        "automoe.export",
+        "automoe.convert",
+        "automoe.generate",
+    )
     + ("automoe.upcycle",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),

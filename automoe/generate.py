@@ -1,0 +1,124 @@
+"""``automoe generate WHERE [PROMPT ...]``: ask what was trained, through ``transformers``.
+
+automoe generate runs/sft_small "What is the function json.dumps for?"
+automoe generate runs/sft_small                       # a chat in the terminal, until an empty line
+automoe generate runs/default --text "def main():"    # goes on with the text, for models that know no chat
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from automoe.errors import CheckpointError, exit_status
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Answer what ``argv`` asks; returns the exit status (2: there is nothing to ask)."""
+    parser = argparse.ArgumentParser(
+        prog="automoe generate",
+        description="Ask a model what it learned. Without a prompt, a chat in the terminal: an empty line ends it.",
+    )
+    parser.add_argument("where", help="run directory, or a HuggingFace checkpoint such as automoe export writes")
+    parser.add_argument("prompt", nargs="*", help="a question; several are asked one by one")
+    parser.add_argument("--text", action="store_true", help="go on with the prompts as they are, without chat template")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt of every question")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of drawing tokens, with a temperature (default: 0)")
+    args = parser.parse_args(argv)
+    return exit_status(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    with checkpoint_of(Path(args.where).expanduser()) as folder:
+        speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        for prompt in args.prompt:
+            said = prompt if args.text else [*system, {"role": "user", "content": prompt}]
+            print(f"{prompt}{speaker.answer(said)}" if args.text else f"> {prompt}\n{speaker.answer(said)}")
+        if args.prompt:
+            return 0
+        messages = list(system)
+        for line in iter(lambda: sys.stdin.readline().strip(), ""):
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": speaker.answer(messages)})
+            print(messages[-1]["content"], flush=True)
+    return 0
+
+
+@contextmanager
+def checkpoint_of(where: Path) -> Iterator[Path]:
+    """The HuggingFace checkpoint at ``where``; for a run directory its own, or one made of its newest weights.
+
+    Raises:
+        CheckpointError, ConfigError: there is none, and no weights to make one of.
+    """
+    if (where / "config.json").is_file():
+        yield where
+    elif (where / "hf" / "config.json").is_file():
+        yield where / "hf"
+    elif not (where / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{where} is neither a run directory (config.yaml) nor a HuggingFace checkpoint (config.json). Name one"
+        )
+    else:
+        from automoe.export import export_run
+
+        with tempfile.TemporaryDirectory() as scratch:
+            export_run(where, Path(scratch, "hf"))
+            yield Path(scratch, "hf")
+
+
+class Speaker:
+    """A checkpoint that answers, on the first GPU if there is one.
+
+    Args:
+        temperature: 0 takes the likeliest token.
+        seed: of the tokens that are drawn otherwise.
+    """
+
+    def __init__(self, folder: Path, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        set_seed(seed)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).to(device)
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise CheckpointError(f"{folder}: transformers cannot load it ({why}). Export it anew") from error
+        drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id}
+        self.options |= drawn
+
+    def answer(self, said: str | list[dict[str, Any]]) -> str:
+        """What comes after a text, or the answer to messages, without its stop token.
+
+        Raises:
+            CheckpointError: messages, and the tokenizer has no chat template.
+        """
+        if isinstance(said, str):
+            inputs = self.tokenizer(said, return_tensors="pt", return_token_type_ids=False)
+        elif self.tokenizer.chat_template is None:
+            raise CheckpointError("its tokenizer has no chat template. Use --text, which goes on with a text as it is")
+        else:
+            inputs = self.tokenizer.apply_chat_template(
+                said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        inputs = inputs.to(self.model.device)
+        ids = self.model.generate(**inputs, **self.options)[0, inputs["input_ids"].shape[1] :]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

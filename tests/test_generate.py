@@ -1,0 +1,60 @@
+"""``automoe generate``: what a checkpoint answers is what ``transformers`` generates from it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from automoe import cli
+from automoe.generate import checkpoint_of
+from tests.support.chat import save_tokenizer
+from tests.support.hf_models import save_small_hf
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "hf"
+    save_small_hf("qwen3_moe", folder, other_sizes={"vocab_size": 304})
+    return save_tokenizer(folder, "chatml")
+
+
+def expected(folder: Path, text: str, count: int) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    for _ in range(count):
+        ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), dim=1)
+    return tokenizer.decode(ids[0, -count:], skip_special_tokens=True)
+
+
+def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> None:
+    asked = "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    words = ["generate", str(checkpoint), "--max-new-tokens", "6"]
+    assert cli.main([*words, "--system", "Short.", "Who?"]) == 0
+    answer = expected(checkpoint, asked, 6)
+    assert capsys.readouterr().out == f"> Who?\n{answer}\n"
+    assert cli.main([*words, "--text", "the answer"]) == 0
+    assert capsys.readouterr().out == f"the answer{expected(checkpoint, 'the answer', 6)}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nAnd?\n\nnever\n"))
+    assert cli.main([*words, "--system", "Short."]) == 0
+    second = asked + answer + "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    assert capsys.readouterr().out == f"{answer}\n{expected(checkpoint, second, 6)}\n"
+
+
+def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    assert cli.main(["generate", str(tmp_path), "Who?"]) == 2
+    assert "is neither a run directory (config.yaml) nor a HuggingFace checkpoint" in capsys.readouterr().err
+    (checkpoint / "chat_template.jinja").rename(tmp_path / "aside")
+    assert cli.main(["generate", str(checkpoint), "Who?"]) == 2
+    assert "its tokenizer has no chat template. Use --text" in capsys.readouterr().err
+    (tmp_path / "aside").rename(checkpoint / "chat_template.jinja")
+
+
+def test_a_run_answers_with_its_own_export(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").symlink_to(checkpoint)
+    with checkpoint_of(tmp_path) as found:
+        assert found == tmp_path / "hf"
