@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
     parser.add_argument("--seed", type=int, default=0, help="of drawing tokens, with a temperature (default: 0)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     return exit_status(lambda: _main(args))
 
 
