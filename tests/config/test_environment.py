@@ -79,8 +79,8 @@ def test_no_file_of_a_run_holds_what_the_environment_holds(tmp_path: Path) -> No
     asked = ["data=text", "data.path='${oc.env:CORPUS}/corpus.txt'", "observe.wandb=offline", "observe.report=true"]
     asked += ["checkpoint.every=1", "mesh.pp=1", "mesh.dp_shard=1", "mesh.ep=1", "data.val_fraction=0"]
     for steps in (2, 3):
-        done = command.run(*asked, f"train.steps={steps}")
-        assert done.returncode == 0, done.stdout + done.stderr
+        status, out, err = command.run(*asked, f"train.steps={steps}")
+        assert status == 0, out + err
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert {"config.yaml", "report.html", "manifest.json", "status.json"} <= {path.name for path in files}
