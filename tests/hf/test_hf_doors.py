@@ -39,7 +39,6 @@ NAMES = ("a", "b", "c")
 def no_waiting() -> Iterator[None]:
     """What waits for a FIFO's other end, or counts to 10**9, ends here."""
 
-
     def end(signum: int, frame: object) -> None:
         raise TimeoutError
 
