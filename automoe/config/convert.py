@@ -216,7 +216,8 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
 def type_name(hint: Any) -> str:
     """What a value of a type is called in a message: ``a whole number``."""
     if get_origin(hint) is list:
-        return {int: "a list of whole numbers", str: "a list of text"}[get_args(hint)[0]]
+        named = {int: "a list of whole numbers", str: "a list of text"}
+        return named.get(get_args(hint)[0], "a list of mappings {key: value}")
     if get_origin(hint) is dict:
         return "a mapping {name: value}"
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))

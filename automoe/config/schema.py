@@ -6,7 +6,7 @@ Letters in comments: T tokens, S sequence, E experts, K top-k, H hidden, I exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -244,6 +244,22 @@ class OptimConfig:
     moments: Literal["float32", "bfloat16"] = "float32"
 
 
+@dataclass(repr=False)
+class SourceConfig:
+    """One of several sources; what is null is as in ``data``."""
+
+    path: str | None = None  # as data.path
+    name: str | None = None  # in metrics; null: that of the file or directory, without its ending
+    weight: float = 1.0  # its share of the rows is this over the sum of all weights
+    kind: str | None = None
+    text_key: str | None = None
+    subset: str | None = None
+    split: str | None = None
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{key}: {value}" for key, value in vars(self).items() if value is not None) + "}"
+
+
 @dataclass
 class ChatConfig:
     """Conversations: how they are written down, rendered and trained on (``docs/finetune.md``)."""
@@ -268,8 +284,11 @@ class DataConfig:
     ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that library.
     """
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet", "chat", "stdlib_chat"] = "stdlib"
-    path: str | None = None  # file, directory or glob for the other kinds
+    kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "chat", "stdlib_chat"] = "stdlib"
+    path: str | None = None  # file, directory or glob; of kind hub an id (org/name), or a directory saved by datasets
+    sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
+    subset: str | None = None  # hub: which of the data set's configurations
+    split: str = "train"  # hub: which of its splits
     tokenizer: str | None = None  # byte, or a directory with a HuggingFace tokenizer; null: model.hf_path's, or byte
     text_key: str = "text"  # jsonl field or parquet column
     document_mask: bool = True  # tokens attend within their own document only
@@ -359,6 +378,20 @@ class Config:
 def tokenizer_of(config: Config) -> str:
     """``byte`` or a directory: ``data.tokenizer``, else that of the checkpoint that training starts from."""
     return config.data.tokenizer or config.model.hf_path or "byte"
+
+
+def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
+    """Name, weight and settings of each source; without ``data.sources`` the only one, whose name is empty."""
+    if not data.sources:
+        return [("", 1.0, data)]
+    found = []
+    for source in data.sources:
+        keys = ("kind", "text_key", "subset", "split")
+        own = {key: value for key in keys if (value := getattr(source, key)) is not None}
+        place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
+        name = source.name or place.partition(".")[0]
+        found.append((name, source.weight, replace(data, **own, path=source.path, sources=[])))
+    return found
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int:

@@ -6,14 +6,17 @@ import glob
 import os
 import re
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, uses_ring
+from automoe.config.plugins import registered_names
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, DataConfig, sources_of
 from automoe.errors import ConfigError
 from automoe.shipped import find_recipe
 
@@ -167,14 +170,28 @@ def _data_rows(config: Config) -> Iterator[Row]:
     yield ("data.val_fraction", val_every > 0 and not data.val_fraction,
            f"train.val_every={val_every} validates, and no text is set aside for it",
            "Set data.val_fraction=0.02, or train.val_every=0")
-    made = data.kind.startswith("stdlib")
-    yield ("data.path", made and data.path is not None,
-           f"data.path is set and data.kind={data.kind} reads none",
-           "Set data=text|jsonl|parquet|chat, or leave data.path out")
-    yield ("data.path", not made and data.path is None,
-           f"data.kind={data.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
-    yield ("data.path", data.path is not None and not glob.glob(os.path.expanduser(data.path), recursive=True),
-           f"nothing there (looked from {here})", "Name a file, a directory or a glob that exists")
+    yield ("data.path", bool(data.sources) and data.path is not None,
+           "data.sources are read in its place", "Give it to a source of its own, or leave one of them out")
+    sources = sources_of(data)
+    names = [name for name, _, _ in sources]
+    kinds = (*get_args(get_type_hints(DataConfig)["kind"]), *registered_names("data.kind"))
+    yield ("data.sources", len(set(names)) < len(names) or (bool(data.sources) and "" in names),
+           f"sources are told apart by name, and they are called {', '.join(names)}", "Give each a name: {name: code}")
+    for name, weight, one in sources:
+        key, said = ("data.sources", f"{name}: ") if data.sources else ("data.path", "")
+        yield (key, not 0 < weight < inf, f"{said}weight={weight}: a share of the rows, larger than 0",
+               "Set its weight, or leave the source out")
+        yield key, one.kind not in kinds, f"{said}kind={one.kind} is not known", f"There are: {', '.join(kinds)}"
+        yield (key, one.is_chat != data.is_chat, f"{said}kind={one.kind}, and data.kind={data.kind}: conversations and "
+               "text are not mixed", "Set data=chat for conversations, and give other sources no kind")
+        made = one.kind.startswith("stdlib")
+        yield (key, made and one.path is not None, f"{said}data.path is set and data.kind={one.kind} reads none",
+               "Set data=text|jsonl|parquet|chat, or leave data.path out")
+        yield (key, not made and one.path is None,
+               f"{said}data.kind={one.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
+        there = one.path is None or one.kind == "hub" or glob.glob(os.path.expanduser(one.path), recursive=True)
+        yield (key, not there, f"{said}nothing there: {one.path}" if said else f"nothing there (looked from {here})",
+               "Name a file, a directory or a glob that exists")
     yield ("model.hf_path", hf_path is not None and not Path(hf_path).expanduser().is_dir(),
            f"no such directory (looked from {here})",
            "Name a directory with config.json and *.safetensors, or null to start from random weights")

@@ -75,6 +75,10 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         ConfigError: ``data.path`` is not set.
         DataError: nothing is found there, or a directory of records in several formats.
     """
+    if data.kind == "hub" and data.path is not None:
+        from automoe.data.hub import hub_files
+
+        return hub_files(data)
     if data.kind in ("stdlib", "stdlib_chat"):
         root = Path(sysconfig.get_paths()["stdlib"])
         below = root.rglob("*.py") if data.kind == "stdlib" else root.glob("*.py")
@@ -223,34 +227,52 @@ def parquet_records(path: Path, columns: list[str] | None = None) -> Iterator[tu
     """(row, column -> value) of each row, from 1. Raises DataError.
 
     Args:
+        path: parquet, or a stream of Arrow batches (``.arrow``), as ``datasets`` keeps them.
         columns: those that are read; None: all.
     """
     import pyarrow
-    import pyarrow.parquet
 
     if path.stat().st_size == 0:
         return
-    row = 0
+    row, kind = 0, path.suffix.removeprefix(".") or "parquet"
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
+        for names, batch in _batches(path, columns):
             for column in columns or ():
                 if column not in names:
                     raise DataError(
                         f"{path}: no column {column!r}; this file has {listed(names, 10) or 'none'}. Set "
                         f"data.text_key to the column that holds the text."
                     )
-            for batch in table.iter_batches(batch_size=1024, columns=columns):
-                arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
-                for place in range(batch.num_rows):
-                    row += 1
-                    yield row, {name: array[place].as_py() for name, array in arrays.items()}
+            if batch is None:
+                continue
+            arrays = {name: batch.column(name) for name in columns or names}
+            for place in range(batch.num_rows):
+                row += 1
+                yield row, {name: array[place].as_py() for name, array in arrays.items()}
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again.") from error
     except pyarrow.ArrowException as error:
         raise DataError(
-            f"{path}: not a readable parquet file, after row {row} ({error}). Copy or write the file again."
+            f"{path}: not a readable {kind} file, after row {row} ({error}). Copy or write the file again."
         ) from error
+
+
+def _batches(path: Path, columns: list[str] | None) -> Iterator[tuple[list[str], Any]]:
+    """(all columns of the file, a batch); the first batch is None, since a file may have none."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if path.suffix == ".arrow":
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            yield stream.schema.names, None
+            for batch in stream:
+                yield stream.schema.names, batch
+        return
+    with pyarrow.parquet.ParquetFile(path) as table:
+        names = table.schema_arrow.names
+        yield names, None
+        for batch in table.iter_batches(batch_size=1024, columns=columns):
+            yield names, batch
 
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
@@ -263,6 +285,7 @@ _SOURCES = {
     "text": Source("*", _read_text),
     "jsonl": Source("*.jsonl", _read_jsonl),
     "parquet": Source("*.parquet", _read_parquet),
+    "hub": Source("*.arrow", _read_parquet),
 }
 _CHAT_PATTERN = "*.jsonl or *.parquet"
 

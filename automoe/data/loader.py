@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from automoe.config.schema import Config
+from automoe.config.schema import Config, sources_of
 from automoe.data.chat_corpus import describe_chat
 from automoe.data.chat_template import chat_template_of
+from automoe.data.mixture import Mixture
 from automoe.data.packing import PackedRows, Rows, SampleRows
-from automoe.data.prepare import Split, fitting_documents, prepare_data
+from automoe.data.prepare import Split, TokenCorpus, fitting_documents, prepare_data
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
 
@@ -38,7 +39,12 @@ class StepBatch:
 class Loader:
     """Steps of training rows, and validation batches, for data-parallel rank ``dp_rank`` of ``dp_size``.
 
-    Global batches depend on data, tokenizer, seq_len and seed alone.
+    Global batches depend on data, tokenizer, seq_len and seed alone. Rows of several sources are mixed by weight;
+    a source that ends begins anew, in another order.
+
+    Attributes:
+        names, weights: of the sources; the weights' sum is 1. The name of a single one is empty.
+        corpora: of the sources.
 
     Args:
         split: what ``next_step`` walks through.
@@ -63,42 +69,52 @@ class Loader:
             )
         self.config, self.split = config, split
         self.dp_rank, self.dp_size, self.rows_per_rank = dp_rank, dp_size, rows // dp_size
-        self.tokenizer, self.corpus = prepare_data(config, cache_dir)
-        self._packed: dict[Split, PackedRows] = {}
-        self.rows_per_epoch = self._split_rows(split).num_rows
+        self.tokenizer, self.corpora = prepare_data(config, cache_dir)
+        self.names, shares, sources = zip(*sources_of(config.data), strict=True)
+        self._sources = [replace(config, data=source) for source in sources]
+        self._mixture = Mixture(shares, config.train.seed)
+        self.weights = self._mixture.weights.tolist()
+        self._packed: dict[tuple[Split, int], PackedRows] = {}
+        self.rows_per_epoch = sum(self._rows_of(split, source).num_rows for source in range(len(sources)))
         self.consumed_rows = 0  # over all ranks, since the start of training
 
     def next_step(self) -> StepBatch:
         """This rank's rows of the next global batch; a new epoch starts where one ends."""
         first = self.consumed_rows + self.dp_rank * self.rows_per_rank
-        batch = self._batch(self._split_rows(self.split), first, np.arange(first, first + self.rows_per_rank))
+        batch = self._batch(self.split, first, *self._mixture.rows(first, self.rows_per_rank))
         self.consumed_rows += self.config.train.global_batch_size
         return batch
 
     def row(self, index: int) -> StepBatch:
         """One row of the endless sequence, [1, S]; the state stays as it is."""
-        return self._batch(self._split_rows(self.split), index, np.array([index]))
+        return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
         """First and last row of the step that ``next_step`` gave last; ``file`` or ``file:line`` of its documents."""
-        packed, end = self._split_rows(self.split), self.consumed_rows
+        end = self.consumed_rows
         first = end - self.config.train.global_batch_size
-        found = packed.documents(np.arange(first, end))
-        places = np.searchsorted(self.corpus.starts, packed.starts[found], side="right") - 1
-        return first, end - 1, [self.corpus.where(int(place)) for place in places]
+        sources, rows = self._mixture.rows(first, end - first)
+        found = [
+            self._where(source, start)
+            for source in np.unique(sources)
+            for packed in [self._rows_of(self.split, source)]
+            for start in packed.starts[packed.documents(rows[sources == source])]
+        ]
+        return first, end - 1, found
 
-    def validation_batches(self, n: int) -> Iterator[StepBatch]:
-        """This rank's part of the first ``n`` global batches of the validation split.
+    def validation_batches(self, n: int, source: int = 0) -> Iterator[StepBatch]:
+        """This rank's part of the first ``n`` global batches of a source's validation split.
 
         The same rows at every call and for every training seed, none twice: there are fewer batches
         when the split ends early, the last filled up with rows of padding that train nothing.
         """
-        packed = self._split_rows("validation")
+        packed = self._rows_of("validation", source)
         step = self.config.train.global_batch_size
         for start in range(0, min(n * step, packed.num_rows), step):
             first = start + self.dp_rank * self.rows_per_rank
             indices = np.arange(first, first + self.rows_per_rank)
-            yield self._batch(packed, first, np.where(indices < packed.num_rows, indices, -1))
+            sources, rows = np.full(len(indices), source), np.where(indices < packed.num_rows, indices, -1)
+            yield self._batch("validation", first, sources, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, equal on every rank: the place in the data, and what the data was."""
@@ -122,30 +138,40 @@ class Loader:
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the order and content of rows, as short comparable values."""
-        data, train = self.config.data, self.config.train
-        chat = {}
-        if (template := chat_template_of(self.config)) is not None:
-            chat = {"chat template": template.digest, "data.chat.pack": data.chat.pack, "data.on_long": data.on_long}
-        return chat | {
-            "data.kind": data.kind,
-            "data.document_mask": data.document_mask,
-            "data.val_fraction": data.val_fraction,
+        found = {
+            "data.document_mask": self.config.data.document_mask,
+            "data.val_fraction": self.config.data.val_fraction,
             "split": self.split,
-            "files": len(self.corpus.paths),
-            "documents": len(self.corpus.lengths),
-            "text_bytes": self.corpus.text_bytes,
-            "content": self.corpus.content,
             "tokenizer": self.tokenizer.digest,
-            "train.seq_len": train.seq_len,
-            "train.seed": train.seed,
+            "train.seq_len": self.config.train.seq_len,
+            "train.seed": self.config.train.seed,
         }
+        for name, weight, one, corpus in zip(self.names, self.weights, self._sources, self.corpora, strict=True):
+            data = one.data
+            facts: dict[str, Any] = {
+                "data.kind": data.kind,
+                "files": len(corpus.paths),
+                "documents": len(corpus.lengths),
+                "text_bytes": corpus.text_bytes,
+                "content": corpus.content,
+            }
+            if (template := chat_template_of(one)) is not None:
+                facts |= {"chat template": template.digest, "data.chat.pack": data.chat.pack}
+                facts |= {"data.on_long": data.on_long}
+            if name:
+                facts["weight"] = weight
+            found |= {f"{name}: {key}" if name else key: value for key, value in facts.items()}
+        return found
 
     def describe(self) -> list[str]:
         """What became of conversations, in lines for the user; none of other data."""
-        corpus, rows = self.corpus, self._split_rows(self.split)
-        if corpus.chat is None:
-            return []
-        lines = list(describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths)))
+        return [line for source, corpus in enumerate(self.corpora) if corpus.chat for line in self._describe(source)]
+
+    def _describe(self, source: int) -> list[str]:
+        corpus, rows, said = self.corpora[source], self._rows_of(self.split, source), self.names[source]
+        assert corpus.chat is not None
+        lines = [f"{said}:"] if said else []
+        lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
         long = int((corpus.lengths > rows.seq_len).sum())
         if long:
             done = (
@@ -155,31 +181,47 @@ class Loader:
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
         return [*lines, f"{len(rows.lengths):,} samples in {rows.num_rows:,} rows an epoch, {full:.1%} full"]
 
-    def _split_rows(self, split: Split) -> PackedRows:
-        if split not in self._packed:
-            corpus, data = self.corpus, self.config.data
-            starts, lengths = fitting_documents(corpus, self.config, split)
+    @property
+    def corpus(self) -> TokenCorpus:
+        """Of the first source, or the only one."""
+        return self.corpora[0]
+
+    def _rows_of(self, split: Split, source: int) -> PackedRows:
+        if (split, source) not in self._packed:
+            corpus, one = self.corpora[source], self._sources[source]
+            starts, lengths = fitting_documents(corpus, one, split)
             options: dict[str, Any] = {
-                "seq_len": self.config.train.seq_len,
-                "seed": self.config.train.seed if split == "train" else 0,
+                "seq_len": one.train.seq_len,
+                "seed": one.train.seed if split == "train" else 0,
                 "pad_id": self.tokenizer.pad_id,
-                "document_mask": data.document_mask,
+                "document_mask": one.data.document_mask,
             }
             if corpus.trained is None:
-                self._packed[split] = PackedRows(corpus.tokens, starts, lengths, **options)
+                self._packed[split, source] = PackedRows(corpus.tokens, starts, lengths, **options)
             else:
-                options |= {"trained": corpus.trained, "pack": data.chat.pack}
-                self._packed[split] = SampleRows(corpus.tokens, starts, lengths, **options)
-        return self._packed[split]
+                options |= {"trained": corpus.trained, "pack": one.data.chat.pack}
+                self._packed[split, source] = SampleRows(corpus.tokens, starts, lengths, **options)
+        return self._packed[split, source]
 
-    def _batch(self, packed: PackedRows, first_row: int, indices: np.ndarray) -> StepBatch:
-        rows = packed.take(indices)
-        self._check_ids(packed, indices, rows)
-        num_bytes = self.tokenizer.num_bytes(rows.labels[rows.labels != IGNORE])
-        tensors = {name: torch.from_numpy(array) for name, array in vars(rows).items()}
+    def _batch(self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray) -> StepBatch:
+        """Rows ``indices`` of their ``sources``, [R] each."""
+        arrays: dict[str, np.ndarray] = {}
+        for source in np.unique(sources):
+            packed, places = self._rows_of(split, source), np.flatnonzero(sources == source)
+            rows = packed.take(indices[places])
+            self._check_ids(source, packed, indices[places], rows)
+            for name, array in vars(rows).items():
+                arrays.setdefault(name, np.empty((len(indices), array.shape[1]), array.dtype))[places] = array
+        num_bytes = self.tokenizer.num_bytes(arrays["labels"][arrays["labels"] != IGNORE])
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row)
 
-    def _check_ids(self, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
+    def _where(self, source: int, start: int) -> str:
+        """``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""
+        corpus = self.corpora[source]
+        return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
+
+    def _check_ids(self, source: int, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
         """The embedding has a row for every id; a cache that was verified may still be damaged under a running job."""
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
@@ -188,8 +230,7 @@ class Loader:
             tokens = packed.tokens[start : start + int(packed.lengths[document])]
             if (tokens >= size).any():
                 at = int(np.argmax(tokens >= size))
-                place = int(np.searchsorted(self.corpus.starts, start, side="right")) - 1
                 raise DataError(
-                    f"{self.corpus.where(place)}: token {at} of this document is id {tokens[at]}, and the embedding "
+                    f"{self._where(source, start)}: token {at} of this document is id {tokens[at]}, and the embedding "
                     f"ends at {size - 1} (model.vocab_size={size}). Start again: a damaged cache is then made anew."
                 )

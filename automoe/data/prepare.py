@@ -10,14 +10,14 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from automoe.config.schema import Config, DataConfig
+from automoe.config.schema import Config, DataConfig, sources_of
 from automoe.data.cache import default_cache_dir, open_entry
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
@@ -204,8 +204,8 @@ class _Writer:
         return {"dtype": self.dtype.name, "content": self.digest.hexdigest(), "text_bytes": self.text_bytes}
 
 
-def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokenizer, TokenCorpus]:
-    """Open the corpus, tokenised into the cache if it is not there yet, and refuse what cannot train.
+def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokenizer, list[TokenCorpus]]:
+    """Open the corpus of each source, tokenised into the cache if it is not there yet, and refuse what cannot train.
 
     Called before ranks start, it finds bad text while one process is there to say so, and leaves the
     ranks a cache to map.
@@ -217,8 +217,17 @@ def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokeniz
         ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
         DataError: text that cannot be read, a document too long under ``on_long=error``, or an empty split.
     """
-    data, tokenizer = config.data, fitting_tokenizer(config)
-    corpus = open_corpus(data, tokenizer, cache_dir, chat_template_of(config))
+    tokenizer = fitting_tokenizer(config)
+    sources = [replace(config, data=source) for _, _, source in sources_of(config.data)]
+    corpora = [open_corpus(one.data, tokenizer, cache_dir, chat_template_of(one)) for one in sources]
+    for one, corpus in zip(sources, corpora, strict=True):
+        _check_corpus(one, corpus)
+    return tokenizer, corpora
+
+
+def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
+    """A document too long under ``on_long=error``, and an empty split, are errors."""
+    data = config.data
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
         what, others = ("conversation", "drop or truncate") if data.is_chat else ("document", "split")
@@ -232,7 +241,6 @@ def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokeniz
     fitting_documents(corpus, config, "train")
     if config.train.val_every:
         fitting_documents(corpus, config, "validation")
-    return tokenizer, corpus
 
 
 def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tuple[np.ndarray, np.ndarray]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
-PIECE = 1 << 18  # characters of a long text that are encoded at once
-BATCH = 1 << 21  # characters of several texts, or pieces of one
+PIECE = 1 << 17  # characters of a long text that are encoded at once
+BATCH = 1 << 20  # characters of several texts, or pieces of one
 _CONTEXT = 512  # characters on either side of a cut that decide whether it changes any id
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.

@@ -71,7 +71,11 @@ def settle(config: Config, overrides: list[str]) -> Config:
         if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
             rule = f"the checkpoint model.hf_path={path} has {differing}"
             raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
-    if config.data.kind.startswith("stdlib") and not {"data", "data.kind"} & set(map(key_of, overrides)):
+    if (
+        config.data.kind.startswith("stdlib")
+        and not config.data.sources
+        and not {"data", "data.kind"} & set(map(key_of, overrides))
+    ):
         rule = f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
         kind = config.data.kind
         own = "data=chat data.path=FILE" if config.data.is_chat else "data=jsonl data.path=FILE (or text, parquet)"

@@ -21,6 +21,7 @@ from automoe.observe.summary import (
     duration,
     fact_lines,
     final_numbers,
+    losses_by_source,
     number,
     render_mesh_text,
     short_number,
@@ -111,6 +112,8 @@ class Console:
             if (bits := record.get("val_bits_per_byte")) is not None:
                 text += f"   {float(bits):.3f} bits per byte"
             self._print(text, "bold green")
+            for name, loss in losses_by_source(record):
+                self._print(f"{'':>{self._step_width}}{loss_text(loss):>{COLUMNS[0][1]}}   {name}", "green")
 
     def note(self, text: str) -> None:
         """A line between the steps: a checkpoint saved, a spike skipped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,13 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         return []
     last, mfu = records[-1], median(records, "mfu")
     keys = ("val_loss", "val_bits_per_byte", "peak_memory_bytes", "step_seconds")
+    validated = next((record for record in reversed(records) if record.get("val_loss") is not None), {})
     val_loss, bits, memory, seconds = (series(records, key)[1] for key in keys)
     facts = {
         "training loss": number(last.get("loss"), 4),
         "validation loss": number(val_loss[-1], 4) if len(val_loss) else None,
         "validation bits per byte": number(bits[-1], 3) if len(bits) else None,
+        **{f"validation loss of {name}": number(loss, 4) for name, loss in losses_by_source(validated)},
         "trained tokens": short_number(last.get("tokens")),
         "tokens per second, median": short_number(median(records, "tokens_per_second")),
         "MFU, median": None if mfu is None else f"{100 * mfu:.1f}%",
@@ -78,6 +81,12 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
         parts = textwrap.wrap(text, max(width - names, 20), break_long_words=False, break_on_hyphens=False) or [""]
         lines += [(f"  {name if i == 0 else '':<{names - 2}}", part) for i, part in enumerate(parts)]
     return lines
+
+
+def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(name, validation loss) of each of several sources, in a record that validates."""
+    prefix = "val_loss."
+    return [(key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)]
 
 
 def median(records: list[dict[str, Any]], key: str) -> float | None:

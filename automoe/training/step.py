@@ -10,7 +10,7 @@ Shapes: B rows of this data-parallel rank, S positions of this rank (R of the wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -173,17 +173,41 @@ def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
 def validate(
     config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, device: torch.device
 ) -> Mapping[str, float]:
-    """``val_loss``, mean nats a token, and ``val_bits_per_byte`` of text; empty without validation data. Collective."""
+    """``val_loss``, mean nats a token, and ``val_bits_per_byte`` of text; empty without validation data. Collective.
+
+    Of several sources each has a ``val_loss.NAME``; the two numbers above are those of their mixture, by weight.
+    """
+    found = {}
+    for source, name in enumerate(loader.names):
+        batches = loader.validation_batches(config.train.val_batches, source)
+        sums = _validation_sums(config, runner, batches, meshes, device)
+        if sums[1]:
+            found[name] = loader.weights[source], *sums
+    total = sum(tokens for _, _, tokens, _ in found.values())
+    nats = loss_tokens = text_bytes = 0.0
+    for weight, *sums in found.values():
+        factor = weight * total / sums[1]  # 1 for a single source
+        nats, loss_tokens, text_bytes = (
+            so_far + factor * sum_ for so_far, sum_ in zip((nats, loss_tokens, text_bytes), sums, strict=True)
+        )
+    if not total:
+        return {}
+    each = {f"val_loss.{name}": nats / tokens for name, (_, nats, tokens, _) in found.items() if name}
+    return {"val_loss": nats / loss_tokens, "val_bits_per_byte": nats / math.log(2) / max(text_bytes, 1.0)} | each
+
+
+def _validation_sums(
+    config: Config, runner: StepRunner, batches: Iterator[StepBatch], meshes: Meshes, device: torch.device
+) -> tuple[float, float, float]:
+    """Nats, trained tokens and bytes of their text, over all ranks."""
     nats = tokens = text_bytes = 0.0
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
-    for batch in loader.validation_batches(config.train.val_batches):
+    for batch in batches:
         inputs, trained = prepare_inputs(batch, meshes, config, device)
         share = runner.evaluate(inputs)
         loss, num_bytes = sum_over_ranks(share, float(batch.num_bytes * reads_text), device=device)
         nats, tokens, text_bytes = nats + loss * trained, tokens + trained, text_bytes + num_bytes
-    if not tokens:
-        return {}
-    return {"val_loss": nats / tokens, "val_bits_per_byte": nats / math.log(2) / max(text_bytes, 1.0)}
+    return nats, tokens, text_bytes
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

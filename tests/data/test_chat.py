@@ -159,7 +159,7 @@ def test_samples_of_a_conversation_are_on_one_side_of_the_split(make: Make) -> N
     lines = {split: set() for split in ("train", "validation")}
     for split, found in lines.items():
         rows = loader._split_rows(split)
-        found.update(loader.corpus.lines[np.searchsorted(loader.corpus.starts, rows.starts)].tolist())
+        found.update(loader.corpora[0].lines[np.searchsorted(loader.corpora[0].starts, rows.starts)].tolist())
     assert not lines["train"] & lines["validation"] and len(lines["train"] | lines["validation"]) == 40
 
 

@@ -227,7 +227,7 @@ def test_single_document_gives_up_its_tail(tmp_path, library_texts):
     tail = bytes(sorted(tokens[tokens < 256].tolist()))
     raw = library_texts[0].encode()
     assert tail == bytes(sorted(raw[len(raw) + 1 - round(0.1 * (len(raw) + 1)) :]))
-    assert loader._split_rows("train").num_tokens + len(tail) + 1 == len(raw) + 1
+    assert loader._rows_of("train", 0).num_tokens + len(tail) + 1 == len(raw) + 1
 
 
 def test_empty_split_is_refused(config):
@@ -291,11 +291,11 @@ def test_every_kind_with_an_hf_tokenizer(kind, tmp_path, library_texts, byte_lev
     config.train.global_batch_size = Loader(config, 0, 1).rows_per_epoch
     loader = Loader(config, 0, 1)
     batch = loader.next_step()
-    assert loader.corpus.text_bytes == sum(len(text.encode()) for text in library_texts)
+    assert loader.corpora[0].text_bytes == sum(len(text.encode()) for text in library_texts)
     # Every byte is trained except those of each document's first token.
     tokenizer = load_tokenizer(str(byte_level_dir))
     first = sum(tokenizer.num_bytes(tokenizer.encode(text)[:1]) for text in library_texts)
-    assert batch.num_bytes == loader.corpus.text_bytes - first
+    assert batch.num_bytes == loader.corpora[0].text_bytes - first
 
 
 class Refusing(ByteTokenizer):
@@ -372,11 +372,11 @@ def test_id_that_the_tokenizer_has_not_is_named_with_its_document(config):
 def test_id_that_the_embedding_has_not_is_named_with_its_document(config):
     """As where a page of the cache goes bad under a run: never an IndexError out of a kernel."""
     loader = Loader(config, 0, 1)
-    tokens = np.array(loader.corpus.tokens)
-    starts, _ = split_documents(loader.corpus, config.data.val_fraction, "train")
+    tokens = np.array(loader.corpora[0].tokens)
+    starts, _ = split_documents(loader.corpora[0], config.data.val_fraction, "train")
     tokens[starts[3] + 7] = 999
-    victim = loader.corpus.where(int(np.searchsorted(loader.corpus.starts, starts[3])))
-    loader._split_rows("train").tokens = tokens
+    victim = loader.corpora[0].where(int(np.searchsorted(loader.corpora[0].starts, starts[3])))
+    loader._rows_of("train", 0).tokens = tokens
     config.train.global_batch_size = loader.rows_per_epoch
     loader.rows_per_rank = loader.rows_per_epoch
     with pytest.raises(DataError, match=rf"{victim}: token 7 .* is id 999.*ends at 263 \(model\.vocab_size=264\)"):

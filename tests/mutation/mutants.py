@@ -195,7 +195,7 @@ _DATA = [
     ("loader.py", 'if split == "train" else 0', 'if split == "train" else 1', LLAMA),
     ("loader.py", "min(n * step, packed.num_rows)", "min(step, packed.num_rows)", LLAMA),
     ("loader.py", "np.where(indices < packed.num_rows, indices, -1)", "indices", LLAMA),
-    ("loader.py", "rows.labels[rows.labels != IGNORE]", "rows.tokens", LLAMA),
+    ("loader.py", 'arrays["labels"][arrays["labels"] != IGNORE]', 'arrays["tokens"]', LLAMA),
     ("prepare.py", "/ 2.0**64 < val_fraction", "/ 2.0**63 < val_fraction", LLAMA),
     ("prepare.py", 'if split == "validation" else ~validation', 'if split == "train" else ~validation', LLAMA),
     ("prepare.py", "(length + 1, text_hash", "(length, text_hash", LLAMA),

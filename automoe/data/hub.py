@@ -1,0 +1,53 @@
+"""Data sets of the Hub, or saved by ``datasets``: found, downloaded and converted by it, read here as Arrow files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from automoe.config.schema import DataConfig
+from automoe.errors import DataError
+
+
+def hub_files(data: DataConfig) -> dict[str, Path]:
+    """The Arrow files of the split ``data.split``, in the order of its rows, by names that sort that way.
+
+    Args:
+        data: ``path`` is an id (``org/name``) or a directory that ``save_to_disk`` made.
+
+    Raises:
+        DataError: it cannot be had, here or from the Hub, or has no such configuration or split.
+    """
+    import datasets
+
+    if "[" in data.split:  # datasets keeps whole files and a slice in memory
+        raise DataError(
+            f"{data.path}: data.split={data.split} is a part of a split. Name all of it; data.max_bytes cuts."
+        )
+    folder = Path(data.path or "").expanduser()
+    try:
+        found: Any
+        if folder.is_dir() and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(str(folder))
+            if isinstance(found, datasets.DatasetDict):
+                found = found[data.split]
+        else:
+            found = datasets.load_dataset(str(data.path), data.subset, split=data.split)
+    except KeyError as error:
+        raise DataError(f"{folder}: it has no split {error}; there are {', '.join(found)}. Set data.split.") from error
+    except Exception as error:  # datasets raises anything: its own errors, those of requests, of builders
+        raise DataError(_reason(data, error)) from error
+    files = [Path(file["filename"]) for file in found.cache_files]
+    return {f"{place:05d}-{path.name}": path for place, path in enumerate(files)}
+
+
+def _reason(data: DataConfig, error: Exception) -> str:
+    import datasets
+
+    what = f"{data.path}: datasets cannot load it ({' '.join(str(error).split())[:300]})."
+    if datasets.config.HF_HUB_OFFLINE or isinstance(error, ConnectionError):
+        return (
+            f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "
+            f"with datasets.load_dataset({data.path!r}, split={data.split!r}).save_to_disk(DIR), and set data.path=DIR."
+        )
+    return f"{what} Correct data.path, data.subset or data.split."

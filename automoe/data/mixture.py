@@ -1,0 +1,60 @@
+"""Rows of several sources in one sequence, each with its share: row i is computed, not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+_BLOCK = 4096  # random numbers made at a time
+
+
+class Mixture:
+    """Which source every row of an endless sequence is of, and which of that source's own rows it is.
+
+    Row k of source s happens at (k + u) / w_s, with u in [0, 1) of (seed, s, k); the sequence is all rows in the order
+    of their times. So any stretch of n rows has n w_s of source s, within two, and which ones depends on the index, the
+    weights and the seed alone.
+
+    Args:
+        weights: share of each source, in any unit; all above 0.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self.weights = np.array(weights, dtype=np.float64) / sum(weights)
+        assert (self.weights > 0).all()
+        self.seed = seed
+        self._block = lru_cache(maxsize=4 * len(self.weights))(self._make_block)
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source and row within it, [count] int64 each, of ``count`` rows from ``first`` on."""
+        S = len(self.weights)
+        if S == 1:
+            return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
+        begin, end = max(0, first - S), first + count + S  # rows that happen before T are T, within S
+        spans = [(self._before(s, begin), self._before(s, end)) for s in range(S)]
+        sources = np.repeat(np.arange(S), [last - start for start, last in spans])
+        rows = np.concatenate([np.arange(*span) for span in spans])
+        times = np.concatenate([self._times(s, np.arange(*span)) for s, span in enumerate(spans)])
+        skipped = first - sum(start for start, _ in spans)
+        order = np.argsort(times, kind="stable")[skipped : skipped + count]
+        return sources[order], rows[order]
+
+    def _before(self, source: int, time: int) -> int:
+        """Rows of a source that happen before ``time``: as many whole ones as fit, or one less or more."""
+        near = int(self.weights[source] * time)
+        candidates = np.arange(max(0, near - 1), near + 2)
+        return int(candidates[0] + (self._times(source, candidates) < time).sum())
+
+    def _times(self, source: int, rows: np.ndarray) -> np.ndarray:
+        shift = np.empty(len(rows))
+        for block in np.unique(rows // _BLOCK):
+            inside = rows // _BLOCK == block
+            shift[inside] = self._block(source, int(block))[rows[inside] % _BLOCK]
+        return (rows + shift) / self.weights[source]
+
+    def _make_block(self, source: int, block: int) -> np.ndarray:
+        # As in seeded_order: raw bits of PCG64 are promised to stay.
+        generator = np.random.PCG64(np.random.SeedSequence((self.seed, source, block)))
+        return (generator.random_raw(_BLOCK) >> np.uint64(11)) * 2.0**-53
