@@ -214,13 +214,10 @@ def test_a_saved_data_set_is_read_by_split(saved):
 
 
 def test_without_a_network_the_way_around_is_said(monkeypatch):
-    import datasets
-    import huggingface_hub
-
     from automoe.data.corpora import find_files
 
-    for module in (datasets.config, huggingface_hub.constants):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    for module in ("datasets.config", "huggingface_hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
     with pytest.raises(
         DataError, match=r"some-org/some-data: .*HF_HUB_OFFLINE is set.*save_to_disk\(DIR\).*data\.path=DIR"
     ):
