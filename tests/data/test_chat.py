@@ -141,7 +141,7 @@ def test_rows_train_answers_alone_and_all_of_them(make: Make) -> None:
     answers = loader.tokenizer.decode(trained.tolist()).split("<|im_end|>")
     validated = sum(b.labels.ne(IGNORE).any(1).sum() for b in loader.validation_batches(1))
     assert set(answers) == {"b", "", *("a" * n for n in range(1, 8))} and validated > 0
-    assert answers.count("b") == len(loader._split_rows("train").lengths) < 40
+    assert answers.count("b") == len(loader._rows_of("train", 0).lengths) < 40
     lines = loader.describe()
     assert lines[0].startswith("40 conversations, 80 answers: ") and lines[-1].endswith("% full")
     assert batch.tokens.shape == (loader.rows_per_epoch, 128) and (batch.doc_ids >= 0).float().mean() > 0.85
@@ -158,7 +158,7 @@ def test_samples_of_a_conversation_are_on_one_side_of_the_split(make: Make) -> N
     loader = Loader(make("thinks"), 0, 1)
     lines = {split: set() for split in ("train", "validation")}
     for split, found in lines.items():
-        rows = loader._split_rows(split)
+        rows = loader._rows_of(split, 0)
         found.update(loader.corpora[0].lines[np.searchsorted(loader.corpora[0].starts, rows.starts)].tolist())
     assert not lines["train"] & lines["validation"] and len(lines["train"] | lines["validation"]) == 40
 
@@ -191,9 +191,9 @@ def test_a_sample_longer_than_a_row_is_named_dropped_or_cut(make: Make) -> None:
     ):
         Loader(make(seq_len=short), 0, 1)
     dropped, cut = (Loader(make(seq_len=short, on_long=what), 0, 1) for what in ("drop", "truncate"))
-    assert (dropped._split_rows("train").lengths <= short).all()
-    assert len(dropped._split_rows("train").lengths) < len(cut._split_rows("train").lengths)
-    assert cut._split_rows("train").lengths.max() == short
+    assert (dropped._rows_of("train", 0).lengths <= short).all()
+    assert len(dropped._rows_of("train", 0).lengths) < len(cut._split_rows("train").lengths)
+    assert cut._rows_of("train", 0).lengths.max() == short
     assert any("left out" in line for line in dropped.describe()) and any("cut, or" in line for line in cut.describe())
     with pytest.raises(DataError, match=r"No conversation is left for the train split: all \d+ are longer"):
         Loader(make(seq_len=8, on_long="drop"), 0, 1)
