@@ -192,7 +192,7 @@ def test_a_sample_longer_than_a_row_is_named_dropped_or_cut(make: Make) -> None:
         Loader(make(seq_len=short), 0, 1)
     dropped, cut = (Loader(make(seq_len=short, on_long=what), 0, 1) for what in ("drop", "truncate"))
     assert (dropped._rows_of("train", 0).lengths <= short).all()
-    assert len(dropped._rows_of("train", 0).lengths) < len(cut._split_rows("train").lengths)
+    assert len(dropped._rows_of("train", 0).lengths) < len(cut._rows_of("train", 0).lengths)
     assert cut._rows_of("train", 0).lengths.max() == short
     assert any("left out" in line for line in dropped.describe()) and any("cut, or" in line for line in cut.describe())
     with pytest.raises(DataError, match=r"No conversation is left for the train split: all \d+ are longer"):
