@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,7 +165,7 @@ class Loader:
         return found
 
     def describe(self) -> list[str]:
-        """What became of conversations, in lines for the user; none of other data."""
+        """What became of conversations, in short lines for the user; none of other data."""
         return [line for source, corpus in enumerate(self.corpora) if corpus.chat for line in self._describe(source)]
 
     def _describe(self, source: int) -> list[str]:
@@ -179,7 +180,8 @@ class Loader:
             )
             lines.append(f"{long:,} samples are longer than train.seq_len={rows.seq_len}: {done}")
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
-        return [*lines, f"{len(rows.lengths):,} samples in {rows.num_rows:,} rows an epoch, {full:.1%} full"]
+        lines.append(f"{len(rows.lengths):,} samples in {rows.num_rows:,} rows an epoch, {full:.1%} full")
+        return [part for line in lines for part in textwrap.wrap(line, 66)]  # behind a note's margin: 80 columns
 
     @property
     def corpus(self) -> TokenCorpus:

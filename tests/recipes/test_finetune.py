@@ -29,7 +29,7 @@ MESHES = {
     "cp2_ep2": {"cp": 2, "ep": 2},
     "pp2_dp2_ep2": {"pp": 2, "dp_shard": 2, "ep": 2},
 }
-STEPS = 160
+STEPS = 120
 
 
 def conversations() -> list[list[dict[str, Any]]]:
@@ -57,7 +57,12 @@ def config_of(folder: Path, name: str) -> Config:
         model=model,
         moe=MoEConfig(experts="loop"),
         train=TrainConfig(
-            steps=STEPS, seq_len=64, global_batch_size=8, micro_batch_size=2, dtype="float64", val_every=0
+            steps=STEPS,
+            seq_len=64,
+            global_batch_size=8,
+            micro_batch_size=2 if "pp" in name else 4,
+            dtype="float64",
+            val_every=0,
         ),
         optim=OptimConfig(lr=1e-2, warmup_steps=10, weight_decay=0.0),
         data=data,
@@ -95,12 +100,12 @@ def repeated(exported: Path) -> tuple[int, list[str]]:
         for n in range(1, len(turns), 2):
             prompt = tokenizer.apply_chat_template(turns[:n], add_generation_prompt=True, return_dict=False)
             by_length[len(prompt)].append((prompt, f"<think>\n\n</think>\n\n{turns[n]['content']}<|im_end|>"))
-    wrong = []
+    wrong, options = [], {"max_new_tokens": 16, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     for length, pairs in by_length.items():
         prompts = torch.tensor([prompt for prompt, _ in pairs])
-        answers = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=16, do_sample=False)
+        answers = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
         for ids, (_, expected) in zip(answers[:, length:], pairs, strict=True):
-            found = tokenizer.decode(ids).removesuffix("<|endoftext|>" * 16).split("<|endoftext|>")[0]
+            found = tokenizer.decode(ids[ids != tokenizer.pad_token_id])
             wrong += [f"{found!r} and not {expected!r}"] if found != expected else []
     return sum(map(len, by_length.values())), wrong
 
@@ -112,7 +117,9 @@ def test_conversations_are_learned_by_heart_on_every_mesh(ranks: RankPool, tmp_p
         assert losses[name] == pytest.approx(losses["one"], rel=1e-10, abs=1e-10), name
         answers, wrong = repeated(tmp_path / name / "hf")
         assert answers == 80 and not wrong, f"{name}: {len(wrong)} of {answers}: {wrong[:3]}"
-    assert len(losses["one"]) == STEPS and losses["one"][-1] < 0.01 < losses["one"][0]
+    assert len(losses["one"]) == STEPS and losses["one"][-1] < 0.1 < losses["one"][0]
     said = (tmp_path / "one" / "said0").read_text()
-    assert "64 conversations, 80 answers" in said and "conversations are 80 samples with" in said
-    assert "trained > | <think>" in said and max(map(len, said.splitlines())) <= 100
+    assert "64 conversations, 80 answers" in said and "80 samples with 1.2" in " ".join(said.split())
+    assert "trained > | <think>" in said
+    shown = [line for line in said.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, shown)) <= 80
