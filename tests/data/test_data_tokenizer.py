@@ -230,3 +230,22 @@ def test_digest_follows_the_vocabulary_and_the_end_token(byte_level_dir, tmp_pat
     (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
     assert load_tokenizer(str(other)).digest != first
     assert np.array_equal(load_tokenizer(str(other)).byte_lengths, load_tokenizer(str(byte_level_dir)).byte_lengths)
+
+
+@pytest.mark.faults
+def test_a_long_document_is_tokenised_in_bounded_memory(byte_level_dir, library_texts, tmp_path):
+    """Encoded at once, 8 MB of text take about 1 GB."""
+    text = "".join(library_texts)
+    (tmp_path / "long.txt").write_text(text * (8_000_000 // len(text) + 1))
+    code = (
+        "import resource, sys; from pathlib import Path; from automoe.config.schema import DataConfig\n"
+        "from automoe.data.prepare import open_corpus; from automoe.data.tokenizer import load_tokenizer\n"
+        "folder = Path(sys.argv[2]); data = DataConfig(kind='text', path=str(folder / 'long.txt'))\n"
+        "corpus = open_corpus(data, load_tokenizer(sys.argv[1]), folder / 'cache')\n"
+        "print(len(corpus.lengths), corpus.text_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, byte_level_dir, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    documents, text_bytes, peak = map(int, done.stdout.split())
+    assert documents == 1 and text_bytes > 8_000_000
+    assert peak < 400e6
