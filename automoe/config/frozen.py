@@ -19,6 +19,7 @@ from automoe.shipped import own_recipe
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
+_VALUES = frozenset(leaf_keys())  # some are mappings themselves
 # Never part of what a run is: where it lies, how its ranks are started, what is shown of it, what it saves when.
 FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
 # May differ as well where training goes on from a checkpoint, or nothing is finished: how the same numbers are
@@ -102,10 +103,10 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
 
 
 def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys dotted, tuples as lists."""
+    """Nested sections as one mapping, keys dotted, tuples as lists."""
     values: dict[str, Any] = {}
     for key, value in fields.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in _VALUES:
             values |= flat(value, f"{prefix}{key}.")
         else:
             values[prefix + key] = list(value) if isinstance(value, tuple) else value
