@@ -210,7 +210,7 @@ def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, ex
     return [
         Piece(prefix + key, whole, (expert, i, None, None), (expert % keys.ffn_parts * width, 0), part)
         for expert in numbers
-        for i, key in enumerate((keys.gate, keys.up))
+        for i, key in ((0, keys.gate), (1, keys.up))
     ]
 
 
