@@ -12,19 +12,20 @@ import contextlib
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from automoe.errors import CheckpointError, exit_status
+from automoe.errors import CheckpointError, ConfigError, exit_status
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
 
     from automoe.config.schema import Config
     from automoe.hf.files import Written
+    from automoe.hf.peft import WrittenAdapter
     from automoe.model.decoder import Decoder
 
 
@@ -37,8 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="run directory of automoe.train")
     add_options(parser, "as trained")
+    help_text = "a run with LoRA: its adapter alone, as peft loads it; experts one by one (default) or in one tensor"
+    layouts = ("published", "fused")
+    parser.add_argument("--adapter", nargs="?", const=layouts[0], choices=layouts, help=help_text)
     args = parser.parse_args(argv)
-    return report(args, partial(export_run, args.run))
+    return report(args, partial(export_run, args.run, adapter=args.adapter))
 
 
 def export_run(
@@ -48,14 +52,18 @@ def export_run(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
     fp8: bool = False,
-) -> Written:
+    adapter: str | None = None,
+) -> Written | WrittenAdapter:
     """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on the CPU.
+
+    Adapters are merged into it; or with ``adapter``, a layout of ``automoe.hf.peft``, they are all that is written.
 
     The newest training checkpoint that is whole, or where there is none the checkpoint that the run
     itself wrote to ``hf/`` at its end.
 
     Raises:
-        ConfigError: not a run directory, or ``fp8`` of a family that has no such checkpoints.
+        ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints, or ``adapter`` of a run
+            that has none or trained more than that.
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
     from automoe.config.frozen import load_config
@@ -71,9 +79,18 @@ def export_run(
     if fp8:
         fp8_config(config.model, family_of(config.model).keys)
 
+    if adapter is not None and not (config.lora.rank and not config.train.trainable):
+        rule = f"the run has lora.rank={config.lora.rank}, train.trainable={config.train.trainable}"
+        raise ConfigError(
+            "--adapter", adapter, f"an adapter holds what lora trained, and nothing else; {rule}", "Omit it"
+        )
+
+    from automoe.hf.peft import to_peft
     from automoe.hf.write import to_hf  # torch
 
     model = _load_run(run_dir, config)
+    if adapter is not None:
+        return to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite)
     # Where the weights are the run's own export, the tokenizer's files lie beside them: None.
     tokenizer = tokenizer_of(config) if model.config.hf_path == config.model.hf_path else None
     chat = chat_template_of(config) if tokenizer is not None else None
@@ -87,13 +104,18 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     Raises:
         CheckpointError: there are none, or they are damaged; which older ones to take instead is not decided here.
     """
+    import torch
+
     from automoe.checkpoint.folder import FOLDER, committed_steps
-    from automoe.checkpoint.manifest import damage
+    from automoe.checkpoint.manifest import check_base, damage, read_manifest
+    from automoe.config.convert import config_to_dict
     from automoe.hf.families.registry import family_of
     from automoe.hf.headers import check_holds
+    from automoe.hf.identity import checkpoint_identity as identity_of
     from automoe.hf.read import load_hf
+    from automoe.model.lora import adapt
     from automoe.parallel.fsdp import PARAM_DTYPES
-    from automoe.parallel.parallelize import build_decoder
+    from automoe.parallel.parallelize import allocate, build_decoder
 
     steps, exported = committed_steps(run_dir / FOLDER), run_dir / "hf"
     newest = run_dir / FOLDER / steps[-1] if steps else None
@@ -112,21 +134,30 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
             "Train it with checkpoint.every=N or checkpoint.export_hf=true"
         )
     # Nothing is computed, so the backends that trained it need not be here.
-    moe = replace(config.moe, experts="loop")
-    model = build_decoder(config.model, moe, PARAM_DTYPES[config.train.dtype])
-    model.to_empty(device="cpu")
+    config, dtype = replace(config, moe=replace(config.moe, experts="loop")), PARAM_DTYPES[config.train.dtype]
+    model = build_decoder(config.model, config.moe, dtype)
     if newest is None:
+        model.to_empty(device="cpu")
         load_hf(model, exported)
-    else:
-        load_step(model, newest)
+        return model
+    adapt(model, config, dtype, dtype)  # wider than in training: merged weights are rounded once, when they are written
+    allocate({0: model}, torch.device("cpu"))
+    base, held = read_manifest(newest)[0].get("base"), model.state_dict()
+    if base is not None:
+        assert config.model.hf_path is not None
+        check_base(newest, {"base": base, "config": config_to_dict(config)}, config, identity_of(config.model.hf_path))
+        load_hf(model, config.model.hf_path)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        held = {name: tensor for name, tensor in held.items() if name not in frozen}
+    load_step(held, newest)
     return model
 
 
-def load_step(model: nn.Module, step_dir: Path) -> None:
-    """Fill a whole model from a training checkpoint, in this process alone. Raises ``CheckpointError``."""
+def load_step(held: Mapping[str, torch.Tensor], step_dir: Path) -> None:
+    """Fill a whole model's tensors from a training checkpoint, in this process alone. Raises ``CheckpointError``."""
     from automoe.checkpoint.reader import StepReader
 
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in held.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
         StepReader(step_dir).load(tensors, no_dist=True)
@@ -149,9 +180,7 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     )
 
 
-def report(
-    args: argparse.Namespace, write: Callable[..., Written], describe: Callable[[Written], str] | None = None
-) -> int:
+def report(args: argparse.Namespace, write: Callable[..., Any], describe: Callable[[Any], str] | None = None) -> int:
     """Import plugins, ``write`` as ``add_options`` asked, say what was saved or why not; the exit status.
 
     Args:

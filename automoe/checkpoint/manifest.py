@@ -23,12 +23,14 @@ from automoe.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT = 2
 # Another key is of a newer version, which may mean by it that what it wrote has to be read in another way.
-_KEYS = {"format", "step", "counters", "config", "generators", "val_loss", "versions", "files", "sha256"}
+_KEYS = {"format", "step", "counters", "config", "generators", "val_loss", "versions", "files", "sha256", "base"}
+# What of a configuration, besides its model, says which tensors a checkpoint has.
+_TENSORS = ("lora.rank", "lora.targets", "train.freeze", "train.trainable")
 # What says that a file is not there; any other error says that it cannot be read, which is no damage.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Sections whose values change the numbers of a run without making it another model.
-_NUMBERS = ("train", "optim", "moe")
+_NUMBERS = ("train", "optim", "moe", "lora")
 
 
 def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
@@ -136,11 +138,23 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     then = flat(asdict(ModelConfig()), "model.") | flat(saved["model"], "model.")
     now = flat(config_to_dict(config)["model"], "model.")
     keys = sorted((then.keys() | now.keys()) - {"model.hf_path"})  # where weights came from does not shape the model
+    then |= {key: value for key, value in (flat(config_to_dict(Config())) | flat(saved)).items() if key in _TENSORS}
+    now |= {key: value for key, value in flat(config_to_dict(config)).items() if key in _TENSORS}
+    keys += _TENSORS
     changed = {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
     if changed:
         raise CheckpointError(
             f"{step_dir} holds another model: {describe(changed, most=len(changed))}. Set them back, choose a new "
             "run_dir, or start over with checkpoint.resume=never"
+        )
+
+
+def check_base(step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None) -> None:
+    """Raise ``CheckpointError`` unless ``base`` is what the frozen parameters came from that a step does not hold."""
+    if manifest.get("base", base) != base:
+        raise CheckpointError(
+            f"{step_dir} holds what was trained beside the frozen weights of {manifest['config']['model']['hf_path']}, "
+            f"and model.hf_path={config.model.hf_path} is another checkpoint. Name the one that it was trained with"
         )
 
 

@@ -17,6 +17,7 @@ import random
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
 from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
-from automoe.checkpoint.manifest import changed_settings, check_model, verify_step, write_manifest
+from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, retried
+from automoe.hf.identity import checkpoint_identity
 from automoe.trace import phase
 
 if TYPE_CHECKING:
@@ -100,7 +102,8 @@ class CheckpointStore:
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         self._check_finite(state)
-        return self._write(state.tensors() | _of_this_rank(rng_state()), self._content(state, val_loss), state.step)
+        tensors = self._saved(state) | _of_this_rank(rng_state())
+        return self._write(tensors, self._content(state, val_loss), state.step)
 
     def begin(self, state: TrainState, val_loss: float | None = None) -> None:
         """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
@@ -112,7 +115,7 @@ class CheckpointStore:
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         self._check_finite(state)
-        tensors = state.tensors()
+        tensors = self._saved(state)
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
@@ -164,6 +167,18 @@ class CheckpointStore:
                 "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
             )
 
+    def _saved(self, state: TrainState) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: of a frozen model that ``model.hf_path`` holds, only what is trained."""
+        return state.tensors(frozen=self.base is None)
+
+    @cached_property
+    def base(self) -> str | None:
+        """Identity of the checkpoint at ``model.hf_path``, if parameters stay as they are there. Collective."""
+        config, model = self.config, self.config.model
+        if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
+            return None
+        return self.ranks.lead(lambda: checkpoint_identity(str(model.hf_path)))
+
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
         """The manifest but for the files, of this moment."""
         return {
@@ -172,7 +187,7 @@ class CheckpointStore:
             "config": config_to_dict(self.config),
             "generators": {"mesh": self._mesh_sizes(), "names": sorted(rng_state())},
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-        }
+        } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
         """The mesh that the random generators of a checkpoint belong to: those of a rank mean nothing on another."""
@@ -290,6 +305,7 @@ class CheckpointStore:
 
     def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
         check_model(step_dir, manifest["config"], self.config)
+        check_base(step_dir, manifest, self.config, self.base)
         then, now = changed_settings(manifest["config"], self.config)
         if then:
             self._warn(f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}")
@@ -299,7 +315,7 @@ class CheckpointStore:
         generators = {name: here[name] for name in names if name in here}
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
-        tensors = {name: tensor for name, tensor in state.tensors().items() if name not in absent}
+        tensors = {name: tensor for name, tensor in self._saved(state).items() if name not in absent}
         reader.load(tensors | _of_this_rank(generators), process_group=self.ranks.group)
         set_rng_state(generators)
 

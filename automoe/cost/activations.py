@@ -233,8 +233,10 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     return kept + wide * tokens * inside
 
 
-def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int, tp: int = 1) -> float:
-    """Peak of the chunked cross-entropy: one chunk of logits, wide, and the head's gradient, wide and stored.
+def head_workspace_bytes(
+    model: ModelConfig, tokens: int, bytes_per_number: int, tp: int = 1, trained: bool = True
+) -> float:
+    """Peak of the chunked cross-entropy: one chunk of logits, wide, and a trained head's gradient, wide and stored.
 
     Args:
         tokens: of the micro-batch on this rank; each tp rank takes those of all, and its part of the vocabulary.
@@ -242,5 +244,5 @@ def head_workspace_bytes(model: ModelConfig, tokens: int, bytes_per_number: int,
     wide = max(4, bytes_per_number)
     tokens, rows = tokens * tp, -(-model.vocab_size // tp)
     logits = chunk_tokens(tokens, model.hidden_size) * rows * (wide + bytes_per_number)
-    gradient = model.hidden_size * rows * (wide + bytes_per_number)
+    gradient = model.hidden_size * rows * (wide + bytes_per_number) * trained
     return float(logits + gradient + 3 * bytes_per_number * tokens * model.hidden_size)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from automoe.config.rules import Row
 from automoe.config.rules_kernels import ELEMENT_BYTES, ROW_BYTES
 from automoe.config.schema import Config, LoraConfig
-from automoe.cost.params import Param, model_params
+from automoe.cost.params import Param, layer_params, model_params
 
 # For each part of a model the name of its group in ``lora.targets``, and what a single target begins with.
 _GROUPS = {
@@ -71,6 +71,28 @@ def with_adapters(params: list[Param], config: Config) -> list[Param]:
         if is_target(param, config.lora):
             made += adapters(param, config.lora.rank)
     return made
+
+
+# Parts of a layer that recomputation runs again, and the adapters in them.
+_RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "routed_experts"}
+
+
+def adapter_activation_bytes(
+    config: Config, layer: int, tokens: int, expert_rows: float, number_bytes: int, recompute: frozenset[str]
+) -> float:
+    """What the adapters of a layer keep for their backward pass: ``x A.T``, r numbers a token, or a row of gate and up.
+
+    Args:
+        tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs, ``number_bytes`` an activation.
+        recompute: what the layer runs again.
+    """
+    again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
+    kept = 0.0
+    for param in layer_params(config.model, layer):
+        if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
+            rows = 0.0 if param.name.endswith("w_down") else expert_rows if param.expert else tokens
+            kept += config.lora.rank * rows * number_bytes
+    return kept
 
 
 def describe_training(config: Config) -> list[str]:
@@ -133,6 +155,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
            "Leave train.freeze out; train.trainable names what is trained beside the adapters")
     yield ("train.fp8", train.fp8 != "off", "adapters are multiplied in train.dtype, and have no scales",
            "Set train.fp8=off, or lora.rank=0")
+    yield ("train.compile", train.compile, "what is compiled has no adapters", "Set train.compile=false, or lora.rank=0")
     yield ("optim.master_weights", config.optim.master_weights == "stochastic",
            "adapters are few, and kept in float32", "Set optim.master_weights=float32, or lora.rank=0")
     stacks = [param for param in params if param.expert and is_target(param, lora)]
@@ -146,8 +169,6 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     moved = [param.name for param in stacks if is_trained(param.name, config)]
     yield ("train.trainable", bool(moved), f"{moved[0] if moved else ''} has an adapter, and routed experts have one "
            "or are trained themselves", "Leave experts out of lora.targets, or of train.trainable")
-    yield ("checkpoint.export_hf", config.checkpoint.export_hf, "models with adapters are not exported yet",
-           "Set checkpoint.export_hf=false")
     yield ("lora.export", lora.export == "adapter" and bool(train.trainable),
            f"an adapter does not hold what else is trained (train.trainable={train.trainable})",
            "Set lora.export=merged, or train.trainable=[]")

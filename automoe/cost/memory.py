@@ -21,6 +21,7 @@ from automoe.cost.activations import (
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
+from automoe.cost.adapters import adapter_activation_bytes, with_adapters
 from automoe.cost.params import Param, stage_params
 
 # Bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients). With
@@ -41,7 +42,7 @@ class RankMemory:
 
     pp_rank: int
     layers: list[int]
-    params: int  # parameters of the rank's stages, before sharding
+    params: int  # parameters of the rank's stages, before sharding, adapters included
     weights: int  # sharded, as the optimizer updates them
     moments: int  # AdamW's two, sharded
     gradients: int  # sharded, after reduction
@@ -84,7 +85,7 @@ def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
 def gathered_numel(param: Param, mesh: MeshShape) -> int:
     """Numbers of ``param`` on a rank while FSDP has it gathered."""
     if param.expert:
-        return param.numel // (mesh.ep * mesh.etp)
+        return param.numel // (mesh.ep * (1 if param.whole_over_etp else mesh.etp))
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
 
 
@@ -99,17 +100,23 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     stages = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
     wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
     unsharded = stays_unsharded(config, mesh)
-    held = [stage_params(model, layers, stage) for stage in stages]
+    held = [with_adapters(stage_params(model, layers, stage), config) for stage in stages]
     params = [param for stage in held for param in stage]
+    trained = [param for param in params if param.trained]
 
     def total(numel: Callable[[Param, MeshShape], int], params: list[Param], size: int) -> int:
         """Bytes at ``size`` a number; those of the router, which multiplies in at least float32, are always wide."""
         return sum(numel(param, mesh) * (wide if param.part == "router" else size) for param in params)
 
-    weights = total(local_numel, params, compute if config.optim.master_weights == "stochastic" else wide)
-    moments = 2 * total(local_numel, params, compute if config.optim.moments == "bfloat16" else wide)
-    whole = sum(gathered_numel(param, mesh) for param in params)
+    gradients = total(local_numel, trained, compute if config.optim.master_weights == "stochastic" else wide)
+    # What is frozen is stored as it is multiplied.
+    weights = gradients + total(local_numel, [param for param in params if not param.trained], compute)
+    moments = 2 * total(local_numel, trained, compute if config.optim.moments == "bfloat16" else wide)
     few = UNITS_RESIDENT * _largest_unit(params, mesh)
+    whole_gradients, few_gradients = (
+        sum(gathered_numel(param, mesh) for param in trained),
+        UNITS_RESIDENT * _largest_unit(trained, mesh),
+    )
     # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
     # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
     keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
@@ -120,22 +127,30 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     border = 2 * compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # a stage's input and output
     again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
     layer_bytes = {
-        layer: sum(layer_activation_bytes(model, layer, load, names).values()) for layer, names in again.items()
+        layer: sum(layer_activation_bytes(model, layer, load, names).values())
+        + adapter_activation_bytes(config, layer, load.tokens, load.expert_rows, load.number_bytes, names)
+        for layer, names in again.items()
     }
     stage_bytes = [border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
     activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
     has_head = len(layers) - 1 in stages
+    head_trained = any(param.trained for param in params if param.part in ("embedding", "head"))
     return RankMemory(
         pp_rank=pp_rank,
         layers=list(again),
         params=sum(param.numel for param in params),
         weights=weights,
         moments=moments,
-        gradients=weights,
-        gathered_weights=0 if unsharded else gathered,
-        unsharded_gradients=0 if unsharded else reduced * (whole if deferred else min(whole, few)),
+        gradients=gradients,
+        # Without FSDP adapters are rounded where they are multiplied, and kept so for the backward pass.
+        gathered_weights=(compute * whole_gradients if compute < wide and config.lora.rank else 0)
+        if unsharded
+        else gathered,
+        unsharded_gradients=0
+        if unsharded
+        else reduced * (whole_gradients if deferred else min(whole_gradients, few_gradients)),
         activations=activations,
-        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp) if has_head else 0.0,
+        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) if has_head else 0.0,
         recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),
         micro_batches_in_flight=in_flight,
         deferred_gradients=deferred,
@@ -147,7 +162,7 @@ def _largest_unit(params: list[Param], mesh: MeshShape) -> int:
     units: dict[int | None, int] = {}
     for param in params:
         units[param.layer] = units.get(param.layer, 0) + gathered_numel(param, mesh)
-    return max(units.values())
+    return max(units.values(), default=0)
 
 
 def rank_actions(

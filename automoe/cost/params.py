@@ -63,6 +63,11 @@ class Param:
         return self.part == "routed_experts"
 
     @property
+    def whole_over_etp(self) -> bool:
+        """Whether ranks that share the width of an expert each keep all of it: adapters of the other dims."""
+        return self.name.endswith((".lora.A13", ".lora.B2"))
+
+    @property
     def multiplies(self) -> bool:
         """Whether tokens are multiplied by it as a matrix: not a bias, nor a convolution over a few positions."""
         module, last = self.name.split(".")[-2:]
@@ -72,7 +77,10 @@ class Param:
         """The dim that ``tp`` ranks cut it on, or None where each keeps it whole."""
         if tp == 1 or (self.kv_heads is not None and self.kv_heads < tp):
             return None
-        module, last = self.name.split(".")[-2:]
+        before, module, last = f".{self.name}".split(".")[-3:]
+        if module == "lora":  # the matrix with the dim that its target is cut on
+            dim = _TP_DIMS.get(before)
+            return dim if (dim, last) in ((0, "B"), (1, "A")) else None
         dim = 0 if last in _BY_HEAD else _TP_DIMS.get(module)
         return dim if dim is not None and dim < len(self.shape) else None  # a bias behind a sum stays whole
 

@@ -50,7 +50,8 @@ def check_target(path: Path, overwrite: bool) -> None:
     """Raise ``CheckpointError`` where an export may not be written to ``path``; makes nothing."""
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists. Name another directory, or overwrite it (--overwrite)")
-    if path.exists() and not (path / "config.json").is_file() and (not path.is_dir() or any(path.iterdir())):
+    ours = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if path.exists() and not ours and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is no checkpoint directory, so it is not replaced. Name another one")
 
 

@@ -62,10 +62,11 @@ def config_of(parts: Parts) -> ModelConfig:
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Every tensor of this rank's stages that a HuggingFace checkpoint holds, in the model's order."""
+    """Every tensor of this rank's stages that a HuggingFace checkpoint holds, in the model's order; no adapters."""
     for part in parts.values():
         for name, parameter in part.named_parameters():
-            yield _shard(name, parameter, copy=name == "embed_tokens.weight" and not part.embeds)
+            if ".lora." not in name:
+                yield _shard(name, parameter, copy=name == "embed_tokens.weight" and not part.embeds)
         for name, buffer in part.named_buffers():
             if name.endswith(".expert_bias"):
                 yield _shard(name, buffer, trained=False)

@@ -26,6 +26,7 @@ from automoe.hf.rewrite import own_dtype
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
+from automoe.model.lora import merge_adapters
 from automoe.parallel.collectives import all_gather
 
 
@@ -43,7 +44,8 @@ def to_hf(
 ) -> Written:
     """Write ``model`` as a HuggingFace checkpoint directory, which gets its name when it is complete and proven.
 
-    Collective; ranks share the file system. ``model.hf_path`` of the model's configuration, where it is set,
+    Collective; ranks share the file system. Adapters are merged into the model's own weights first
+    (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where it is set,
     gives what weights cannot tell: token ids, generation settings, tokenizer files.
 
     Args:
@@ -72,6 +74,8 @@ def to_hf(
     # The weights that training started from say what ``keep`` keeps: parameters are wider while they are trained.
     source = open_catalog(config.hf_path, config) if dtype == "keep" and config.hf_path is not None else None
     with new_folder(path, overwrite, ranks) as folder:
+        for part in parts.values():
+            merge_adapters(part)
         plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8, source=source)
         written = _write_tensors(plan, ranks, folder, max_shard_bytes)
         ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat))

@@ -11,12 +11,13 @@ from math import sqrt
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import Config, LoraConfig
 from automoe.cost.adapters import adapters, is_target, is_trained
 from automoe.cost.params import layer_params
 from automoe.counter_random import bits_at, stream_key, uniform_from
-from automoe.local_shard import local_shard
+from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear
@@ -84,6 +85,34 @@ def fill_adapters(part: Decoder) -> None:
             key, bound = stream_key(f"{module.name}.{name}", module.seed), 1 / sqrt(parameter.shape[-1])
             for block, index in indexed_blocks(parameter):
                 local[block] = ((2 * uniform_from(bits_at(index, key)) - 1) * bound).to(local.dtype)
+
+
+@torch.no_grad()
+def merge_adapters(part: Decoder) -> None:
+    """Add what adapters compute to the weights that they stand beside, and set every B to zero. Collective.
+
+    In float32 at least, rounded once to the weight's dtype; a weight's shard is merged where it lies.
+    """
+    for module in part.modules():
+        if isinstance(adapter := getattr(module, "lora", None), Lora):
+            _merge(module.weight, adapter.A, adapter.B, adapter.scale)
+        elif isinstance(adapter, ExpertLora):
+            for weight, number in ((module.w_gate_up, "13"), (module.w_down, "2")):
+                if (b := getattr(adapter, f"B{number}")) is not None:
+                    _merge(weight, getattr(adapter, f"A{number}"), b, adapter.scale)
+
+
+def _merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """weight [..., O, I] += scale B [..., O, r] A [r, I]; of experts A [E, r, I]."""
+    local, wide = local_shard(weight), torch.promote_types(weight.dtype, torch.float32)
+    *outer, columns = (slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True))
+    whole_a, whole_b = (p.full_tensor() if isinstance(p, DTensor) else p for p in (a, b))
+    mine_b = whole_b[tuple(outer)].to(wide)
+    mine_a = (whole_a[outer[0]] if a.dim() == 3 else whole_a)[..., columns].to(wide)
+    pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]
+    for matrix, each_b, each_a in pairs:  # one expert after the other: no copy of all of them in a wider dtype
+        matrix.copy_(torch.add(matrix.to(wide), each_b @ each_a, alpha=scale))
+    local_shard(b).zero_()
 
 
 def set_dropout_step(parts: Iterable[Decoder], step: int) -> None:

@@ -8,6 +8,7 @@ from rich.table import Column, Table
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
+from automoe.cost.adapters import describe_training
 from automoe.cost.params import PARTS
 from automoe.cost.plan import Plan, gib, make_plan
 from automoe.observe.summary import render_mesh_text
@@ -63,6 +64,8 @@ def _summary(config: Config, plan: Plan) -> Table:
         table.add_row("pipeline", f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle")
     if config.parallel.recompute:
         table.add_row("recompute", _recomputed(config))
+    for what, line in zip(("trained", ""), describe_training(config), strict=False):
+        table.add_row(what, line)
     if train.fp8 != "off":
         table.add_row(
             "8 bits",

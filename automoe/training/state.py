@@ -37,12 +37,18 @@ class TrainState:
         """This rank's parameters, in a fixed order."""
         return [parameter for part in self.parts.values() for parameter in part.parameters()]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts."""
+    def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
+        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts.
+
+        Args:
+            frozen: parameters that are not trained, too.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for part in self.parts.values():
+            fixed = set() if frozen else {name for name, p in part.named_parameters() if not p.requires_grad}
             for name, tensor in part.state_dict().items():
-                tensors[f"model.{name}"] = tensor
+                if name not in fixed:
+                    tensors[f"model.{name}"] = tensor
             for name, parameter in part.named_parameters():
                 for key, tensor in self.optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer.{key}.{name}"] = tensor

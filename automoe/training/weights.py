@@ -9,6 +9,7 @@ import torch
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.hf.files import Written
+from automoe.hf.peft import WrittenAdapter, to_peft
 from automoe.hf.read import Loaded, load_hf
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.write import to_hf
@@ -28,7 +29,12 @@ def first_weights(config: Config, meshes: Meshes, device: torch.device) -> tuple
     return parts, load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
 
 
-def export_weights(config: Config, parts: dict[int, Decoder], run_dir: Path) -> Written:
-    """The run's HuggingFace checkpoint in ``run_dir/hf``, with what ``transformers`` needs to use it. Collective."""
+def export_weights(config: Config, parts: dict[int, Decoder], run_dir: Path) -> Written | WrittenAdapter:
+    """The run's HuggingFace checkpoint in ``run_dir/hf``, with what ``transformers`` needs to use it. Collective.
+
+    With ``lora.export=adapter`` the adapter alone, in ``run_dir/adapter``.
+    """
+    if config.lora.rank and config.lora.export == "adapter":
+        return to_peft(parts, run_dir / "adapter", config.lora, overwrite=True)
     options = {"tokenizer": tokenizer_of(config), "chat": chat_template_of(config), "overwrite": True}
     return to_hf(parts, run_dir / "hf", **options)

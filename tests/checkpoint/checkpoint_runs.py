@@ -27,9 +27,10 @@ from automoe.config.schema import (
 )
 from automoe.data.loader import Loader
 from automoe.errors import AutomoeError
+from automoe.hf.read import load_hf
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.run import Saver
 from automoe.training.state import TrainState
@@ -176,7 +177,11 @@ def build_state(config: Config, run_dir: Path) -> tuple[TrainState, Any, Any]:
     """A run at step 0: (state, meshes, step runner). The token cache lies beside the run directory."""
     meshes = build_meshes(resolve_mesh(config.mesh, None), torch.device("cpu"))
     parts = build_parts(config, meshes)
-    materialize(parts, config, torch.device("cpu"))
+    if config.model.hf_path is None:
+        materialize(parts, config, torch.device("cpu"))
+    else:
+        allocate(parts, torch.device("cpu"))
+        load_hf(parts, config.model.hf_path)
     optimizer = build_optimizer(list(parts.values()), config.optim)
     loader = Loader(config, meshes.dp_rank, meshes.shape.dp, cache_dir=run_dir.parent / "cache")
     return (TrainState(parts, optimizer, loader), meshes, build_runner(parts, meshes, config, torch.device("cpu")))

@@ -55,7 +55,7 @@ def test_code_in_the_index_is_named_and_not_run(step: Path, tmp_path: Path, wher
     rewrite(step, lambda metadata: setattr(metadata, where, Attack()))
     assert "names posix.mkdir, which no checkpoint needs" in refusal(step)
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*names posix\.mkdir"):
-        load_step(torch.nn.Linear(1, 1), step)
+        load_step(torch.nn.Linear(1, 1).state_dict(), step)
     assert not (tmp_path / "owned").exists()
 
 

@@ -102,6 +102,7 @@ def test_frozen_experts_get_no_gradient() -> None:
         (config_with(rank=4, train=dict(freeze=["*norm*"])), "all of the model is frozen"),
         (config_with(rank=4, train=dict(trainable=["*.w_down"])), "layers.1.mlp.experts.w_down has an adapter"),
         (config_with(rank=4, train=dict(fp8="tensorwise")), "train.fp8=off"),
+        (config_with(rank=4, train=dict(compile=True)), "train.compile=false"),
         (config_with(train=dict(freeze=["*.routr.*"])), "'*.routr.*' matches no parameter"),
         (config_with(train=dict(freeze=["*"])), "nothing to train"),
         (config_with(train=dict(trainable=["*norm*"])), "exceptions from what is frozen"),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import split_layers, stage_of_rank
 from automoe.config.validate import validate
+from automoe.cost.adapters import with_adapters
 from automoe.cost.memory import local_numel
 from automoe.cost.params import stage_params
 from automoe.cost.plan import make_plan
@@ -49,6 +50,7 @@ def world(*overrides: str, name: str = "config"):
         pytest.param(["mesh.pp=2", "mesh.dp_shard=4", "mesh.ep=2", "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"], id="interleaved"),
         pytest.param(["mesh.pp=2", "mesh.dp_shard=2", "model.tie_embeddings=true"], id="tied"),
         pytest.param(["mesh.pp=2", "mesh.dp_shard=2", "train.dtype=bfloat16"], id="bfloat16"),
+        pytest.param(["mesh.pp=1", "mesh.dp_shard=2", "mesh.tp=2", "mesh.cp=2", "mesh.ep=2", "mesh.etp=2", "lora.rank=4"], id="adapters_tp2_cp2_etp2"),
     ],
 )  # fmt: skip
 def test_every_shard_of_every_rank_is_as_planned(overrides: list[str]) -> None:
@@ -59,7 +61,11 @@ def test_every_shard_of_every_rank_is_as_planned(overrides: list[str]) -> None:
     for rank in range(mesh.world_size):
         position = mesh.coordinates(rank, "default")
         fsdp_rank = position["dp_shard"] * mesh.cp + position["cp"]
-        params = [param for stage in owned[position["pp"]] for param in stage_params(config.model, layers, stage)]
+        params = [
+            param
+            for stage in owned[position["pp"]]
+            for param in with_adapters(stage_params(config.model, layers, stage), config)
+        ]
         built = local_shards(config, mesh, rank)
         size = {"float32": 4, "bfloat16": 4}[config.train.dtype]
         assert {name: num_bytes for name, (_, num_bytes) in built.items()} == {

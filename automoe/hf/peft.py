@@ -1,0 +1,274 @@
+"""Adapters as ``peft`` loads them: a directory with adapter_config.json and adapter_model.safetensors.
+
+Routed experts have two layouts. ``published``: an adapter for every expert and projection, as families store experts one
+by one; gate and up get the same A. ``fused``: one for all experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as
+transformers 5 holds them, and as GPT-OSS is published. Either is the adapter exactly, at rank r.
+Shapes: E experts, I expert width, H hidden, r rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from automoe.checkpoint.agreement import Ranks
+from automoe.config.schema import LoraConfig, ModelConfig
+from automoe.errors import CheckpointError, ConfigError, import_backend, listed
+from automoe.hf.families.registry import family_of
+from automoe.hf.folder import new_folder
+from automoe.hf.keys import KeyMap, hf_pieces
+from automoe.hf.shards import Parts, as_parts, config_of
+from automoe.model.decoder import Decoder
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+LAYOUTS = ("published", "fused")
+_TOLERANCE = 1e-5  # of what an adapter adds to a matrix, relative
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class WrittenAdapter:
+    """An adapter directory whose every tensor peft was seen to load: ``groups`` of matrices and how many there are."""
+
+    path: Path
+    numbers: int
+    groups: dict[str, int]
+
+    def __str__(self) -> str:
+        groups = ", ".join(f"{count} of {group}" for group, count in self.groups.items())
+        return f"{self.path}: an adapter of {self.numbers:,} numbers, as peft loads it ({groups})"
+
+
+def to_peft(
+    model: Parts | Decoder, path: str | Path, lora: LoraConfig, *, layout: str = "published", overwrite: bool = False
+) -> WrittenAdapter:
+    """Write the adapters of ``model`` beside ``model.hf_path``; proven by loading them with peft. Collective.
+
+    Args:
+        model: the model, or this rank's pipeline stages of it; not changed.
+        layout: of routed experts.
+
+    Raises:
+        BackendError: peft is not installed.
+        ConfigError: another layout, or a model that began from random weights.
+        CheckpointError: on every rank alike: the directory exists or cannot be written, or peft loads something else.
+    """
+    parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
+    config = config_of(parts)
+    if layout not in LAYOUTS:
+        raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use published")
+    if config.hf_path is None:
+        raise ConfigError("model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model")
+    import_backend("peft", "an adapter is written and checked with it", "Install peft>=0.19, or set lora.export=merged")
+    keys = family_of(config).keys
+    keys = keys.in_memory if layout == "fused" else keys
+    with new_folder(path, overwrite, ranks) as folder:
+        tensors = gathered_adapters(parts)
+        if not any(ranks.all(lambda: bool(tensors))):
+            raise CheckpointError(
+                "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
+            )
+        ranks.all(lambda: _write_stage(parts, tensors, folder, keys))
+        written = ranks.lead(lambda: _finish(folder, config, lora, keys))
+    return WrittenAdapter(path, *written)
+
+
+def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
+    """Adapters of this rank's stages, whole and on the CPU, by their names in the model. Collective."""
+    return {
+        name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
+        for part in parts.values()
+        for name, p in part.named_parameters()
+        if ".lora." in name
+    }
+
+
+def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, keys: KeyMap) -> None:
+    """The first rank of every pipeline stage writes the stage's adapters."""
+    from safetensors.torch import save_file
+
+    meshes = [p.device_mesh.mesh for part in parts.values() for p in part.parameters() if isinstance(p, DTensor)]
+    first = int(max(meshes, key=torch.Tensor.numel).min()) if meshes else 0
+    if first == (dist.get_rank() if dist.is_initialized() else 0):
+        stored = {key: tensor.contiguous().clone() for key, tensor in _stored(tensors, keys)}
+        save_file(stored, folder / f"stage-{first}.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"ours-{first}.safetensors")
+
+
+def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[str, torch.Tensor]]:
+    """Keys and tensors of the file."""
+    for name, a in tensors.items():
+        module, _, last = name.rpartition(".lora.")
+        if last.startswith("B"):
+            continue
+        b = tensors[f"{module}.lora.B{last[1:]}"]
+        if last == "A":
+            yield from _pair(_module(f"{module}.weight", keys), a, b)
+        elif keys.fused:
+            both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
+            # peft wraps the second of two parameters of a module around the first.
+            inner = ".base_layer" if both and last == "A13" else ""
+            key = _module(f"{module}.w_down", keys, (1, 1, 1)).rpartition(".")[0]
+            fused_b = _as_stored(b, keys) if last == "A13" else b
+            yield from _pair(key + inner, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
+        else:
+            names = (keys.gate, keys.up) if last == "A13" else (keys.down,)
+            layer = module.split(".")[1]
+            for expert in range(a.shape[0]):
+                for half, one in enumerate(names):
+                    key = f"model.layers.{layer}.{one.format(expert=expert)}".removesuffix(".weight")
+                    yield from _pair(key, a[expert], b[expert, half] if last == "A13" else b[expert])
+
+
+def _pair(module: str, a: torch.Tensor, b: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [(f"{_PREFIX}{module}.lora_A.weight", a), (f"{_PREFIX}{module}.lora_B.weight", b)]
+
+
+def _as_stored(gate_up: torch.Tensor, keys: KeyMap) -> torch.Tensor:
+    """[E, 2, I, n] -> [E, 2I, n]: gates first, or gates and ups in turn."""
+    return (gate_up.transpose(1, 2) if keys.transposed else gate_up).flatten(1, 2)
+
+
+def _module(name: str, keys: KeyMap, shape: tuple[int, ...] = (1, 1)) -> str:
+    return hf_pieces(name, shape, keys)[0].key.removesuffix(".weight")
+
+
+def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap) -> tuple[int, dict[str, int]]:
+    """Stages' files into one, the configuration, and the proof."""
+    from safetensors.torch import load_file, save_file
+
+    stored: dict[str, torch.Tensor] = {}
+    ours: dict[str, torch.Tensor] = {}
+    for prefix, into in (("stage", stored), ("ours", ours)):
+        for file in sorted(folder.glob(f"{prefix}-*.safetensors")):
+            into |= load_file(file)
+            file.unlink()
+    save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    _peft_config(config, lora, keys, ours).save_pretrained(folder)
+    return sum(tensor.numel() for tensor in ours.values()), verify_peft(folder, config, lora, ours)
+
+
+def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict[str, torch.Tensor]) -> Any:
+    """Plain names of matrices would leave out dense and shared FFNs wherever peft takes them for those of experts."""
+    from peft import LoraConfig as PeftConfig
+
+    modules, parameters = set(), set()
+    for name in ours:
+        module, _, last = name.rpartition(".lora.")
+        if last == "A":
+            stored = _module(f"{module}.weight", keys)
+            if ".mlp." in stored and config.num_moe_layers:
+                parameters.add(stored.split(".", 3)[3] + ".weight")
+            else:
+                modules.add(stored.rpartition(".")[2])
+        elif last in ("A13", "A2") and keys.fused:
+            parameters.add(keys.gate if last == "A13" else keys.down)
+        elif last in ("A13", "A2"):
+            published = (keys.gate, keys.up) if last == "A13" else (keys.down,)
+            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in published}
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,  # it is for training, and peft has none for parameters
+        target_modules=sorted(modules),
+        target_parameters=sorted(parameters) or None,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.hf_path,
+        inference_mode=True,
+    )
+
+
+def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]) -> dict[str, int]:
+    """What peft adds to each matrix of the model that transformers builds, against ``ours``; no base weights are read.
+
+    Args:
+        ours: whole adapters by their names in the model.
+
+    Returns:
+        Matrices by group; all experts of one tensor count as one.
+
+    Raises:
+        CheckpointError: the first difference: a matrix that peft leaves out, one too many, other numbers.
+    """
+    wanted = dict(_targets(config, ours))
+    groups: dict[str, int] = {}
+    for key, module in _loaded(folder, str(config.hf_path)):
+        if key not in wanted:
+            raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")
+        name, group = wanted.pop(key)
+        groups[group] = groups.get(group, 0) + 1
+        a, b = ours[name], ours[name.replace(".lora.A", ".lora.B")]
+        for expert, (theirs, mine) in enumerate(zip(_theirs(module), _mine(a, b, config, name), strict=True)):
+            mine = mine * (lora.alpha / lora.rank)
+            if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
+                raise CheckpointError(f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {name}")
+    if wanted:
+        raise CheckpointError(f"{folder}: peft leaves out {len(wanted)} of the adapted matrices: {listed(wanted)}")
+    return groups
+
+
+def _targets(config: ModelConfig, ours: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Parameter of transformers' model -> our A, and the group."""
+    keys = family_of(config).keys.in_memory
+    for name in ours:
+        module, _, last = name.rpartition(".lora.")
+        if last.startswith("B"):
+            continue
+        if last == "A":
+            group = "attention" if "attn." in module else "shared_experts" if "shared" in module else "mlp"
+            yield _module(f"{module}.weight", keys) + ".weight", (name, group)
+        else:
+            layer = module.split(".")[1]
+            yield f"model.layers.{layer}.{keys.gate if last == 'A13' else keys.down}", (name, "experts")
+
+
+def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
+    """(name of the adapted parameter in transformers' model, peft's layer) of a model without weights."""
+    from peft import PeftModel
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, local_files_only=True))
+    for module in model.modules():  # peft reads shapes alone, and moves adapters to where weights are
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            empty = torch.zeros(()).expand(parameter.shape)
+            module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(model, str(folder))
+    if left := [str(one.message) for one in caught if "adapter keys" in str(one.message)]:
+        raise CheckpointError(f"{folder}: peft says: {left[0][:400]}")
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            last = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            yield f"{name.replace('.base_layer', '')}.{last}", module
+
+
+def _theirs(module: Any) -> Iterator[torch.Tensor]:
+    """What peft adds to a parameter, one expert after the other, as the parameter lies."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if isinstance(module, ParamWrapper) and module.num_experts > 1:
+        left, right, scaling = module.get_delta_factors("default")
+        yield from (scaling * (one @ other) for one, other in zip(left, right, strict=True))
+    else:
+        scaling = module.scaling["default"]
+        yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)
+
+
+def _mine(a: torch.Tensor, b: torch.Tensor, config: ModelConfig, name: str) -> Iterator[torch.Tensor]:
+    keys = family_of(config).keys.in_memory
+    if a.dim() == 2:
+        yield b.float() @ a.float()
+        return
+    for each_a, each_b in zip(a.float(), b.float(), strict=True):
+        delta = _as_stored((each_b @ each_a)[None], keys)[0] if name.endswith("A13") else each_b @ each_a
+        yield delta.T if keys.transposed else delta

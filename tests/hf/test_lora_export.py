@@ -1,0 +1,104 @@
+"""Adapters leave in two ways, merged and as peft's, and both compute what was trained."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from automoe.config.schema import Config, LoraConfig, MoEConfig
+from automoe.errors import CheckpointError, ConfigError
+from automoe.hf.families.registry import model_config_from_hf
+from automoe.hf.peft import WEIGHTS_FILE, gathered_adapters, to_peft, verify_peft
+from automoe.hf.read import load_hf
+from automoe.hf.write import to_hf
+from automoe.model.decoder import Decoder
+from automoe.model.lora import adapt
+from automoe.parallel.parallelize import allocate, build_decoder
+from tests.support.hf_models import save_small_hf
+
+LORA = LoraConfig(rank=4, alpha=6.0)
+TOKENS = torch.arange(48).view(2, 24)
+FAMILIES = ["dsv3", "qwen3_moe", "mixtral", "gpt_oss", "llama", "qwen2_moe", "glm4_moe", "qwen3_next"]
+ALWAYS = FAMILIES[:5]
+
+
+def trained(source: Path, lora: LoraConfig = LORA) -> Decoder:
+    """A checkpoint with adapters as after training: every number of B another one."""
+    config = Config(model=model_config_from_hf(source), moe=MoEConfig(experts="loop"), lora=lora)
+    model = build_decoder(config.model, config.moe, torch.float32)
+    adapt(model, config, torch.float32, torch.float32)
+    allocate({0: model}, torch.device("cpu"))
+    load_hf(model, source)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".lora.B" in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    out = model(tokens)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def off(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES]
+)
+def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_small_hf(name, source)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model = trained(source)
+    expected = logits(model)
+    assert off(logits(plain), expected) > 0.05, "the adapters have to matter"
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    for layout in ("published", "fused"):
+        written = to_peft(model, tmp_path / layout, LORA, layout=layout)
+        assert sum(written.groups.values()) > 0 and "attention" in str(written)
+        base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / layout)).eval()
+        assert off(logits(loaded), expected) < 1e-5, layout
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()), "an adapter's export changes nothing"
+    merged = to_hf(model, tmp_path / "merged")
+    assert merged.checked and merged.logits_error < 1e-5
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert off(logits(theirs), expected) < 1e-5 and off(logits(model), expected) < 1e-5
+    untouched = [n for n, p in model.named_parameters() if "norm" in n or "router" in n or "embed" in n]
+    assert all(torch.equal(model.get_parameter(n), before[n]) for n in untouched)
+
+
+def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_small_hf("dsv3", source)
+    model = trained(source)
+    config, ours = model.config, gathered_adapters({0: model})
+    to_peft(model, tmp_path / "out", LORA)
+    good = load_file(tmp_path / "out" / WEIGHTS_FILE)
+    assert verify_peft(tmp_path / "out", config, LORA, ours)["experts"] == 6
+    shared = next(key for key in good if "shared_experts.up_proj.lora_B" in key)
+    for change, said in (
+        ({shared: good[shared] + 1}, r"other numbers to model\.layers\.\d\.mlp\.shared_experts\.up_proj"),
+        ({shared: None}, "peft says"),
+    ):
+        folder = tmp_path / "bad"
+        shutil.copytree(tmp_path / "out", folder)
+        save_file({k: v for k, v in (good | change).items() if v is not None}, folder / WEIGHTS_FILE)
+        with pytest.raises(CheckpointError, match=said):
+            verify_peft(folder, config, LORA, ours)
+        shutil.rmtree(folder)
+    fewer = {name: tensor for name, tensor in ours.items() if "layers.2.mlp.experts" not in name}
+    with pytest.raises(CheckpointError, match=r"peft adapts model\.layers\.2\.mlp\.experts"):
+        verify_peft(tmp_path / "out", config, LORA, fewer)
+    with pytest.raises(ConfigError, match="published, fused"):
+        to_peft(model, tmp_path / "other", LORA, layout="other")
