@@ -113,16 +113,17 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     weights = gradients + total(local_numel, [param for param in params if not param.trained], compute)
     moments = 2 * total(local_numel, trained, compute if config.optim.moments == "bfloat16" else wide)
     few = UNITS_RESIDENT * _largest_unit(params, mesh)
-    whole_gradients, few_gradients = (
-        sum(gathered_numel(param, mesh) for param in trained),
-        UNITS_RESIDENT * _largest_unit(trained, mesh),
-    )
+    waiting = sum(gathered_numel(param, mesh) for param in trained)
     # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
     # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
     keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
     deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
     per_stage = sorted(total(gathered_numel, stage, compute) for stage in held)
     gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), compute * few)
+    if unsharded:  # adapters are rounded where they are multiplied, and kept so for the backward pass
+        gathered = compute * waiting if compute < wide and config.lora.rank else 0
+    if not deferred:
+        waiting = min(waiting, UNITS_RESIDENT * _largest_unit(trained, mesh))
     load = TokenLoad.of(config, mesh, batch)
     border = 2 * compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # a stage's input and output
     again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
@@ -142,13 +143,8 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         weights=weights,
         moments=moments,
         gradients=gradients,
-        # Without FSDP adapters are rounded where they are multiplied, and kept so for the backward pass.
-        gathered_weights=(compute * whole_gradients if compute < wide and config.lora.rank else 0)
-        if unsharded
-        else gathered,
-        unsharded_gradients=0
-        if unsharded
-        else reduced * (whole_gradients if deferred else min(whole_gradients, few_gradients)),
+        gathered_weights=gathered,
+        unsharded_gradients=0 if unsharded else reduced * waiting,
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) if has_head else 0.0,
         recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),

@@ -1,8 +1,8 @@
 """Adapters as ``peft`` loads them: a directory with adapter_config.json and adapter_model.safetensors.
 
-Routed experts have two layouts. ``published``: an adapter for every expert and projection, as families store experts one
-by one; gate and up get the same A. ``fused``: one for all experts of a tensor, lora_A [E r, I] and lora_B [O, r E], as
-transformers 5 holds them, and as GPT-OSS is published. Either is the adapter exactly, at rank r.
+Routed experts have two layouts. ``published``: an adapter for every expert and projection, as families store experts
+one by one; gate and up get the same A. ``fused``: one for all experts of a tensor, lora_A [E r, I] and lora_B
+[O, r E], as transformers 5 holds them, and as GPT-OSS is published. Either is the adapter exactly, at rank r.
 Shapes: E experts, I expert width, H hidden, r rank.
 """
 
