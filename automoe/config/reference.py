@@ -107,8 +107,6 @@ def _shown(value: object) -> str:
     """A default as it is typed on a command line."""
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_shown, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -267,12 +267,12 @@ class ChatConfig:
     # messages: role and content; sharegpt: conversations of from and value; alpaca: instruction, input and output
     format: Literal["messages", "sharegpt", "alpaca"] = "messages"
     # Other names in the data, such as {messages: dialogue, role: speaker, content: text, tools: functions}
-    keys: dict[str, str] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)  # other names of roles, such as {bot: assistant}
+    keys: dict[str, str] | None = None
+    roles: dict[str, str] | None = None  # other names of roles, such as {bot: assistant}
     # A file with a chat template, or plain: "user: ...", "assistant: ..."; null: the tokenizer's own
     template: str | None = None
     # What the template takes besides messages, such as {enable_thinking: false}
-    template_args: dict[str, str | bool | int | float] = field(default_factory=dict)
+    template_args: dict[str, str | bool | int | float] | None = None
     turns: Literal["all", "last"] = "all"  # answers that are trained
     pack: bool = True  # several samples in a row, each attending to itself alone; false: a sample a row
 

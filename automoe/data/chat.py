@@ -87,8 +87,8 @@ class _Reader:
 
     def __init__(self, chat: ChatConfig, where: str) -> None:
         self.chat, self.where = chat, where
-        self.keys = _KEYS[chat.format] | chat.keys
-        self.roles = _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | chat.roles
+        self.keys = _KEYS[chat.format] | (chat.keys or {})
+        self.roles = _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
 
     def read(self, record: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         if self.chat.format == "alpaca":

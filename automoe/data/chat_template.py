@@ -255,7 +255,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.own if self.own is not None else self._hf.get_chat_template(None, tools)
-        given = self._hf.special_tokens_map | self.chat.template_args
+        given = self._hf.special_tokens_map | (self.chat.template_args or {})
         [text], _ = render_jinja_template(
             conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=prompt, **given
         )

@@ -235,3 +235,12 @@ def test_a_valid_config_for_absent_hardware_prints_the_plan_and_says_what_is_mis
     assert "pp16" in text and "ep64" in text
     assert "1024 CUDA ranks need 1024 GPUs, and this machine has" in text
     assert "torch" not in modules
+
+
+def test_names_of_a_users_own_are_mapped_on_the_command_line() -> None:
+    data = ["data=chat", "data.path=README.md", "data.chat.keys={messages: dialogue, role: who}"]
+    config = compose_config("sft_small", [*data, "data.chat.template_args={enable_thinking: false, effort: low, n: 3}"])
+    assert config.data.chat.keys == {"messages": "dialogue", "role": "who"} and config.data.chat.template is None
+    assert config.data.chat.template_args == {"enable_thinking": False, "effort": "low", "n": 3}
+    with pytest.raises(ConfigError, match=r"data\.chat\.roles\.bot.*expected text, got int 3"):
+        compose_config("sft_small", [*data, "data.chat.roles={bot: 3}"])

@@ -29,7 +29,7 @@ MESHES = {
     "cp2_ep2": {"cp": 2, "ep": 2},
     "pp2_dp2_ep2": {"pp": 2, "dp_shard": 2, "ep": 2},
 }
-STEPS = 120
+STEPS = 180
 
 
 def conversations() -> list[list[dict[str, Any]]]:
