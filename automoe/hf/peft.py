@@ -180,7 +180,7 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
         target_modules=sorted(modules),
         target_parameters=sorted(parameters) or None,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=config.hf_path,
+        base_model_name_or_path=str(Path(str(config.hf_path)).expanduser().absolute()),
         inference_mode=True,
     )
 
