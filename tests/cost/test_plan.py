@@ -25,8 +25,8 @@ def plan_of(name: str, *overrides: str) -> Plan:
 
 @pytest.mark.parametrize("name", list_options())
 def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
-    plan = plan_of(name)
-    assert sum(rank.params for rank in plan.ranks) == plan.params.total
+    plan, without_adapters = plan_of(name), plan_of(name, "lora.rank=0")
+    assert sum(rank.params for rank in without_adapters.ranks) == plan.params.total
     assert sorted(layer for rank in plan.ranks for layer in rank.layers) == list(
         range(compose_config(name).model.num_layers)
     )
