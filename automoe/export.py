@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="run directory of automoe.train")
     add_options(parser, "as trained")
-    help_text = "a run with LoRA: its adapter alone, as peft loads it; experts one by one (default) or in one tensor"
-    layouts = ("published", "fused")
+    help_text = "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
+    layouts = ("auto", "published", "fused")
     parser.add_argument("--adapter", nargs="?", const=layouts[0], choices=layouts, help=help_text)
     args = parser.parse_args(argv)
     return report(args, partial(export_run, args.run, adapter=args.adapter))

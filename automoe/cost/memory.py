@@ -42,7 +42,7 @@ class RankMemory:
 
     pp_rank: int
     layers: list[int]
-    params: int  # parameters of the rank's stages, before sharding, adapters included
+    params: int  # parameters of the rank's stages, before sharding, without adapters
     weights: int  # sharded, as the optimizer updates them
     moments: int  # AdamW's two, sharded
     gradients: int  # sharded, after reduction
@@ -139,7 +139,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     return RankMemory(
         pp_rank=pp_rank,
         layers=list(again),
-        params=sum(param.numel for param in params),
+        params=sum(param.numel for param in params if ".lora." not in param.name),
         weights=weights,
         moments=moments,
         gradients=gradients,

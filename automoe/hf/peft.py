@@ -28,7 +28,8 @@ from automoe.hf.shards import Parts, as_parts, config_of
 from automoe.model.decoder import Decoder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-LAYOUTS = ("published", "fused")
+LAYOUTS = ("auto", "published", "fused")
+_FUSED_ALONE = ("qwen2_moe",)  # peft 0.21 makes no stacks of this family's adapters expert by expert
 _TOLERANCE = 1e-5  # of what an adapter adds to a matrix, relative
 _PREFIX = "base_model.model."
 
@@ -47,13 +48,13 @@ class WrittenAdapter:
 
 
 def to_peft(
-    model: Parts | Decoder, path: str | Path, lora: LoraConfig, *, layout: str = "published", overwrite: bool = False
+    model: Parts | Decoder, path: str | Path, lora: LoraConfig, *, layout: str = "auto", overwrite: bool = False
 ) -> WrittenAdapter:
     """Write the adapters of ``model`` beside ``model.hf_path``; proven by loading them with peft. Collective.
 
     Args:
         model: the model, or this rank's pipeline stages of it; not changed.
-        layout: of routed experts.
+        layout: of routed experts; ``auto``: as the family's checkpoints store them, if peft loads that.
 
     Raises:
         BackendError: peft is not installed.
@@ -63,12 +64,14 @@ def to_peft(
     parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
     config = config_of(parts)
     if layout not in LAYOUTS:
-        raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use published")
+        raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
+    if layout == "published" and config.family in _FUSED_ALONE:
+        raise ConfigError("layout", layout, f"peft loads no such adapter of a {config.family} model", "Use fused")
     if config.hf_path is None:
         raise ConfigError("model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model")
     import_backend("peft", "an adapter is written and checked with it", "Install peft>=0.19, or set lora.export=merged")
     keys = family_of(config).keys
-    keys = keys.in_memory if layout == "fused" else keys
+    keys = keys.in_memory if layout == "fused" or config.family in _FUSED_ALONE else keys
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
         if not any(ranks.all(lambda: bool(tensors))):
@@ -243,7 +246,10 @@ def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
             module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        adapted = PeftModel.from_pretrained(model, str(folder))
+        try:
+            adapted = PeftModel.from_pretrained(model, str(folder))
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} does not load in peft: {error}") from error
     if left := [str(one.message) for one in caught if "adapter keys" in str(one.message)]:
         raise CheckpointError(f"{folder}: peft says: {left[0][:400]}")
     for name, module in adapted.get_base_model().named_modules():
