@@ -99,8 +99,8 @@ class Run:
         loader = self.state.loader
         if self.context.rank == 0 and loader is not None and loader.corpus.trained is not None:
             row = loader.row(0)
-            arrays = (one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids))
-            self.console.row(describe_row(*arrays, loader.tokenizer))
+            tokens, labels, doc_ids = (one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids))
+            self.console.row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
         """Start the step's clock; a background save that failed is reported here."""

@@ -36,5 +36,5 @@ def export_weights(config: Config, parts: dict[int, Decoder], run_dir: Path) -> 
     """
     if config.lora.rank and config.lora.export == "adapter":
         return to_peft(parts, run_dir / "adapter", config.lora, overwrite=True)
-    options = {"tokenizer": tokenizer_of(config), "chat": chat_template_of(config), "overwrite": True}
-    return to_hf(parts, run_dir / "hf", **options)
+    chat = chat_template_of(config)
+    return to_hf(parts, run_dir / "hf", tokenizer=tokenizer_of(config), chat=chat, overwrite=True)
