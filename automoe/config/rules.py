@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import inf
+from math import inf, isfinite
 from operator import attrgetter
 
+from automoe.config.convert import leaf_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
@@ -46,7 +47,7 @@ _AT_LEAST = {
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
         "model.hidden_size model.num_layers model.intermediate_size model.num_experts "
         "model.num_experts_per_token model.moe_intermediate_size model.rope.original_seq_len "
-        "model.attention.num_heads model.attention.num_kv_heads model.router.num_groups "
+        "model.attention.num_heads model.attention.num_kv_heads model.attention.q_lora_rank model.router.num_groups "
         "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
         "parallel.stages_per_rank observe.log_every launch.timeout_s launch.grace_s cluster.gpus_per_node"
     ),
@@ -63,6 +64,7 @@ _ABOVE_ZERO = {
     "model.rope.beta_slow": "1",
     "model.rope.partial_rotary_factor": "1",
     "model.rope.low_freq_factor": "1",
+    "model.router.routed_scaling_factor": "1",
     "optim.eps": "1e-8",
 }
 
@@ -81,6 +83,9 @@ def number_rows(config: Config) -> Iterator[Row]:
         value = attrgetter(key)(config)
         yield key, not value > 0, "must be larger than 0", f"Set {key}={usual}"
         yield key, value == inf, "must be a finite number", f"Set {key}={usual}"
+    for key in leaf_keys():
+        value = attrgetter(key)(config)
+        yield key, isinstance(value, float) and not isfinite(value), "must be a finite number", "Write one"
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
            "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")

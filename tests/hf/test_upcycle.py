@@ -133,13 +133,14 @@ def test_ranks_make_the_same_tensors(mesh: str, tmp_path: Path, ranks: RankPool)
 def test_a_command_line_names_experts_and_the_checkpoint_the_rest(tmp_path: Path) -> None:
     save_small_hf("llama", tmp_path)
     model = ModelConfig(hf_path=str(tmp_path), upcycle=True, num_experts=8, moe_intermediate_size=24)
-    settled = settle(Config(model=model), ["model.num_experts=8", "model.moe_intermediate_size=24"]).model
+    said = ["data.kind=stdlib"]
+    settled = settle(Config(model=model), [*said, "model.num_experts=8", "model.moe_intermediate_size=24"]).model
     assert (settled.family, settled.num_experts, settled.moe_intermediate_size) == ("mixtral", 8, 24)
     assert settled.hidden_size == 32 and settled.upcycle and settled.hf_path == str(tmp_path)
     with pytest.raises(ConfigError, match=r"48 % 20 = 8\. Set model.moe_intermediate_size=48"):
-        settle(Config(model=replace(model, moe_intermediate_size=20)), [])
+        settle(Config(model=replace(model, moe_intermediate_size=20)), said)
     with pytest.raises(ConfigError, match="has model.hidden_size=32 and not 64"):
-        settle(Config(model=replace(model, hidden_size=64)), ["model.hidden_size=64"])
+        settle(Config(model=replace(model, hidden_size=64)), [*said, "model.hidden_size=64"])
 
 
 @pytest.mark.exhaustive
