@@ -31,7 +31,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.timeout_s))
     parts = build_parts(config, meshes)
     allocate(parts, context.device)
-    _, upcycling = upcycled_model(config.model)
+    _, upcycling = upcycled_model(config.model, config.train.seed)
     loaded = load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
     written = to_hf(parts, context.run_dir / "hf", overwrite=True)
     if context.rank == 0:

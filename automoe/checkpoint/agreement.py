@@ -43,7 +43,7 @@ def dcp_error(error: CheckpointException) -> Exception:
 class Ranks:
     """All ranks of the run; every one of them makes it and calls its methods, in the same order.
 
-    An action that a disk fails for a moment is tried again (``retried``): it can be called twice.
+    An action that a disk fails for a moment is tried again (``retried``), so it can be called twice.
 
     Args:
         timeout_s: longest wait for another rank, which may have a large file to write or to check, over a gloo
@@ -77,15 +77,19 @@ class Ranks:
             raise worst(errors) from own
         return outcomes
 
-    def lead(self, action: Callable[[], T]) -> T:
+    def lead(self, action: Callable[[], T], again: bool = True) -> T:
         """What ``action`` returns on rank 0, the only one that runs it, on every rank.
+
+        Args:
+            again: it is tried again where a disk fails for a moment. Not what renames, and not what flushes: Linux
+                reports a failed flush once, and the next one succeeds over pages that are lost.
 
         Raises:
             OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as ``all``.
         """
         if self.size == 1:
-            return retried(action)
-        outcome, own = _attempt(0, action) if self.rank == 0 else (None, None)
+            return retried(action) if again else action()
+        outcome, own = _attempt(0, action, again) if self.rank == 0 else (None, None)
         box: list[Any] = [outcome]
         dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Exception):
@@ -104,9 +108,9 @@ class Ranks:
         return mine
 
 
-def _attempt(rank: int, action: Callable[[], T]) -> tuple[T | Exception, Exception | None]:
+def _attempt(rank: int, action: Callable[[], T], again: bool = True) -> tuple[T | Exception, Exception | None]:
     try:
-        return retried(action), None
+        return retried(action) if again else action(), None
     except Exception as error:  # the others wait for an answer, whatever it is
         return for_all(rank, error), error
 

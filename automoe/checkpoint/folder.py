@@ -63,10 +63,8 @@ def clean(folder: Path) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a flushed directory its name; from here on it is a checkpoint. Again, it sees that it has it."""
-    if not final.exists():
-        flush(temporary)
-        temporary.rename(final)
+    """Give a flushed directory its name; from here on it is a checkpoint."""
+    temporary.rename(final)
     flush(final.parent)
 
 

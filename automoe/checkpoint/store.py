@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
-from automoe.checkpoint.files import FileFacts, HashingFileSystem, set_aside
+from automoe.checkpoint.files import FileFacts, HashingFileSystem, flush, set_aside
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
@@ -201,11 +201,9 @@ class CheckpointStore:
                 if self.ranks.lead(final.exists):
                     return final
                 # All of it anew, by all ranks: a flush that failed says nothing when it is repeated.
-                files = retried(lambda: self._write_tensors(tensors, temporary, step))
-                with phase("write_manifest", step):
-                    self.ranks.lead(lambda: write_manifest(temporary, content, files))
+                retried(lambda: self._write_files(tensors, content, temporary, step))
                 with phase("commit", step):
-                    self.ranks.lead(lambda: folders.commit(temporary, final))
+                    self.ranks.lead(lambda: folders.commit(temporary, final), again=False)
                 with phase("write_latest", step):
                     self.ranks.lead(lambda: folders.point_to(self.folder, final.name))
                 self._warn(self.ranks.lead(lambda: folders.retain(self.folder, final.name, self.config.checkpoint)))
@@ -214,6 +212,17 @@ class CheckpointStore:
             raise save_error(error, step, newest) from error
         return final
 
+    def _write_files(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path, step: int) -> None:
+        """A whole step in ``target``, made anew and flushed; it has no name yet."""
+        files = self._write_tensors(tensors, target, step)
+
+        def finish() -> None:
+            write_manifest(target, content, files)
+            flush(target)
+
+        with phase("write_manifest", step):
+            self.ranks.lead(finish, again=False)
+
     def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
         """All ranks' files, flushed, in ``target``, made anew: name -> size and digest, on every rank."""
 
@@ -221,7 +230,7 @@ class CheckpointStore:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
 
-        self.ranks.lead(prepare)
+        self.ranks.lead(prepare, again=False)
         writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
         writer.fs = files = HashingFileSystem(step)
         try:
@@ -261,7 +270,7 @@ class CheckpointStore:
     def _load_latest(self, state: TrainState) -> Resumed | None:
         resume = self.config.checkpoint.resume
         if resume == "never":
-            self.ranks.lead(self._start_over)
+            self.ranks.lead(self._start_over, again=False)
             return None
         self.ranks.lead(lambda: folders.clean(self.folder))
         found, own = self._newest_valid(self.folder, own=True), True
@@ -299,7 +308,7 @@ class CheckpointStore:
             folders.point_to(self.folder, steps[steps.index(name) - 1])
             return set_aside(self.folder / name, f"diverged-{name}")
 
-        aside = self.ranks.lead(exclude)
+        aside = self.ranks.lead(exclude, again=False)
         self._warn(f"no step after {name} could be taken: it is set aside as {aside}, and the one before is taken")
         return self.load_latest(state)
 
@@ -347,7 +356,7 @@ class CheckpointStore:
             return None
         if own:
             newer = steps[steps.index(name) + 1 :]
-            for warning in self.ranks.lead(lambda: _make_newest(folder, name, newer, promised)):
+            for warning in self.ranks.lead(lambda: _make_newest(folder, name, newer, promised), again=False):
                 self._warn(warning)
         return folder / name, manifest
 

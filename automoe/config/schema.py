@@ -277,6 +277,9 @@ class ChatConfig:
     pack: bool = True  # several samples in a row, each attending to itself alone; false: a sample a row
 
 
+CHAT_KINDS = ("chat", "stdlib_chat")
+
+
 @dataclass
 class DataConfig:
     """``stdlib`` is this Python's own library sources: real text that every machine has.
@@ -301,7 +304,7 @@ class DataConfig:
     @property
     def is_chat(self) -> bool:
         """Whether documents are conversations, of which answers alone are trained."""
-        return self.kind in ("chat", "stdlib_chat")
+        return self.kind in CHAT_KINDS
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from automoe.config.plugins import registered
-from automoe.config.schema import DataConfig
+from automoe.config.schema import CHAT_KINDS, DataConfig
 from automoe.errors import ConfigError, DataError, listed
 
 # Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
@@ -59,7 +59,7 @@ def source_of(kind: str) -> Source:
 
 def reader_digest(kind: str) -> str:
     """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for automoe's own."""
-    if kind in _SOURCES or kind in ("chat", "stdlib_chat"):
+    if kind in _SOURCES or kind in CHAT_KINDS:
         return ""
     try:
         return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()

@@ -81,9 +81,9 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
     folder = path.with_name(f".{path.name}.tmp")
     with ExitStack() as held:
         try:
-            ranks.lead(lambda: _begin(held, folder, path, overwrite))
+            ranks.lead(lambda: _begin(held, folder, path, overwrite), again=False)
             yield folder
-            ranks.lead(lambda: _commit(folder, path, overwrite))
+            ranks.lead(lambda: _commit(folder, path, overwrite), again=False)
         except OSError as error:
             reason = f"{error.filename or path}: {error.strerror}"
             raise CheckpointError(f"{reason}. Make room or name another directory") from error

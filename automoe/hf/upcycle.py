@@ -62,24 +62,27 @@ class Upcycling:
             shard.local.copy_((normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype))
 
 
-def upcycled_model(model: ModelConfig) -> tuple[ModelConfig, Upcycling]:
+def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcycling]:
     """What the dense checkpoint ``model.hf_path`` becomes with the number and width of experts that ``model`` says.
+
+    Args:
+        seed: of the routers.
 
     Raises:
         ConfigError: as ``upcycled``, or a width that is no part of the dense one.
     """
     assert model.hf_path is not None
     dense, width = model_config_from_hf(model.hf_path), model.moe_intermediate_size
-    if dense.intermediate_size % width:
+    if width < 1 or dense.intermediate_size % width:
         raise ConfigError(
             "model.moe_intermediate_size",
             width,
             f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {dense.intermediate_size}: "
-            f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}",
+            + (f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}" if width > 0 else "not 0"),
             f"Set model.moe_intermediate_size={dense.intermediate_size} for whole copies",
         )
     sizes = model.num_experts, model.num_experts_per_token, dense.intermediate_size // width
-    mixture, upcycling = upcycled(model.hf_path, *sizes, seed=0)
+    mixture, upcycling = upcycled(model.hf_path, *sizes, seed=seed)
     std = model.initializer_range
     return replace(mixture, upcycle=True, initializer_range=std), replace(upcycling, std=std)
 

@@ -24,6 +24,7 @@ from automoe.hf.folder import new_folder, write_settings
 from automoe.hf.keys import KeyMap, Piece, fp8_config, hf_pieces, is_quantized_in_fp8
 from automoe.hf.rewrite import own_dtype
 from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, export_dtype, local_shards
+from automoe.hf.upcycle import upcycled_model
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
 from automoe.model.lora import merge_adapters
@@ -72,7 +73,10 @@ def to_hf(
     quantization = fp8_config(config, keys) if fp8 else None
     out_dtype = export_dtype(dtype)
     # The weights that training started from say what ``keep`` keeps: parameters are wider while they are trained.
-    source = open_catalog(config.hf_path, config) if dtype == "keep" and config.hf_path is not None else None
+    source = None
+    if dtype == "keep" and config.hf_path is not None:
+        upcycling = upcycled_model(config)[1] if config.upcycle else None
+        source = open_catalog(config.hf_path, config, upcycling)
     with new_folder(path, overwrite, ranks) as folder:
         for part in parts.values():
             merge_adapters(part)

@@ -244,12 +244,14 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def last_objective(run_dir: str | os.PathLike[str]) -> float | None:
-    """What a run that is over came to: the last record's validation loss, else its training loss.
+    """What a run that is over came to: the last record's validation loss, else the last training loss of a step taken.
 
     None when nothing is recorded.
     """
-    records = read_metrics(run_dir)
-    return float(records[-1].get("val_loss", records[-1]["loss"])) if records else None
+    for record in reversed(read_metrics(run_dir)):
+        if "val_loss" in record or not record.get("skipped"):
+            return float(record.get("val_loss", record["loss"]))
+    return None
 
 
 def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -114,7 +114,8 @@ class Run:
         memory, clipped_share = max_over_ranks(_peak_memory_bytes(self.context.device), update.fp8_clipped_share)
         seconds = time.perf_counter() - self._began
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
-        self.objective = stats.loss
+        if not update.skipped:  # the loss of such a step may be no number
+            self.objective = stats.loss
         record: dict[str, Any] = {
             "step": state.step,
             "loss": stats.loss,

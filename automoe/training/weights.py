@@ -25,7 +25,7 @@ def first_weights(config: Config, meshes: Meshes, device: torch.device) -> tuple
         materialize(parts, config, device)
         return parts, None
     allocate(parts, device)
-    upcycling = upcycled_model(config.model)[1] if config.model.upcycle else None
+    upcycling = upcycled_model(config.model, config.train.seed)[1] if config.model.upcycle else None
     return parts, load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
 
 

@@ -126,8 +126,16 @@ def test_the_name_says_the_size(name: str) -> None:
         assert model.first_k_dense == model.num_layers or name == "dsv3_671b"
 
 
+def test_upcycled_presets_are_their_source_with_more_ffns_or_more_of_the_router() -> None:
+    """The two of arXiv 2504.14960: eight FFNs a layer instead of one, and experts in eight parts each."""
+    ffn, eight_experts, more_experts = 3 * 8192 * 28672, 8 * 8192, (64 - 8) * 6144
+    dense, coarse = CHECKPOINTS["llama3_70b"][0], CHECKPOINTS["mixtral_8x22b"][0]
+    assert count_params(preset("llama3_8x70b")).total == dense + 80 * (7 * ffn + eight_experts)
+    assert count_params(preset("mixtral_8x22b_g8t8")).total == coarse + 56 * more_experts
+
+
 def test_no_preset_of_these_families_is_left_out() -> None:
-    known = {*CHECKPOINTS, *ABOUT}
+    known = {*CHECKPOINTS, *ABOUT, "llama3_8x70b", "mixtral_8x22b_g8t8"}
     families = {preset(name).family for name in known}
     names = {path.stem for path in CONF.glob("*.yaml") if not path.stem.startswith("small_")}
     assert {name for name in names if preset(name).family in families} == known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -145,3 +146,21 @@ def test_a_link_in_place_of_the_lock_or_the_working_folder_is_not_followed(tmp_p
     with pytest.raises(CheckpointError, match=r"\.out\.lock: a lock file that is a link is not followed"):
         export(path, "newer")
     assert (tmp_path / "precious" / "thesis.tex").read_text() == "..."
+
+
+def test_a_disk_that_fails_after_the_exchange_undoes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What renames is not tried again: the second exchange would put the older export back."""
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "config.json").write_text("old")
+    failed: list[Path] = []
+
+    def flush(flushed: Path) -> None:
+        if flushed == tmp_path and not failed:
+            failed.append(flushed)
+            raise OSError(errno.ESTALE, "Stale file handle", str(flushed))
+
+    monkeypatch.setattr("automoe.checkpoint.files.flush", flush)
+    with pytest.raises(CheckpointError, match="Stale file handle"), new_folder(path, True, Ranks(alone=True)) as folder:
+        (folder / "config.json").write_text("new")
+    assert failed and (path / "config.json").read_text() == "new"

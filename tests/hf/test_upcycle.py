@@ -22,6 +22,7 @@ from automoe.config.schema import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     ObserveConfig,
     OptimConfig,
     TrainConfig,
@@ -33,6 +34,7 @@ from automoe.hf.read import load_hf
 from automoe.hf.upcycle import Upcycling, upcycled, upcycled_model
 from automoe.hf.write import to_hf
 from automoe.launch.prepare import settle
+from automoe.parallel.parallelize import build_decoder
 from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool
 from recipes import pretrain
@@ -109,6 +111,24 @@ def test_a_mixture_is_not_upcycled(tmp_path: Path, capsys: pytest.CaptureFixture
     save_small_hf("qwen3_moe", tmp_path / "in")
     assert upcycle.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--experts", "8", "--top-k", "2"]) == 2
     assert "Dense families that have: llama (to mixtral), qwen3 (to qwen3_moe)" in capsys.readouterr().err
+
+
+def test_what_is_upcycled_while_loading_is_written_with_the_dense_dtypes(tmp_path: Path) -> None:
+    """As a run's export does, by ``keep``: the dense folder says what that is."""
+    save_small_hf("qwen3", tmp_path / "dense", dtype=torch.bfloat16)
+    asked = ModelConfig(
+        hf_path=str(tmp_path / "dense"), upcycle=True, num_experts=4, num_experts_per_token=2, moe_intermediate_size=24
+    )
+    mixture, upcycling = upcycled_model(asked, seed=7)
+    model = build_decoder(mixture, MoEConfig(experts="loop"), torch.float32)
+    model.to_empty(device="cpu")
+    load_hf(model, tmp_path / "dense", upcycling=upcycling)
+    to_hf(model, tmp_path / "out")
+    upcycle_hf(tmp_path / "dense", tmp_path / "alone", 4, 2, 2, seed=7)
+    ours, alone = stored(tmp_path / "out"), stored(tmp_path / "alone")
+    assert ours.keys() == alone.keys()
+    for key, tensor in alone.items():
+        assert ours[key].dtype == tensor.dtype == torch.bfloat16 and torch.equal(ours[key], tensor), key
 
 
 def load_upcycled(dense: Path, mixture: Path, mesh: MeshConfig, out: Path) -> None:
