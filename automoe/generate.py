@@ -1,13 +1,14 @@
 """``automoe generate WHERE [PROMPT ...]``: ask what was trained, through ``transformers``.
 
 automoe generate runs/sft_small "What is the function json.dumps for?"
-automoe generate runs/sft_small                       # a chat in the terminal, until an empty line
+automoe generate runs/sft_small                       # a chat in the terminal, until an empty line or Ctrl-D
 automoe generate runs/default --text "def main():"    # goes on with the text, for models that know no chat
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.errors import CheckpointError, exit_status
+from automoe.launch.run_dir import read_status
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,8 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("prompt", nargs="*", help="a question; several are asked one by one")
     parser.add_argument("--text", action="store_true", help="go on with the prompts as they are, without chat template")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt of every question")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default)")
+    parser.add_argument(
+        "--max-new-tokens", type=_at_least_one, default=256, metavar="N", help="of an answer (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=_not_negative, default=0.0, help="0: the likeliest token each time (default)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of drawing tokens, with a temperature (default: 0)")
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     return exit_status(lambda: _main(args))
@@ -40,28 +46,59 @@ def _main(args: argparse.Namespace) -> int:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
         system = [{"role": "system", "content": args.system}] if args.system else []
         for prompt in args.prompt:
+            if not prompt:
+                raise CheckpointError("an empty prompt asks nothing. Write some text")
             said = prompt if args.text else [*system, {"role": "user", "content": prompt}]
             print(f"{prompt}{speaker.answer(said)}" if args.text else f"> {prompt}\n{speaker.answer(said)}")
         if args.prompt:
             return 0
         messages = list(system)
-        for line in iter(lambda: sys.stdin.readline().strip(), ""):
+        for line in _lines():
+            if args.text:
+                print(f"{line}{speaker.answer(line)}", flush=True)
+                continue
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": speaker.answer(messages)})
             print(messages[-1]["content"], flush=True)
     return 0
 
 
+def _lines() -> Iterator[str]:
+    """Lines typed, until an empty one; or those of a pipe, where an empty one says nothing."""
+    typed = sys.stdin.isatty()
+    if typed:
+        print("> ", end="", flush=True)
+    for line in sys.stdin:
+        if line := line.strip():
+            yield line
+        elif typed:
+            return
+        if typed:
+            print("> ", end="", flush=True)
+
+
+def _at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no temperature: 0 or more")
+    return value
+
+
 @contextmanager
 def checkpoint_of(where: Path) -> Iterator[Path]:
-    """The HuggingFace checkpoint at ``where``; for a run directory its own, or one made of its newest weights.
+    """The HuggingFace checkpoint at ``where``; of a run that is done its own, else one made of its newest weights.
 
     Raises:
         CheckpointError, ConfigError: there is none, and no weights to make one of.
     """
     if (where / "config.json").is_file():
         yield where
-    elif (where / "hf" / "config.json").is_file():
+    elif (where / "hf" / "config.json").is_file() and read_status(where).get("state") == "done":
         yield where / "hf"
     elif not (where / "config.yaml").is_file():
         raise CheckpointError(
@@ -71,6 +108,7 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
         from automoe.export import export_run
 
         with tempfile.TemporaryDirectory() as scratch:
+            print(f"the newest weights of {where}:", file=sys.stderr, flush=True)
             export_run(where, Path(scratch, "hf"))
             yield Path(scratch, "hf")
 
@@ -88,15 +126,24 @@ class Speaker:
         from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
         from transformers.utils.logging import disable_progress_bar
 
+        from automoe.hf.headers import read_headers
+
         disable_progress_bar()
         set_seed(seed)
+        read_headers(folder)  # a stranger's folder: refused before anything of it is loaded
+        if not any(
+            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        ):
+            raise CheckpointError(f"{folder} has no tokenizer. Copy the files of the one that trained it into it")
+        safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).to(device)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, **safe)
+            self.model = model.to(device)
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())
-            raise CheckpointError(f"{folder}: transformers cannot load it ({why}). Export it anew") from error
+            raise CheckpointError(f"{folder}: transformers cannot load it without code of its own ({why})") from error
         drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id}
         self.options |= drawn
@@ -108,7 +155,7 @@ class Speaker:
             CheckpointError: messages, and the tokenizer has no chat template.
         """
         if isinstance(said, str):
-            inputs = self.tokenizer(said, return_tensors="pt", return_token_type_ids=False)
+            inputs = self.tokenizer(said, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
         elif self.tokenizer.chat_template is None:
             raise CheckpointError("its tokenizer has no chat template. Use --text, which goes on with a text as it is")
         else:
@@ -117,7 +164,9 @@ class Speaker:
             )
         inputs = inputs.to(self.model.device)
         ids = self.model.generate(**inputs, **self.options)[0, inputs["input_ids"].shape[1] :]
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        # What steers a terminal is shown and not done.
+        return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from automoe import cli
+from automoe.errors import CheckpointError
 from automoe.generate import checkpoint_of
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
@@ -39,7 +42,7 @@ def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> No
     assert capsys.readouterr().out == f"> Who?\n{answer}\n"
     assert cli.main([*words, "--text", "the answer"]) == 0
     assert capsys.readouterr().out == f"the answer{expected(checkpoint, 'the answer', 6)}\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nAnd?\n\nnever\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nAnd?\n"))
     assert cli.main([*words, "--system", "Short."]) == 0
     second = asked + answer + "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     assert capsys.readouterr().out == f"{answer}\n{expected(checkpoint, second, 6)}\n"
@@ -54,7 +57,46 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys) -
     (tmp_path / "aside").rename(checkpoint / "chat_template.jinja")
 
 
-def test_a_run_answers_with_its_own_export(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max-new-tokens", "0", "Who?"], "0 is less than 1"),
+        (["--temperature", "-1", "Who?"], "-1 is no temperature"),
+        (["--temperature", "nan", "Who?"], "nan is no temperature"),
+        (["--text", ""], "an empty prompt asks nothing"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(words: list[str], says: str, checkpoint: Path, capsys) -> None:
+    try:
+        status = cli.main(["generate", str(checkpoint), *words])
+    except SystemExit as ended:  # argparse's
+        status = int(str(ended.code))
+    assert status == 2 and says in capsys.readouterr().err
+
+
+def test_a_folder_runs_no_code_of_its_own(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    assert cli.main(["generate", str(folder), "Who?"]) == 2
+    assert "without code of its own" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
+def test_without_a_tokenizer_nothing_is_asked(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert cli.main(["generate", str(folder), "Who?"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_run_answers_with_its_own_export_once_it_is_done(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").symlink_to(checkpoint)
+    with pytest.raises(CheckpointError), checkpoint_of(tmp_path):
+        pass
+    (tmp_path / "status.json").write_text('{"state": "done"}')
     with checkpoint_of(tmp_path) as found:
         assert found == tmp_path / "hf"
