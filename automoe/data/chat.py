@@ -47,7 +47,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
         DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a content that is not
             text; an empty or unreadable file.
     """
-    left = data.max_bytes
+    left, some = data.max_bytes, False
     for index, path in enumerate(paths):
         found = False
         try:
@@ -56,8 +56,14 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
                 messages, tools = _Reader(data.chat, f"{path}:{line}").read(record)
                 if left is not None:
                     left -= sum(len(str(message.get("content") or "").encode()) for message in messages)
+                    if left < 0 and not some:
+                        raise DataError(
+                            f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first conversation. "
+                            "Raise it"
+                        )
                     if left < 0:
                         return
+                some = True
                 yield Conversation(messages, tools, path, index, line)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
@@ -68,7 +74,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
 def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
     if data.kind == "stdlib_chat":
         yield from _docstring_records(path)
-    elif ".parquet" in path.suffixes:
+    elif path.suffix == ".parquet":
         for row, record in parquet_records(path):
             yield row, _without_nulls(record)
     else:

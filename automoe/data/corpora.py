@@ -24,7 +24,7 @@ from automoe.errors import ConfigError, DataError, listed
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 # What a folder may hold besides files of records that are not asked for: a README, a schema, but no second corpus.
-_RECORDS = re.compile(r"\.(jsonl|parquet)(\.gz|\.zst)?$")
+_RECORDS = re.compile(r"\.(parquet|jsonl(\.gz|\.zst)?)$")
 _PART_BYTES = 1 << 20  # of a text file at a time
 
 
