@@ -107,7 +107,7 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     import torch
 
     from automoe.checkpoint.folder import FOLDER, committed_steps
-    from automoe.checkpoint.manifest import check_base, damage, read_manifest
+    from automoe.checkpoint.manifest import check_base, check_model, damage, read_manifest
     from automoe.config.convert import config_to_dict
     from automoe.hf.families.registry import family_of
     from automoe.hf.headers import check_holds
@@ -124,6 +124,7 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
             raise CheckpointError(
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
+        check_model(newest, read_manifest(newest)[0]["config"], config)  # config.yaml has no checksum
     elif (exported / "config.json").is_file():
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from automoe.config.convert import FromEnvironment, config_from_dict, config_to_dict, from_environment, leaf_keys
+from automoe.config.convert import FromEnvironment, config_from_dict, config_to_dict, from_environment, leaf_keys, typed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins, loaded_plugins
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
@@ -59,7 +59,7 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config_to_dict(config), sort_keys=False)
 
 
-def parse_config(text: str, plugins: bool = False, environment: Mapping[str, str] = os.environ) -> Config:
+def parse_config(text: str | bytes, plugins: bool = False, environment: Mapping[str, str] = os.environ) -> Config:
     """The inverse of ``dump_config``.
 
     Args:
@@ -67,16 +67,30 @@ def parse_config(text: str, plugins: bool = False, environment: Mapping[str, str
         environment: of the variables that it names.
 
     Raises:
-        ConfigError: it does not fit the schema, or names plugins that nobody here has asked for.
+        ConfigError: it is no configuration, or names plugins that nobody here has asked for.
     """
-    raw = from_environment(yaml.safe_load(text), environment)
-    named = raw.get("plugins", [])
+    try:
+        raw = from_environment(read_mapping(text), environment)
+    except ValueError as error:
+        raise ConfigError("configuration", CONFIG_FILE, str(error), "Restore the file from a copy") from None
+    named = typed("plugins", raw.get("plugins", []))
     if plugins:
         load_plugins(named)
     elif missing := [name for name in named if name not in loaded_plugins()]:
         rule = f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code"
         raise ConfigError("plugins", missing, rule, f"If you trust them, add --plugins {','.join(missing)}")
     return config_from_dict(raw)
+
+
+def read_mapping(text: str | bytes) -> dict[str, Any]:
+    """The mapping that YAML ``text`` is. Raises ``ValueError``: it is no YAML, or something else."""
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
+    return content
 
 
 def save_config(config: Config, run_dir: str | Path) -> Path:
@@ -99,7 +113,12 @@ def load_config(run_dir: str | Path, plugins: bool = False) -> Config:
         raise ConfigError(
             "run_dir", run_dir, f"no {CONFIG_FILE} in it: not a run directory", "Name one that train wrote"
         )
-    return parse_config(path.read_text(), plugins)
+    try:
+        return parse_config(path.read_bytes(), plugins)
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"{path} cannot be read: {error.strerror}", "Make it readable") from None
+    except ConfigError as error:
+        raise ConfigError(error.key, error.value, f"in {path}: {error.rule}", error.remedy) from None
 
 
 def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -109,7 +128,7 @@ def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and f"{prefix}{key}" not in _VALUES:
             values |= flat(value, f"{prefix}{key}.")
         else:
-            values[prefix + key] = list(value) if isinstance(value, tuple) else value
+            values[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
     return values
 
 

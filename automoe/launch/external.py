@@ -163,11 +163,11 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
             run_dir_lost = held.enter_context(runs.locked(run_dir))
             for note in start_notes(config) + runs.check_same_run(run_dir, frozen):
                 print(note, file=sys.stderr, flush=True)
+            runs.start_run(run_dir)
         except AutomoeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)  # now: torch must be imported to tell the others
             _cancel(launch)
             return 2
-        runs.start_run(run_dir)
         save_config(frozen, run_dir)
         text = dump_config(frozen)
         held = {name: os.environ[name] for name in named_variables(text) if name in os.environ}

@@ -294,13 +294,16 @@ def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """The last step in ``metrics.jsonl``; None without that file, 0 before its first line is complete."""
+    """The last step in ``metrics.jsonl``; None where there is none to read, 0 before its first line is complete."""
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 
     if not (run_dir / METRICS_FILE).exists():
         return None
-    records = read_metrics(run_dir)
-    return int(records[-1]["step"]) if records else 0
+    try:
+        records = read_metrics(run_dir)
+    except OSError:
+        return None
+    return records[-1]["step"] if records else 0
 
 
 def _identity(folder: Path) -> int | None:

@@ -14,19 +14,17 @@ import importlib
 import json
 import os
 import shutil
-import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on
+from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
 from automoe.lock_file import open_lock
+from automoe.sealed import read_json, replace_json
 
 State = Literal["starting", "running", "done", "failed", "preempted"]
 
@@ -138,25 +136,32 @@ def _newest_config(run_dir: Path) -> dict[str, Any] | None:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """``config.yaml`` as it is, by whatever version it was written. Raises ``OSError``, ``ValueError``."""
-    try:
-        content = yaml.safe_load((run_dir / CONFIG_FILE).read_bytes())
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    if not isinstance(content, dict):
-        raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
-    return content
+    return read_mapping((run_dir / CONFIG_FILE).read_bytes())
+
+
+def refuse_folders(run_dir: Path, files: Iterable[Path]) -> None:
+    """Raise ``ConfigError`` where one of ``files``, which are to be replaced, is a folder."""
+    for path in files:
+        if path.is_dir():
+            raise ConfigError("run_dir", run_dir, f"{path} is a folder, where a file belongs", "Move it away")
 
 
 def start_run(run_dir: Path) -> None:
-    """Forget an earlier run's outcome (its checkpoints and metrics stay) and write ``starting``."""
-    logs = run_dir / LOG_FOLDER
+    """Forget an earlier run's outcome (its checkpoints and metrics stay) and write ``starting``.
+
+    Raises:
+        ConfigError: a folder is where a file belongs, or the other way round; nothing was changed.
+    """
+    logs, old = run_dir / LOG_FOLDER, [run_dir / name for name in (ERROR_FILE, STUCK_FILE)]
+    if logs.exists() and not logs.is_dir():
+        raise ConfigError("run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away")
     logs.mkdir(exist_ok=True)
-    for name in (ERROR_FILE, STUCK_FILE):
-        (run_dir / name).unlink(missing_ok=True)
-    for old in logs.glob("rank*"):  # of a run with more ranks, perhaps
-        old.unlink(missing_ok=True)
-    for old in logs.glob("attempt-*"):
-        shutil.rmtree(old)
+    old += logs.glob("rank*")  # of a run with more ranks, perhaps
+    refuse_folders(run_dir, [run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old])
+    for path in old:
+        path.unlink(missing_ok=True)
+    for path in logs.glob("attempt-*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     write_status(run_dir, "starting", pid=os.getpid())
 
 
@@ -173,9 +178,9 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """The content of ``status.json``; empty before the first run."""
+    """The content of ``status.json``; empty before the first run. Raises ``OSError``, ``ValueError``."""
     path = Path(run_dir) / STATUS_FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def write_status(run_dir: Path, state: State, **facts: Any) -> None:
@@ -252,11 +257,3 @@ def describe_error(report: dict[str, Any]) -> str:
         shown = ours[:1] + ours[1:][-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
         text += "".join(f"\n    {frame}" for frame in shown)
     return text
-
-
-def replace_json(path: Path, content: Any) -> None:
-    """Write a file in one step: a reader sees the old one or the new one."""
-    # Machines that share the directory number their processes alike.
-    scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(scratch, path)

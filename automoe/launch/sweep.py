@@ -8,7 +8,7 @@ process collects them in ``sweep.json``.
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import math
 import os
 import signal
@@ -43,6 +43,8 @@ from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
 from automoe.launch.prepare import check_here, settle
+from automoe.lock_file import open_lock
+from automoe.sealed import read_json, replace_json
 from automoe.shipped import shipped_folder
 
 RECORDS = "jobs"
@@ -78,7 +80,10 @@ def run_sweep(args: Arguments) -> int:
             from automoe.observe.summary import print_sweep
 
             print_sweep(jobs)
-            print(f"\nplot {draw_sweep(directory, jobs)}")
+            try:
+                print(f"\nplot {draw_sweep(directory, jobs)}")
+            except OSError as error:
+                print(f"\nno plot: {error}", file=sys.stderr)
     return _exit_status(status, [job for job in jobs if job["start"] == start])
 
 
@@ -116,13 +121,17 @@ def _definition(overrides: list[str]) -> list[str]:
 
 
 def _claim(directory: Path, config_name: str, overrides: list[str]) -> None:
-    """Write the sweep's definition where there is none yet; ``ConfigError`` where there is another, or a run."""
+    """Write the sweep's definition where there is none yet.
+
+    Raises:
+        ConfigError: there is another one, or a run, or a file that a sweep cannot use.
+    """
     path, now = directory / runs.SWEEP_FILE, [f"--config-name={config_name}", *_definition(overrides)]
     if (directory / CONFIG_FILE).exists():
         raise ConfigError("run_dir", directory, f"holds a run ({CONFIG_FILE})", "Name another run_dir for the sweep")
     if os.path.lexists(path):
         try:
-            then = json.loads(path.read_text())["definition"]
+            then = read_json(path)["definition"]
             both = [" ".join(t for t in a if t not in b) or "nothing" for a, b in ((then, now), (now, then))]
         except (OSError, ValueError, TypeError, KeyError) as error:
             rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
@@ -130,7 +139,11 @@ def _claim(directory: Path, config_name: str, overrides: list[str]) -> None:
         if then != now:
             rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
             raise ConfigError("run_dir", directory, rule, "Name another run_dir, or none: then each sweep has its own")
-    runs.replace_json(path, {"definition": now, "jobs": _records(directory)})
+    for file in (directory / "multirun.yaml", directory / "sweep.png", *directory.glob(f"{RECORDS}/*")):
+        if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
+            rule = f"{file} is no file that can be read and written"
+            raise ConfigError("run_dir", directory, rule, "Mend its permissions, or move it away")
+    replace_json(path, {"definition": now, "jobs": _records(directory)})
 
 
 def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str) -> int:
@@ -188,24 +201,36 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
     record: Record = {"name": name, "job": mine.job.num, "overrides": swept, "start": start}
     record |= {"label": label or "as configured", "state": "running", "objective": None}
     record["process"] = [socket.gethostname(), os.getpid()]
-    earlier, began = _read(path), time.monotonic()
     path.parent.mkdir(exist_ok=True)
-    runs.replace_json(path, record)
-    print(f"\njob {mine.job.num}: {record['label']}", flush=True)
-    try:
-        record |= _run_job(resolved_container(composed) | {"run_dir": str(directory / name)}, task)
-    except AutomoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        record |= {"state": "failed", "reason": str(error)}
-    except Exception as error:
-        traceback.print_exc()
-        record |= {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
-    ran = not record.pop("earlier", False)
-    record["seconds"] = round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")
-    runs.replace_json(path, record)
+    with os.fdopen(open_lock(path.with_suffix(".lock"))) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(f"\njob {mine.job.num}: {record['label']}", flush=True)
+        earlier = _read(path)
+        if earlier is not None and earlier["start"] == start and earlier["state"] != "running":
+            print(f"done as job {earlier['job']} of this sweep")  # Optuna may draw values twice, and two at once
+            record = earlier
+        else:
+            replace_json(path, record)
+            record |= _result(composed, directory / name, task, earlier)
+            replace_json(path, record)
     if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
         raise KeyboardInterrupt
     return math.inf if record["objective"] is None else record["objective"]
+
+
+def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | None) -> Record:
+    """Run one job in ``run_dir``; what its record says of it, whatever goes wrong."""
+    began = time.monotonic()
+    try:
+        found = _run_job(resolved_container(composed) | {"run_dir": str(run_dir)}, task)
+    except (AutomoeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        found = {"state": "failed", "reason": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+    ran = not found.pop("earlier", False)
+    return found | {"seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")}
 
 
 def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
@@ -245,7 +270,7 @@ def _finished(config: Config) -> dict[str, Any] | None:
         status, then = runs.read_status(config.run_dir), runs.read_config(Path(config.run_dir))
         same = status.get("state") == "done" and not differences(then, config)
         same &= then["checkpoint"]["export_hf"] or not config.checkpoint.export_hf  # else it is asked for by now
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # training goes on there, or says what is wrong
     return status if same else None
 
@@ -256,12 +281,15 @@ def _finished(config: Config) -> dict[str, Any] | None:
 def _collect(directory: Path, start: str, stopped: bool) -> list[Record]:
     """All records, also in ``sweep.json``: those of jobs that never came to an end say how that is to be read."""
     jobs = _records(directory)
+    for path in directory.glob(f"{RECORDS}/*.json"):
+        if _read(path) is None:
+            print(f"warning: {path} is damaged; its job is not in the table", file=sys.stderr)
     for job in jobs:
         if job["state"] == "running":
             ended = {"state": "failed", "reason": "its process ended without a result"}
             job |= {"state": "stopped"} if stopped or job["start"] != start else ended
     path = directory / runs.SWEEP_FILE
-    runs.replace_json(path, {"definition": json.loads(path.read_text())["definition"], "jobs": jobs})
+    replace_json(path, {"definition": read_json(path)["definition"], "jobs": jobs})
     return jobs
 
 
@@ -283,7 +311,7 @@ def _records(directory: Path) -> list[Record]:
 def _read(path: Path) -> Record | None:
     """A job's record; None where there is none that can be read: the job writes it again."""
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
         return record if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys() else None
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None

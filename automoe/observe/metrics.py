@@ -1,29 +1,34 @@
 """The record of a run: one JSON object a step, and a thinned record of every expert's load.
 
-``metrics.jsonl`` holds one object a line. Numbers are JSON numbers, except that NaN and infinities,
-which JSON does not have, are the strings "NaN", "Infinity" and "-Infinity" (``float()`` reads all
-three, so ``float(record["loss"])`` is right for every line). ``null`` means not known, e.g. the MFU
-on hardware whose peak is unknown. Nothing here imports torch.
+``metrics.jsonl`` holds one object a line. Its last key is a seal (``automoe.sealed``): a line that was damaged is known
+as such whatever it still says; it is left out and the others stay. Numbers are JSON numbers, except that NaN and
+infinities, which JSON does not have, are the strings "NaN", "Infinity" and "-Infinity" (``float()`` reads all three, so
+``float(record["loss"])`` is right for every line). ``null`` means not known, e.g. the MFU on hardware whose peak is
+unknown. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import math
 import os
 import platform
+import shutil
 import socket
+import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from automoe import __version__
+from automoe.errors import ConfigError, retried
+from automoe.sealed import replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
@@ -42,6 +47,7 @@ MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("torch", "transformers", "safetensors", "torchtitan", "triton", "numpy", "hydra-core", "wandb")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 
 def load_summary(counts: Any) -> dict[str, Any]:
@@ -88,25 +94,34 @@ def jsonable(value: Any) -> Any:
 
 
 class AppendLog:
-    """A JSON-lines file that survives a kill in the middle of a line and a full disk.
+    """A JSON-lines file that survives a kill in the middle of a line, a full disk, and lines that were damaged.
 
     A line that does not fit on the disk is taken back and kept for the next write, so that a run
     outlives a full disk without a gap in its record.
+
+    Args:
+        resume_step: the last step that stays in a file that goes on. Where lines before it are damaged, the file as it
+            was is kept as ``metrics.damaged.1.jsonl``. None sets aside a file that is there.
+        every_step: a step without a record is a damage too.
+        warn: takes a line for the user.
     """
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
+    def __init__(
+        self, path: Path, resume_step: int | None, every_step: bool = False, warn: Callable[[str], object] | None = None
+    ) -> None:
         self.path = path
         self.num_records = 0
         self._pending = b""
         self._warned = False
+        self._warn = warn or _to_stderr
         if resume_step is None and path.exists() and path.stat().st_size:
-            _set_aside(path)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            path.rename(_free_name(path, path.stem))
+        self._fd = os.open(path, _APPEND, 0o644)
         if resume_step is not None:
-            self._truncate_after(resume_step)
+            self._truncate_after(resume_step, every_step)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self._pending += json.dumps(jsonable(record), allow_nan=False).encode() + b"\n"
+        self._pending += _line(record)
         self.num_records += 1
         self.flush()
 
@@ -115,14 +130,15 @@ class AppendLog:
         written = 0
         try:
             while written < len(self._pending):
-                written += os.write(self._fd, self._pending[written:])
+                rest = self._pending[written:]
+                written += retried(lambda rest=rest: os.write(self._fd, rest))
         except OSError as error:
             if error.errno not in FULL:
                 raise
             # Half a line would make the next one unreadable; training is worth more than its log.
             os.ftruncate(self._fd, end)
             if not self._warned:
-                print(f"automoe: {self.path}: {error.strerror}; kept in memory until it fits", file=sys.stderr)
+                self._warn(f"{self.path}: {error.strerror}; kept in memory until it fits")
             self._warned = True
             return
         self._pending = b""
@@ -134,15 +150,39 @@ class AppendLog:
             os.close(self._fd)
             self._fd = -1
 
-    def _truncate_after(self, step: int) -> None:
-        """Drop everything from the first line that is past ``step`` or was cut by a kill."""
-        kept = 0
-        for length, record in _whole_lines(self.path):
-            if record["step"] > step:
-                break
-            kept += length
-            self.num_records += 1
-        os.ftruncate(self._fd, kept)
+    def _truncate_after(self, step: int, every_step: bool) -> None:
+        """Drop what is past ``step``, and the line that a kill cut; leave out what is damaged, and say so."""
+        lines = [line for line, _ in _lines(self.path)]
+        good = {line.step: line for line in lines if line.step is not None and line.step <= step}
+        kept = [good[number] for number in sorted(good)]
+        missing = _without_record(lines, kept, step) if every_step else []
+        end = next((line.number for line in lines if line.step is not None and line.step > step), len(lines) + 1)
+        if every_step and not missing:  # what is damaged behind the last one is run again
+            end = max((line.number for line in kept), default=0)
+        damaged = [line.number for line in lines[: end - 1] if line.step is None and line.whole]
+        self.num_records = len(kept)
+        told = [f"damaged lines: {_numbers(damaged)}"] if damaged else []
+        told += [f"no record of steps: {_numbers(missing)}"] if missing else []
+        if kept == lines[: len(kept)]:
+            os.ftruncate(self._fd, sum(line.length for line in kept))
+        else:
+            told.append(f"the file as it was is kept as {self._rewrite(kept)}")
+        if told:
+            self._warn(f"{self.path}: {'; '.join(told)}")
+
+    def _rewrite(self, kept: list[_Line]) -> str:
+        """Leave ``kept`` in the file; the name under which it is kept as it was."""
+        aside = _free_name(self.path, f"{self.path.stem}.damaged")
+        shutil.copyfile(self.path, aside)
+        scratch = self.path.with_suffix(".tmp")
+        with self.path.open("rb") as old, scratch.open("wb") as new:
+            for line in kept:
+                old.seek(line.start)
+                new.write(old.read(line.length))
+        os.close(self._fd)
+        os.replace(scratch, self.path)
+        self._fd = os.open(self.path, _APPEND, 0o644)
+        return aside.name
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -153,19 +193,34 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         resume_step: the last step of the checkpoint that training continues from (0: from the
             start); records past it are dropped, since their steps will be run again. None is a new
             run: records of an earlier one are set aside as ``metrics.1.jsonl``, and so on.
+        warn: takes a line for the user: what of an earlier record is damaged, a full disk. None: standard error.
 
     Use from one process (rank 0).
+
+    Raises:
+        ConfigError: a file is there that cannot be read or written.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        resume_step: int | None = None,
+        warn: Callable[[str], object] | None = None,
+    ) -> None:
         self.run_dir = Path(run_dir)
-        self._metrics = AppendLog(self.run_dir / METRICS_FILE, resume_step)
-        self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step)
-        # Steps between two snapshots; of a resumed run as it was, where the first may be off the grid.
-        sampled = [record["step"] for record in read_jsonl(self._load.path)]
-        self._stride = sampled[2] - sampled[1] if len(sampled) > 2 else 1
-        self._last_load: dict[str, Any] | None = None  # newest counts, written at the end if not sampled
-        (self.run_dir / ENVIRONMENT_FILE).write_text(json.dumps(describe_environment(), indent=1) + "\n")
+        try:
+            replace_json(self.run_dir / ENVIRONMENT_FILE, describe_environment())
+            for name in (METRICS_FILE, LOAD_FILE) if resume_step is not None else ():
+                os.close(os.open(self.run_dir / name, _APPEND, 0o644))  # both, before one is cut
+            self._metrics = AppendLog(self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn)
+            self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn=warn)
+            # Steps between two snapshots; of a resumed run as it was, where the first may be off the grid.
+            sampled = np.diff([record["step"] for record in read_jsonl(self._load.path)][1:])
+            self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
+            self._last_load: dict[str, Any] | None = None  # newest counts, written at the end if not sampled
+        except OSError as error:
+            path, remedy = error.filename2 or error.filename, "Mend its permissions, or move it away"
+            raise ConfigError("run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy) from None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
         """Append one step.
@@ -208,7 +263,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             kept = kept[:1] + [record for record in kept[1:] if record["step"] % stride == 0]
         temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            temporary.write_bytes(b"".join(map(_line, kept)))
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -220,22 +275,66 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._load = AppendLog(path, resume_step=kept[-1]["step"])
 
 
+class _Line(NamedTuple):
+    """Where a line is in its file; ``step`` is None where it is damaged, ``whole`` False where a kill cut it."""
+
+    number: int
+    start: int
+    length: int
+    step: int | None
+    whole: bool
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return sealed(jsonable(record), allow_nan=False).encode() + b"\n"
+
+
+def _lines(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
+    """Every line of a file, each judged by itself, and its record; {} of one that is damaged."""
+    start = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            whole, record = raw.endswith(b"\n"), {}
+            with contextlib.suppress(ValueError):  # a machine that lost power can leave zeros inside the file
+                record = unsealed(raw) if whole else {}
+            if type(record.get("step")) is not int:
+                record = {}
+            yield _Line(number, start, len(raw), record.get("step"), whole), record
+            start += len(raw)
+
+
+def _without_record(lines: list[_Line], kept: list[_Line], step: int) -> list[int]:
+    """Steps up to ``step`` that have no line; a run that started from another's checkpoint has none before its own."""
+    first = 1
+    if kept:
+        first = max(1, kept[0].step - sum(line.step is None for line in lines[: kept[0].number]))
+    return sorted(set(range(first, step + 1)) - {line.step for line in kept})
+
+
+def _numbers(numbers: list[int]) -> str:
+    """``3, 5-9``, of numbers in order."""
+    there = set(numbers)
+    starts, ends = ([n for n in numbers if n + side not in there] for side in (-1, 1))
+    ranges = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return ", ".join(ranges[:8]) + (f" and {len(ranges) - 8} more" if len(ranges) > 8 else "")
+
+
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file up to the first line that a kill cut; [] when there is no file."""
-    return [record for _, record in _whole_lines(Path(path))] if os.path.exists(path) else []
+    """Records of a JSON-lines file in the order of their steps, without damaged lines; [] when there is no file.
+
+    Of two lines of one step the last counts.
+    """
+    if not os.path.exists(path):
+        return []
+    records = {line.step: record for line, record in _lines(Path(path)) if line.step is not None}
+    return [records[step] for step in sorted(records)]
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Length in bytes and record of every line up to the first that is damaged."""
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:  # a machine that lost power can leave zeros inside the file
-                return
-            if not isinstance(record, dict) or "step" not in record:
-                return
-            yield len(line), record
+def damaged_lines(path: str | os.PathLike[str]) -> str:
+    """Numbers of the lines that ``read_jsonl`` leaves out, the one apart that a kill cut; empty where there is none."""
+    if not os.path.exists(path):
+        return ""
+    return _numbers([line.number for line, _ in _lines(Path(path)) if line.whole and line.step is None])
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -243,12 +342,14 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return read_jsonl(Path(run_dir) / METRICS_FILE)
 
 
-def last_objective(run_dir: str | os.PathLike[str]) -> float | None:
-    """What a run that is over came to: the last record's validation loss, else the last training loss of a step taken.
+def last_objective(run_dir: str | os.PathLike[str], step: int) -> float | None:
+    """What a run that ended at ``step`` came to: its validation loss, else the last training loss of a step taken.
 
-    None when nothing is recorded.
+    None when a step has no record on which that depends.
     """
-    for record in reversed(read_metrics(run_dir)):
+    for back, record in enumerate(reversed(read_metrics(run_dir))):
+        if record["step"] != step - back:
+            break
         if "val_loss" in record or not record.get("skipped"):
             return float(record.get("val_loss", record["loss"]))
     return None
@@ -271,11 +372,16 @@ def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndar
     return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
 
-def _set_aside(path: Path) -> None:
+def _free_name(path: Path, stem: str) -> Path:
+    """``stem.1.jsonl`` beside ``path``, or the first of these that is free."""
     number = 1
-    while (older := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while (free := path.with_name(f"{stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(older)
+    return free
+
+
+def _to_stderr(text: str) -> None:
+    print(f"automoe: {text}", file=sys.stderr)
 
 
 def describe_environment() -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,8 +17,16 @@ from automoe.config.frozen import CONFIG_FILE, frozen_shape, load_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
-from automoe.observe.metrics import ENVIRONMENT_FILE, read_expert_load, read_metrics
+from automoe.observe.metrics import (
+    ENVIRONMENT_FILE,
+    LOAD_FILE,
+    METRICS_FILE,
+    damaged_lines,
+    read_expert_load,
+    read_metrics,
+)
 from automoe.observe.summary import describe_run, final_numbers
+from automoe.sealed import read_json
 
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
@@ -57,6 +64,9 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
     if not run_dir.is_dir():
         raise AutomoeError(f"{run_dir}: no such run directory. Give the run_dir of a training run")
     records, status = read_metrics(run_dir), _read_json(run_dir / STATUS_FILE)
+    for name in (METRICS_FILE, LOAD_FILE):
+        if lines := damaged_lines(run_dir / name):
+            _warn(run_dir / name, f"damaged lines: {lines}")
     config, mesh, config_problem = _read_config(run_dir)
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
@@ -76,7 +86,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         meshes=meshes,
         config=config,
         config_problem=config_problem,
-        config_text=config_file.read_text() if config_file.is_file() else "",
+        config_text=config_file.read_text(errors="replace") if config_file.is_file() else "",
         facts=describe_run(config, mesh) if config and mesh else [],
         environment=_read_json(run_dir / ENVIRONMENT_FILE),
     )
@@ -128,14 +138,18 @@ def _read_config(run_dir: Path) -> tuple[Config | None, MeshShape | None, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; {} when it is missing, or half written by a process that died."""
-    if not path.is_file():
-        return {}
+    """The object in ``path``; {} when it is missing or damaged, and then a line says so."""
     try:
-        value = json.loads(path.read_text())
-    except ValueError:
+        return read_json(path)
+    except FileNotFoundError:
         return {}
-    return value if isinstance(value, dict) else {}
+    except (OSError, ValueError) as error:
+        _warn(path, error)
+        return {}
+
+
+def _warn(path: Path, problem: object) -> None:
+    print(f"automoe: the report does without {path}: {problem}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

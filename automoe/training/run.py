@@ -50,7 +50,8 @@ def open_run(
         log = tracker = None
         if context.rank == 0:
             # Another run's record is not this one's.
-            log = MetricsLog(context.run_dir, resumed.step if resumed and resumed.own else None)
+            record_ends = resumed.step if resumed and resumed.own else None
+            log = MetricsLog(context.run_dir, record_ends, console.warn)
             tracker = make_tracker(config, context.run_dir, console.warn)
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
         saver = Saver(store, config, console.note, console.warn)
@@ -90,7 +91,7 @@ class Run:
         self.stopping = False
         self.objective: float | None = None
         if state.step >= config.train.steps:
-            self.objective = last_objective(context.run_dir)
+            self.objective = last_objective(context.run_dir, state.step)
             self.note(f"already at step {state.step} of {config.train.steps}: nothing is left to train")
             self.note(f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over")
 
@@ -210,7 +211,7 @@ class Run:
         self.console.warn(f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end")
         if self._log is not None:
             self._log.close()
-            self._log = MetricsLog(self.context.run_dir, self.state.step)
+            self._log = MetricsLog(self.context.run_dir, self.state.step, self.console.warn)
         return True
 
     def close_log(self) -> None:

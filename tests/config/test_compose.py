@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from automoe.config.compose import Arguments, compose_config, list_groups, list_options, parse_arguments
 from automoe.config.convert import config_from_dict, config_to_dict, leaf_keys
-from automoe.config.frozen import dump_config, load_config, parse_config, resolved, save_config
+from automoe.config.frozen import dump_config, frozen_shape, load_config, parse_config, resolved, save_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, tokenizer_of
 from automoe.config.validate import validate
@@ -167,6 +169,36 @@ def test_freezing_keeps_what_yaml_would_bend() -> None:
 def test_a_directory_without_a_frozen_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config.yaml in it"):
         load_config(tmp_path)
+
+
+FLIPS = st.tuples(st.integers(0, 10**6), st.integers(0, 7))
+
+
+@settings(max_examples=25)
+@given(flips=st.lists(FLIPS, min_size=1, max_size=3), length=st.floats(0, 1))
+@example(flips=[], length=0.0)
+def test_a_damaged_file_is_another_configuration_or_an_error_for_people(
+    tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], length: float
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    content = bytearray(dump_config(resolved(Config(), resolve_mesh(Config().mesh, 4), "cpu")).encode())
+    for place, bit in flips:
+        content[place % len(content)] ^= 1 << bit
+    (folder / "config.yaml").write_bytes(content[: round(length * len(content))])
+    try:
+        frozen_shape(load_config(folder))
+    except ConfigError as error:
+        assert str(folder / "config.yaml") in str(error) or error.key.startswith("mesh")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "[a]", "a: [", "a: 2026-13-45", "\0", "plugins: 3", "mesh: 3", "3: 4", "train: {steps: []}"]
+)
+def test_what_is_no_configuration_is_an_error_for_people(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    for plugins in (False, True):
+        with pytest.raises(ConfigError, match="config.yaml"):
+            load_config(tmp_path, plugins)
 
 
 def test_a_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:

@@ -207,6 +207,35 @@ def test_a_run_whose_configuration_cannot_be_read_is_not_overwritten(tmp_path: P
         runs.check_same_run(tmp_path, Config())
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "3", '{"state": "do', '{"state": "done", "crc32": 3}'])
+def test_a_damaged_status_is_an_error_for_its_readers_and_no_hindrance_to_a_run(tmp_path: Path, content: str) -> None:
+    left_by(tmp_path, "preempted", saved=True)
+    (tmp_path / runs.STATUS_FILE).write_text(content)
+    with pytest.raises(ValueError):
+        runs.read_status(tmp_path)
+    assert runs.check_same_run(tmp_path, Config()) == []
+    runs.start_run(tmp_path)
+    assert runs.read_status(tmp_path)["state"] == "starting"
+
+
+@pytest.mark.parametrize("name", ["status.json", "config.yaml", "first_error.json", "logs/rank0.log"])
+def test_a_folder_where_a_file_belongs_is_named_before_anything_is_changed(tmp_path: Path, name: str) -> None:
+    left_by(tmp_path, "preempted", saved=True)
+    (tmp_path / "logs" / "rank1.log").touch()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=f"{name} is a folder, where a file belongs"):
+        runs.start_run(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_logs_that_are_a_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(ConfigError, match="logs is a file, where a folder belongs"):
+        runs.start_run(tmp_path)
+
+
 def test_a_run_in_the_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / runs.SWEEP_FILE).write_text("{}")
     with pytest.raises(ConfigError, match="holds a sweep"):

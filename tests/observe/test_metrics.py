@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 
 import numpy as np
@@ -9,10 +11,12 @@ import pytest
 import torch
 from synthetic_run import counts_of, record_of, small_config
 
+from automoe.errors import ConfigError
 from automoe.observe.metrics import (
     MAX_LOAD_SNAPSHOTS,
     REQUIRED_KEYS,
     MetricsLog,
+    damaged_lines,
     last_objective,
     load_summary,
     read_expert_load,
@@ -167,11 +171,115 @@ def test_load_summary_of_a_model_without_experts_and_of_a_wrong_shape():
 
 
 def test_objective_is_the_last_validation_loss_else_the_last_loss(tmp_path):
-    assert last_objective(tmp_path) is None
+    assert last_objective(tmp_path, 1) is None
     with MetricsLog(tmp_path) as log:
         log.write(plain_record(1, loss=5.0, val_loss=4.5))
-        assert last_objective(tmp_path) == 4.5
+        assert last_objective(tmp_path, 1) == 4.5
         log.write(plain_record(2, loss=4.0))
-        assert last_objective(tmp_path) == 4.0
+        assert last_objective(tmp_path, 2) == 4.0
         log.write(plain_record(3, loss=math.nan))
-        assert math.isnan(last_objective(tmp_path))
+        assert math.isnan(last_objective(tmp_path, 3))
+        log.write(plain_record(4, loss=9.0, skipped=1))
+        assert math.isnan(last_objective(tmp_path, 4)), "a skipped step has none"
+        assert last_objective(tmp_path, 5) is None, "and not that of a step before"
+
+
+STEPS = range(1, 9)
+ZEROS = b"\0" * 50
+
+
+def damaged(tmp_path, edit) -> list[bytes]:
+    """The lines of eight steps after ``edit``, which are also in the file."""
+    with MetricsLog(tmp_path) as log:
+        for step in STEPS:
+            log.write(plain_record(step, loss=step))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    edit(lines)
+    path.write_bytes(b"".join(lines))
+    return lines
+
+
+def at(place: int, new: bytes | None = None, old: bytes = b"", rest: bytes = b""):
+    """An edit of line ``place``, from 0: another line, or ``old`` in it as ``rest``."""
+
+    def edit(lines: list[bytes]) -> None:
+        lines[place] = lines[place].replace(old, rest, 1) if new is None else new
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit, lost, says",
+    [
+        (at(2, old=b'"loss": 3', rest=b'"loss": 7'), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
+        (at(2, old=b'"step": 3', rest=b'"step": 6'), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
+        (at(2, old=b"loss", rest=b"lo\xffs"), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
+        (at(2, old=b"loss", rest=b"lo\nss"), {3}, "damaged lines: 3-4; no record of steps: 3; the file as it"),
+        (at(2, old=b"\n", rest=b" "), {3, 4}, "damaged lines: 3; no record of steps: 3-4; the file as it"),
+        (at(2, ZEROS), {3, 4}, "damaged lines: 3; no record of steps: 3-4; the file as it"),
+        (at(2, b"[3]\n"), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
+        (at(2, b'{"step": "3"}\n'), {3}, "damaged lines: 3; no record of steps: 3; the file as it"),
+        (at(2, b""), {3}, "no record of steps: 3"),
+        (at(0, b"{}\n"), {1}, "damaged lines: 1; no record of steps: 1; the file as it"),
+        (at(5, b"\n"), {6}, "damaged lines: 6; no record of steps: 6"),  # the last one that stays
+        (lambda lines: lines.clear(), set(range(1, 7)), "no record of steps: 1-6"),
+        (lambda lines: lines.__delitem__(slice(4, None)), {5, 6}, "no record of steps: 5-6"),
+        (lambda lines: lines.insert(3, lines[2]), set(), "the file as it was is kept as metrics.damaged.1.jsonl"),
+        (lambda lines: lines.append(ZEROS), set(), ""),  # past the step: run again
+        (at(7, b'{"step": 8, "lo'), set(), ""),
+        (at(6, b"\xff\n"), set(), ""),
+    ],
+)
+def test_a_damaged_line_is_left_out_said_and_kept_aside(tmp_path, edit, lost, says):
+    """Resumed after step 6."""
+    was, said = b"".join(damaged(tmp_path, edit)), []
+    assert {record["step"] for record in read_metrics(tmp_path)} >= set(range(1, 7)) - lost
+    with MetricsLog(tmp_path, resume_step=6, warn=said.append) as log:
+        log.write(plain_record(7, loss=70))
+    expected = [(step, step) for step in range(1, 7) if step not in lost] + [(7, 70)]
+    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == expected
+    assert (says in said[0] and str(tmp_path / "metrics.jsonl") in said[0] and len(said) == 1) if says else said == []
+    aside = tmp_path / "metrics.damaged.1.jsonl"
+    assert aside.exists() == ("kept as" in "".join(said))
+    assert not aside.exists() or aside.read_bytes() == was
+    assert damaged_lines(tmp_path / "metrics.jsonl") == ""
+
+
+def test_lines_without_a_seal_are_read_and_the_last_of_a_step_counts(tmp_path):
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((1, 1), (3, 9), (2, 2), (3, 3))]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + "{\n")
+    assert [record["loss"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    assert damaged_lines(tmp_path / "metrics.jsonl") == "5"
+
+
+def test_a_run_that_began_at_another_ones_step_lacks_no_step_before_it(tmp_path, capsys):
+    with MetricsLog(tmp_path) as log:
+        for step in (101, 102):
+            log.write(plain_record(step))
+    with MetricsLog(tmp_path, resume_step=102):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "expert_load.jsonl", "environment.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} cannot be opened: Is a directory"):
+        MetricsLog(tmp_path, resume_step=1)
+
+
+def test_one_write_error_does_not_end_a_run(tmp_path, monkeypatch, capsys):
+    write, failed = os.write, []
+
+    def fail_once(fd: int, data: bytes) -> int:
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.EIO, "Input/output error")
+        return write(fd, data)
+
+    with MetricsLog(tmp_path) as log:
+        monkeypatch.setattr(os, "write", fail_once)
+        log.write(plain_record(1))
+        monkeypatch.undo()
+    assert failed and [record["step"] for record in read_metrics(tmp_path)] == [1]

@@ -52,6 +52,7 @@ LAYERS = (
         "automoe.counter_random",
         "automoe.local_shard",
         "automoe.lock_file",
+        "automoe.sealed",
     ),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}

@@ -1,0 +1,67 @@
+"""JSON in which a byte that has changed is seen: the last key of an object is the CRC-32 of all text before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automoe.errors import retried
+
+SEAL = "crc32"
+_SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
+
+
+def sealed(content: Mapping[str, Any], **options: Any) -> str:
+    """``content``, which is not empty, as JSON with its seal; ``options`` of ``json.dumps``."""
+    text = json.dumps(content, **options)
+    body = text[:-1].rstrip()
+    end = text[len(body) :]
+    return f'{body},{end[:-1]} "{SEAL}": {zlib.crc32(body.encode())}{end}'
+
+
+def unsealed(text: bytes) -> dict[str, Any]:
+    """The object in ``text``, whose seal is right, or which has none: a person or another program may have written it.
+
+    Raises:
+        ValueError: it is no JSON object, or not what was sealed.
+    """
+    try:
+        content = json.loads(text.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"a mapping was written, and this is {type(content).__name__}")
+    if SEAL in content:
+        seal = _SEAL.search(text)
+        if seal is None or zlib.crc32(text[: seal.start()]) != int(seal[1]):
+            raise ValueError("it is not what was written (another CRC-32)")
+        del content[SEAL]
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ``OSError``, and ``ValueError`` as ``unsealed``."""
+    return unsealed(path.read_bytes())
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file in one step: a reader sees the old one or the new one."""
+    # Machines that share the directory number their processes alike.
+    scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    text = sealed(content, indent=1) + "\n"
+
+    def write() -> None:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+
+    try:
+        retried(write)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
