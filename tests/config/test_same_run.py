@@ -46,7 +46,7 @@ def test_of_a_key_that_is_given_twice_the_last_counts() -> None:
 def test_a_key_whose_value_is_a_mapping_is_compared_whole() -> None:
     config = Config()
     config.data.chat.keys = {"question": "user"}
-    assert differences(config_to_dict(Config()), config) == {"data.chat.keys": ({}, {"question": "user"})}
+    assert differences(config_to_dict(Config()), config) == {"data.chat.keys": (None, {"question": "user"})}
 
 
 def test_what_makes_another_run_and_what_may_differ() -> None:
