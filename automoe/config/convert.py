@@ -52,7 +52,7 @@ class FromEnvironment(str):
         made.written = written
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:  # copied, and sent to other processes
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # copied, and sent to other processes
         return str(self), self.written
 
 

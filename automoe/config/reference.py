@@ -43,7 +43,7 @@ def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str,
     for name, hint in types.items():
         if isinstance(hint, type) and is_dataclass(hint):
             yield from sections(hint, f"{prefix}{name}.")
-        elif get_origin(hint) is list and is_dataclass(item := get_args(hint)[0]):
+        elif get_origin(hint) is list and isinstance(item := get_args(hint)[0], type) and is_dataclass(item):
             yield from sections(item, f"{prefix}{name}[].")
 
 

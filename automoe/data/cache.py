@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from automoe.errors import DataError
+from automoe.errors import DataError, retried
 from automoe.lock_file import open_lock
 
 _META = "meta.json"
@@ -38,7 +38,11 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
     Raises:
         DataError: the cache cannot be written, or what ``write`` raises.
     """
-    if isinstance(found := _verified(entry), dict):
+    try:
+        found = retried(lambda: _verified(entry))
+    except OSError as error:  # which does not mean that it is damaged
+        raise DataError(f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk.") from error
+    if isinstance(found, dict):
         return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +85,7 @@ def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
-    """The facts of an entry; what is wrong with it; None where there is none."""
+    """The facts of an entry; what is wrong with it; None where there is none. Raises OSError: it cannot be read."""
     if not os.path.lexists(entry):
         return None
     try:
@@ -93,7 +97,7 @@ def _verified(entry: Path) -> dict[str, Any] | str | None:
             return f"it was made as {content['entry']}"
         changed = [name for name, stored in content["files"].items() if _checksum(entry / name) != stored]
         return f"{', '.join(changed)}: another checksum" if changed else content["facts"]
-    except OSError as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_META}: {error}"

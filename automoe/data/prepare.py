@@ -11,6 +11,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -108,6 +109,8 @@ def _cache_key(
     key = hashlib.blake2b(template.digest.encode() if template is not None else b"", digest_size=16)
     key.update(json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode())
     key.update(reader_digest(data.kind).encode())
+    if template is not None:
+        key.update(version("transformers").encode())  # which renders it
     for name, path in files.items():
         try:
             with path.open("rb") as file:

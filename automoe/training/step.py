@@ -185,10 +185,10 @@ def validate(
             found[name] = loader.weights[source], *sums
     total = sum(tokens for _, _, tokens, _ in found.values())
     nats = loss_tokens = text_bytes = 0.0
-    for weight, *sums in found.values():
-        factor = weight * total / sums[1]  # 1 for a single source
+    for weight, *of_source in found.values():
+        factor = weight * total / of_source[1]  # 1 for a single source
         nats, loss_tokens, text_bytes = (
-            so_far + factor * sum_ for so_far, sum_ in zip((nats, loss_tokens, text_bytes), sums, strict=True)
+            so_far + factor * sum_ for so_far, sum_ in zip((nats, loss_tokens, text_bytes), of_source, strict=True)
         )
     if not total:
         return {}
