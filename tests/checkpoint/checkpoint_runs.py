@@ -192,9 +192,9 @@ def open_store(config: Config, run_dir: Path) -> CheckpointStore:
     return CheckpointStore(config, resolve_mesh(config.mesh, None), run_dir)
 
 
-def refusal(config: Config, run_dir: Path) -> str:
-    """What ``load_latest`` of this rank raises; empty if it does not."""
-    state, _, _ = build_state(config, run_dir)
+def refusal(config: Config, run_dir: Path, built: Config | None = None) -> str:
+    """What ``load_latest`` of this rank raises, in a run of ``built`` where that is another; empty if it does not."""
+    state, _, _ = build_state(built or config, run_dir)
     try:
         open_store(config, run_dir).load_latest(state)
     except AutomoeError as error:

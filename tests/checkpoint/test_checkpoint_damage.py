@@ -273,7 +273,7 @@ def test_another_model_is_refused_with_what_differs(ranks: RankPool, text: Path,
         in (messages[0])
     )
     elsewhere = replace(settings, model=replace(settings.model, hf_path="elsewhere"))
-    assert ranks.run(refusal, 2, elsewhere, run_dir) == ["", ""]
+    assert ranks.run(refusal, 2, elsewhere, run_dir, settings) == ["", ""]
 
 
 def test_an_existing_step_is_never_written_into(ranks: RankPool, text: Path, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def straight(ranks: RankPool, text: Path, base: Path, tmp_path_factory: pytest.T
     return run(ranks, tuned(text, base), tmp_path_factory.mktemp("straight") / "run", UNTIL)
 
 
+@pytest.mark.faults
 def test_a_killed_run_goes_on_to_the_bit_and_the_base_stays(
     ranks: RankPool, text: Path, base: Path, tmp_path: Path, straight: Run
 ) -> None:

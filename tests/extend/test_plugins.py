@@ -74,6 +74,7 @@ def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(tex
         load_config(tmp_path / "theirs")  # as `automoe export` does
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_from_outside_trains_as_the_shipped_one(texts: Path, tmp_path: Path) -> None:
     words = ["mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2", "data.kind=text", f"data.path={texts}"]
     shipped = run(tmp_path / "shipped", *words, "checkpoint.export_hf=false")

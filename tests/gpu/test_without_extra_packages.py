@@ -23,6 +23,7 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], cwd=ROOT, env=env, text=True, capture_output=True, timeout=600)
 
 
+@pytest.mark.exhaustive
 def test_every_gpu_test_of_the_suite_is_collected() -> None:
     result = run_pytest("-m", "gpu", "--collect-only")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -30,6 +31,7 @@ def test_every_gpu_test_of_the_suite_is_collected() -> None:
         assert f"tests/gpu/{file.name}::" in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_their_bodies_run() -> None:
     """The same tests on the CPU, one family each."""
     result = run_pytest(str(HERE), "-k", "cpu and (mixtral or random or checkpoint or recipe)")

@@ -174,7 +174,7 @@ def test_training_goes_on_below_the_dense_models_loss(tmp_path: Path) -> None:
             model=model,
             train=TrainConfig(steps=steps, seq_len=128, global_batch_size=8, micro_batch_size=8, val_every=steps),
             optim=OptimConfig(lr=2e-3, schedule="constant", warmup_steps=5),
-            data=DataConfig(max_bytes=400_000, val_fraction=0.1),
+            data=DataConfig(tokenizer="byte", max_bytes=800_000, val_fraction=0.3),
             checkpoint=CheckpointConfig(export_hf=True),
             observe=ObserveConfig(report=False),
         )

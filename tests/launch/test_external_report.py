@@ -11,6 +11,7 @@ from automoe.launch.ranks import device_index
 ON_CPU = ("mesh=fsdp", "launch.device=cpu", "observe.report=true")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "recipe", ["recipe_raises_unheard", pytest.param("recipe_raises", marks=pytest.mark.exhaustive)]
 )

@@ -73,7 +73,7 @@ def test_a_run_without_a_result_is_not_done(command: Command) -> None:
 
 
 def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command: Command) -> None:
-    process = command.start("recipe_until_stopped", *TWO_RANKS)
+    process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=0")
     read_until(process, "stepping")
     assert command.listens_at() == {"127.0.0.1"}, "nobody outside of this machine can reach a rank"
     code, _, err = command.run("recipe_answers", *TWO_RANKS)

@@ -241,7 +241,7 @@ def batches(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
         labels[row, -padding - 1 :] = IGNORE
     labels[4] = IGNORE
     mine = slice(dp_rank * ROWS // dp_size, (dp_rank + 1) * ROWS // dp_size)
-    return StepBatch(tokens[mine, :-1], labels[mine], positions[mine], doc_ids[mine], 0, 0)
+    return StepBatch(tokens[mine, :-1], labels[mine], positions[mine], doc_ids[mine], num_bytes=0, first_row=mine.start)
 
 
 def run_case(pool: RankPool, case: Case, steps: int = STEPS) -> Trajectory:

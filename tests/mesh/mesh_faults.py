@@ -102,9 +102,9 @@ def counts_summed_over_cp_twice():
     """The counts of the row, which the sequence loss needs summed, also end up in the counter."""
 
     def make(original):
-        def add(self, chosen, plain, losses):
+        def add(self, chosen, plain, losses, dropped=None):
             dist.all_reduce(chosen)
-            original(self, chosen, plain, losses)
+            original(self, chosen, plain, losses, dropped)
 
         return add
 

@@ -379,7 +379,7 @@ _CHECKPOINT = [
     ("files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
     ("files.py", "os.fsync(file.fileno())", "pass", COMMIT),
     ("files.py", "os.fsync(descriptor)", "pass", COMMIT),
-    ("folder.py", "        flush(temporary)\n", "        pass\n", COMMIT),
+    ("store.py", "            flush(target)\n", "            pass\n", COMMIT),
     ("folder.py", "    flush(final.parent)\n", "    pass\n", COMMIT),
     ("folder.py", "LATEST)\n    flush(folder)", "LATEST)\n    pass", COMMIT),
     ("folder.py", "max(checkpoint.keep, 1)", "max(checkpoint.keep + 1, 1)", RETENTION),

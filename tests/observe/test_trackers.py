@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -71,6 +73,7 @@ def test_online_without_a_login_records_offline_after_one_warning(tmp_path):
     assert len(recorded(tmp_path)) == 1
 
 
+@pytest.mark.faults
 def test_online_without_a_network_records_offline_after_one_warning(tmp_path):
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "5"}
     done = run(tmp_path, "online", **nowhere)

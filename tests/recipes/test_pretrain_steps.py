@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pretrain_runs import NOT_FINITE, Outcome, config, run
 
+from automoe.errors import AutomoeError
+from automoe.observe.metrics import last_objective
+from automoe.training.run import Run
 from automoe.verify.pool import RankPool
 
 
@@ -49,16 +53,24 @@ def test_a_run_that_never_recovers_ends(ranks: RankPool, tmp_path: Path) -> None
         assert "the last step 4: loss nan" in outcome.error and "rows 24-31" in outcome.error
 
 
-def test_a_run_whose_last_loss_is_no_number_is_not_done(ranks: RankPool, tmp_path: Path) -> None:
-    """Its checkpoint is there: the state is that of the last step that was taken."""
+def test_a_run_whose_last_step_is_skipped_has_the_loss_of_the_one_before(ranks: RankPool, tmp_path: Path) -> None:
+    """Its state is that of the last step that was taken, and so is its result; also when it is started again."""
     settings = config(tmp_path, steps=2)
-    settings.train.val_every, settings.checkpoint.every, settings.checkpoint.export_hf = 0, 2, True
+    settings.train.val_every, settings.checkpoint.every = 0, 2
     (outcome,), records = run(ranks, settings, "nan activation", at=(2,))
-    assert "the run came to step 2, and its last loss is nan: no result" in outcome.error
-    assert len(records) == 2 and (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
-    assert not (tmp_path / "run" / "hf").exists()
+    assert not outcome.error and len(records) == 2 and not math.isfinite(float(records[1]["loss"]))
+    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
+    assert last_objective(tmp_path / "run", 2) == records[0]["loss"]
     (outcome,), _ = run(ranks, settings)
-    assert "its last loss is nan" in outcome.error, "started again it has no more of a result"
+    assert not outcome.error
+
+
+def test_a_run_whose_last_loss_is_no_number_is_not_done(tmp_path: Path) -> None:
+    settings = config(tmp_path, steps=2)
+    for objective in (math.nan, math.inf):
+        over = SimpleNamespace(state=SimpleNamespace(step=2), config=settings, objective=objective)
+        with pytest.raises(AutomoeError, match=f"came to step 2, and its last loss is {objective}: no result"):
+            Run.check_result(over)  # type: ignore[arg-type]
 
 
 def test_a_loss_spike_is_skipped_and_its_batch_named_also_right_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
