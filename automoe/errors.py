@@ -21,15 +21,16 @@ _WAITS_S = (0.1, 0.5, 2.0)
 EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
 
 
-class AutomoeError(Exception):
-    """Base of every error meant for a person; entry points print it without a traceback.
+def spelled_out(text: str) -> str:
+    """``text`` from elsewhere for a terminal: what would steer it is shown and not done."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
-    Names out of files are in it, so what steers a terminal is spelled out.
-    """
+
+class AutomoeError(Exception):
+    """Base of every error meant for a person; entry points print it without a traceback. It may name what files say."""
 
     def __str__(self) -> str:
-        text = super().__str__()
-        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+        return spelled_out(super().__str__())
 
 
 class ConfigError(AutomoeError, ValueError):

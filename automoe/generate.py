@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import CheckpointError, exit_status
+from automoe.errors import CheckpointError, exit_status, spelled_out
 from automoe.launch.run_dir import read_status
 
 
@@ -164,9 +164,7 @@ class Speaker:
             )
         inputs = inputs.to(self.model.device)
         ids = self.model.generate(**inputs, **self.options)[0, inputs["input_ids"].shape[1] :]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        # What steers a terminal is shown and not done.
-        return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+        return spelled_out(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import xxhash
 
 from automoe.errors import DataError, retried
 from automoe.lock_file import open_lock
+from automoe.sealed import read_json, replace_json
 
 _META = "meta.json"
 _BLOCK = 1 << 22  # bytes hashed at a time
@@ -75,10 +75,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
 
 def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
     files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
-    content = json.dumps({"entry": name, "facts": facts, "files": files}, sort_keys=True)
-    (folder / _META).write_text(
-        json.dumps({"content": content, "checksum": xxhash.xxh3_128_hexdigest(content.encode())})
-    )
+    replace_json(folder / _META, {"entry": name, "facts": facts, "files": files})
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -89,10 +86,7 @@ def _verified(entry: Path) -> dict[str, Any] | str | None:
     if not os.path.lexists(entry):
         return None
     try:
-        meta = json.loads((entry / _META).read_bytes())
-        if xxhash.xxh3_128_hexdigest(meta["content"].encode()) != meta["checksum"]:
-            return f"{_META} has another checksum"
-        content = json.loads(meta["content"])
+        content = read_json(entry / _META)
         if content["entry"] != entry.name:
             return f"it was made as {content['entry']}"
         changed = [name for name, stored in content["files"].items() if _checksum(entry / name) != stored]

@@ -37,6 +37,7 @@ class Written:
         checked: compared with the live weights and with transformers.
         fp8: quantized, so equal to the weights only after their quantization.
         logits_error: relative difference to transformers' logits; None for a model too large to be run twice.
+        dense_error: of an upcycled model, that to the logits of the dense one.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Written:
     checked: bool = False
     fp8: bool = False
     logits_error: float | None = None
+    dense_error: float | None = None
 
     def __str__(self) -> str:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
@@ -55,6 +57,8 @@ class Written:
             text += "; " + ("FP8 of the weights" if self.fp8 else "equal bit for bit to the weights")
         if self.logits_error is not None:
             text += f", logits to transformers' within {self.logits_error:.0e}"
+        if self.dense_error is not None:
+            text += f" and to the dense model's within {self.dense_error:.0e}"
         return f"{text})"
 
 

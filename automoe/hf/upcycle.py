@@ -98,24 +98,21 @@ def upcycled(
     dense = model_config_from_hf(path)
     G, width = granularity, dense.intermediate_size
 
-    def refuse(key: str, value: object, rule: str, remedy: str) -> ConfigError:
-        return ConfigError(key, value, rule, remedy)
-
     if dense.family not in TARGETS:
         there = ", ".join(f"{source} (to {target})" for source, target in TARGETS.items())
         rule = f"model_type={dense.family} has no family with the same attention and experts in place of the FFN"
-        raise refuse("upcycle", path, rule, f"Dense families that have: {there}")
+        raise ConfigError("upcycle", path, rule, f"Dense families that have: {there}")
     if G < 1 or width % G:
         near = max(n for n in range(1, width + 1) if width % n == 0 and n <= max(G, 1))
         rule = f"an expert is one of G equal parts of the FFN's width {width}, and {width} % {G} is not 0"
-        raise refuse("granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}")
+        raise ConfigError("granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}")
     for key, value in (("num_experts", num_experts), ("num_experts_per_token", num_experts_per_token)):
         if value < 1 or value % G:
             rule = f"whole copies of the FFN have G={G} experts each, and {value} is no multiple of that"
-            raise refuse(key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}")
+            raise ConfigError(key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}")
     if num_experts_per_token > num_experts:
         rule = f"a token cannot choose {num_experts_per_token} of {num_experts} experts"
-        raise refuse("num_experts_per_token", num_experts_per_token, rule, f"Set at most {num_experts}")
+        raise ConfigError("num_experts_per_token", num_experts_per_token, rule, f"Set at most {num_experts}")
     mixture = replace(
         dense,
         family=TARGETS[dense.family],  # type: ignore[arg-type]

@@ -56,11 +56,10 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
     if config.model.upcycle:
         from automoe.hf.upcycle import upcycled_model
-    model = (
-        upcycled_model(config.model)[0]
-        if config.model.upcycle
-        else replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
-    )
+
+        model, _ = upcycled_model(config.model)
+    else:
+        model = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
     stored, keys = replace(config, model=replace(model, hf_path=path)), set(leaf_keys())
     for override in overrides:
         key, value = key_of(override), override.partition("=")[2]

@@ -119,5 +119,5 @@ def set_dropout_step(parts: Iterable[Decoder], step: int) -> None:
     """Tell adapters the step whose input features ``lora.dropout`` leaves out."""
     for part in parts:
         for module in part.modules():
-            if isinstance(module, Adapter) and module.dropout:
+            if isinstance(module, Adapter):
                 module.step = step

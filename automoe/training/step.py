@@ -96,7 +96,8 @@ def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, conf
     Gradients are added to those that parameters have; ``optimizer_step`` leaves none.
     """
     parts = state.parts.values()
-    set_dropout_step(parts, state.step)
+    if config.lora.dropout:
+        set_dropout_step(parts, state.step)
     with phase("forward_backward", state.step + 1), record_routing(config, parts, state.step):
         loss_share = runner.train(inputs)
     return gather_stats(loss_share, parts, config)

@@ -60,11 +60,12 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_logits_are_the_dense_models(
-    name: str, dtype: torch.dtype, experts: int, top_k: int, granularity: int, tmp_path: Path
+    name: str, dtype: torch.dtype, experts: int, top_k: int, granularity: int, tmp_path: Path, capsys
 ) -> None:
     dense = save_small_hf(name, tmp_path / "dense", dtype=dtype, other_sizes={"intermediate_size": 48})
     options = ["--experts", str(experts), "--top-k", str(top_k), "--granularity", str(granularity)]
     assert upcycle.main([str(tmp_path / "dense"), "--out", str(tmp_path / "out"), *options]) == 0
+    assert "to the dense model's within" in " ".join(capsys.readouterr().out.split())
     tokens = torch.randint(dense.config.vocab_size, (4, 48), generator=torch.Generator().manual_seed(3))
     before, after = logits(tmp_path / "dense", tokens), logits(tmp_path / "out", tokens)
     assert (after - before).norm() <= 1e-5 * before.norm()
