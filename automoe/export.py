@@ -117,7 +117,10 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
     from automoe.parallel.fsdp import PARAM_DTYPES
     from automoe.parallel.parallelize import allocate, build_decoder
 
-    steps, exported = committed_steps(run_dir / FOLDER), run_dir / "hf"
+    try:
+        steps, exported = committed_steps(run_dir / FOLDER), run_dir / "hf"
+    except OSError as error:
+        raise CheckpointError(f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions") from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
     if newest is not None:
         if (problem := damage(newest)) is not None:

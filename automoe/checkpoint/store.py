@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -261,8 +263,14 @@ class CheckpointStore:
                 differ), there are checkpoints and none of them verifies, or they cannot be read.
             DataError: the data changed since the checkpoint.
         """
-        try:
+        with self._readable():
             return self._load_latest(state)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """What the disk refuses as an error for people."""
+        try:
+            yield
         except OSError as error:
             reason = f"{error.strerror}. What is there is left as it is. See to the disk, or to its permissions"
             raise CheckpointError(f"{self.folder} cannot be used: {reason}") from None
@@ -299,7 +307,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: as ``load_latest``.
         """
-        steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))
+        with self._readable():
+            steps = self.ranks.lead(lambda: folders.committed_steps(self.folder))
         name = f"step-{resumed.step}"
         if not resumed.own or name not in steps[1:]:
             return None
@@ -308,7 +317,8 @@ class CheckpointStore:
             folders.point_to(self.folder, steps[steps.index(name) - 1])
             return set_aside(self.folder / name, f"diverged-{name}")
 
-        aside = self.ranks.lead(exclude, again=False)
+        with self._readable():
+            aside = self.ranks.lead(exclude, again=False)
         self._warn(f"no step after {name} could be taken: it is set aside as {aside}, and the one before is taken")
         return self.load_latest(state)
 
