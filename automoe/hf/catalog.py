@@ -202,8 +202,8 @@ def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig
         count = len({keys.expert_of(key) for key in sources} - {None})
     if count and count != config.num_experts:
         raise CheckpointError(
-            f"{folder} holds {count} experts a layer, and the model has {config.num_experts} "
-            f"(model.num_experts). Set model.num_experts={count}, or complete the checkpoint"
+            f"{folder} holds {count} experts a layer, and its configuration says {config.num_experts}. Correct that "
+            f"(model.num_experts, or the number in its config.json), or complete the checkpoint"
         )
 
 

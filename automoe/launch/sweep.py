@@ -77,11 +77,11 @@ def run_sweep(args: Arguments) -> int:
         jobs = _collect(directory, start, stopped=status == STOPPED)
         if jobs:
             from automoe.observe.plots import draw_sweep
-            from automoe.observe.summary import print_sweep
+            from automoe.observe.summary import from_here, print_sweep
 
             print_sweep(jobs)
             try:
-                print(f"\nplot {draw_sweep(directory, jobs)}")
+                print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
     return _exit_status(status, [job for job in jobs if job["start"] == start])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from automoe.observe.summary import (
     duration,
     fact_lines,
     final_numbers,
+    from_here,
     losses_by_source,
     number,
     render_mesh_text,
@@ -37,15 +37,15 @@ COLUMNS = (  # heading, width; the step column grows with the number of steps
     ("load", 7),  # of the busiest expert, over the mean
     ("time", 8),
     ("left", 9),
-    ("MFU", 7),  # where the peak of the device is known
 )
+MFU = ("MFU", 8)  # in the place of the time, which tokens/s says too, where the peak of the device is known
 
 
 class Console:
     """The terminal of a run; every method does nothing when ``enabled`` is false (all ranks but 0).
 
-    Lines of steps have 80 columns up to 9,999 steps, and 87 with the MFU; without cursor movement, so that a log file
-    reads like the terminal. Colour appears in a terminal only.
+    Lines of steps have 80 columns up to 9,999 steps; without cursor movement, so that a log file reads like the
+    terminal. Colour appears in a terminal only.
 
     Args:
         config, mesh: what runs.
@@ -71,7 +71,7 @@ class Console:
         facts = describe_run(self.config, self.mesh)
         if resume_step:
             facts.append(("resumed", f"after step {resume_step}"))
-        facts.append(("run directory", self.config.run_dir))
+        facts.append(("run directory", from_here(str(self.config.run_dir))))
         self._print("automoe", "bold")
         self._print_facts(facts)
         if 1 < self.mesh.world_size <= MAX_GRID_RANKS:
@@ -102,11 +102,11 @@ class Console:
             short_number(record["tokens_per_second"]),
             bytes_text(record["peak_memory_bytes"]),
             f"{number(record['expert_max_load'], 2)}x" if record["expert_max_load"] else "-",  # dense models
-            "-" if record.get("step_seconds") is None else seconds_text(record["step_seconds"]),
+            seconds_text(record.get("step_seconds")) if mfu is None else f"{100 * mfu:.1f}%",
             duration(left) if step < steps else "-",
-            *([] if mfu is None else [f"{100 * mfu:.1f}%"]),
         ]
-        self._line(f"{step}/{steps}", cells, None if finite else "bold red")
+        columns = [MFU if name == "time" and mfu is not None else (name, width) for name, width in COLUMNS]
+        self._line(f"{step}/{steps}", columns, cells, None if finite else "bold red")
         if validates:
             text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
             if (bits := record.get("val_bits_per_byte")) is not None:
@@ -118,7 +118,7 @@ class Console:
     def note(self, text: str) -> None:
         """A line between the steps: a checkpoint saved, a spike skipped."""
         if self.enabled:
-            self._print(f"{'':>{self._step_width}}  {_from_here(text)}", "cyan")
+            self._print(f"{'':>{self._step_width}}  {from_here(text)}", "cyan")
 
     def row(self, lines: Iterable[tuple[str, bool]]) -> None:
         """Lines of text, and whether what stands in them is trained."""
@@ -137,17 +137,17 @@ class Console:
             return
         facts = [
             *final_numbers(read_metrics(self.config.run_dir)),
-            *((name, _from_here(str(path))) for name, path in (paths or {}).items()),
+            *((name, from_here(str(path))) for name, path in (paths or {}).items()),
         ]
         self._print()
         self._print_facts(facts)
 
-    def _line(self, step: str, cells: list[str], style: str | None) -> None:
+    def _line(self, step: str, columns: list[tuple[str, int]], cells: list[str], style: str | None) -> None:
         if self._lines % HEADER_EVERY == 0:
-            names = "".join(f"{name:>{width}}" for name, width in COLUMNS[: len(cells)])
+            names = "".join(f"{name:>{width}}" for name, width in columns)
             self._print(f"{'step':>{self._step_width}}{names}", "dim")
         self._lines += 1
-        body = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=False))
+        body = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True))
         self._print(f"{step:>{self._step_width}}{body}", style)
 
     def _time_left(self, record: Mapping[str, Any]) -> float:
@@ -175,17 +175,14 @@ class Console:
         self._rich.file.flush()  # a log file is read while the run goes on
 
 
-def _from_here(text: str) -> str:
-    """``text`` with its paths below the working directory relative to it."""
-    return text.replace(f"{Path.cwd()}{os.sep}", "")
-
-
 def loss_text(loss: Any) -> str:
     loss = float(loss)
     return f"{loss:.3g}" if abs(loss) >= 999.99995 else f"{loss:.4f}"
 
 
 def seconds_text(seconds: Any) -> str:
+    if seconds is None:
+        return "-"
     seconds = float(seconds)
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"

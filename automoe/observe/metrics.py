@@ -215,8 +215,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._metrics = AppendLog(self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn)
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn=warn)
             # Steps between two snapshots; of a resumed run as it was, where the first may be off the grid.
-            sampled = np.diff([record["step"] for record in read_jsonl(self._load.path)][1:])
+            steps = [record["step"] for record in read_jsonl(self._load.path)]
+            sampled = np.diff(steps[1:])
             self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
+            if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
+                (warn or _to_stderr)(f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least")
             self._last_load: dict[str, Any] | None = None  # newest counts, written at the end if not sampled
         except OSError as error:
             path, remedy = error.filename2 or error.filename, "Mend its permissions, or move it away"

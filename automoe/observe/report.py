@@ -23,6 +23,7 @@ from automoe.observe.metrics import (
     METRICS_FILE,
     damaged_lines,
     read_expert_load,
+    read_jsonl,
     read_metrics,
 )
 from automoe.observe.summary import describe_run, final_numbers
@@ -68,6 +69,10 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         if lines := damaged_lines(run_dir / name):
             _warn(run_dir / name, f"damaged lines: {lines}")
     config, mesh, config_problem = _read_config(run_dir)
+    if config is not None and status.get("state") == "done":
+        for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
+            if (last := max((one["step"] for one in read_jsonl(run_dir / name)), default=0)) < config.train.steps:
+                _warn(run_dir / name, f"it ends after step {last}, and the run is done after {config.train.steps}")
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
     template = Template(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,11 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         "time in steps": duration(float(seconds.sum())) if len(seconds) else None,
     }
     return [(name, text) for name, text in facts.items() if text is not None]
+
+
+def from_here(text: str) -> str:
+    """``text`` with its paths below the working directory relative to it."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:

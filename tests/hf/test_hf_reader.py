@@ -158,8 +158,8 @@ def test_another_number_of_experts(tmp_path: Path, fused: bool) -> None:
     save_small_hf("dsv3", tmp_path, save_original_format=not fused)
     config = replace(model_config_from_hf(tmp_path), num_experts=16)
     message = refused(tmp_path, config)
-    assert "holds 8 experts a layer, and the model has 16" in message
-    assert "model.num_experts=8" in message
+    assert "holds 8 experts a layer, and its configuration says 16" in message
+    assert "model.num_experts" in message
 
 
 def test_quantized_tensors_are_refused(single: Path) -> None:

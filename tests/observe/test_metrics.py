@@ -13,6 +13,7 @@ from synthetic_run import counts_of, record_of, small_config
 
 from automoe.errors import ConfigError
 from automoe.observe.metrics import (
+    LOAD_FILE,
     MAX_LOAD_SNAPSHOTS,
     REQUIRED_KEYS,
     MetricsLog,
@@ -154,6 +155,20 @@ def test_a_resumed_run_samples_the_load_at_the_same_pace(tmp_path):
             log.write(plain_record(step), [[step, 0]])
     after = np.diff(read_expert_load(tmp_path)[0])[1:-1]
     assert set(before) == set(after) and len(set(after)) == 1
+
+
+@pytest.mark.parametrize("kept", [3, MAX_LOAD_SNAPSHOTS // 2 - 20])
+def test_a_load_record_cut_at_the_end_of_a_line_is_said(tmp_path, capsys, kept):
+    last = 2 * MAX_LOAD_SNAPSHOTS - 3
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, last + 1):
+            log.write(plain_record(step), [[step, 0]])
+    MetricsLog(tmp_path, resume_step=last - 1).close()
+    assert capsys.readouterr().err == ""
+    lines = (tmp_path / LOAD_FILE).read_bytes().splitlines(keepends=True)
+    (tmp_path / LOAD_FILE).write_bytes(b"".join(lines[:kept]))
+    MetricsLog(tmp_path, resume_step=last - 1).close()
+    assert f"{LOAD_FILE}: it ends after step {2 * kept - 2} and went to" in capsys.readouterr().err
 
 
 def test_load_summary_against_hand_computed_numbers():
