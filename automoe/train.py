@@ -32,10 +32,12 @@ def _main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.help:
         from automoe.cli import train_help
+        from automoe.config.recipe_args import SECTION
         from automoe.config.reference import help_on
 
         asked = [word for word in args.overrides if "=" not in word]
-        print("\n\n".join(map(help_on, asked)) or train_help(args.config_dir))
+        recipe = _recipe(args) if any(word.startswith(SECTION) for word in asked) else ""
+        print("\n\n".join(help_on(word, recipe) for word in asked) or train_help(args.config_dir))
         return 0
     external = detect_external(os.environ)
     if external is not None:
@@ -53,6 +55,13 @@ def _main(argv: list[str]) -> int:
 
         return run_sweep(args)
     return _train_here(args)
+
+
+def _recipe(args: Arguments) -> str:
+    from automoe.config.compose import composed_container
+
+    typed = [word for word in args.overrides if "=" in word]
+    return str(composed_container(args.config_name, typed, args.config_dir)["recipe"])
 
 
 def _train_here(args: Arguments) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automoe.config.reference import sections
+from automoe.config.reference import args_sections, sections
+from automoe.shipped import list_recipes
 
 _HEAD = """\
 # Configuration
@@ -18,7 +19,8 @@ differs from these defaults. This page is made from `automoe/config/schema.py` b
 def page() -> str:
     """``docs/config.md``."""
     parts = [_HEAD]
-    for section, document, keys in sections():
+    own = [(f"{section} of recipe={name}", *rest) for name in list_recipes() for section, *rest in args_sections(name)]
+    for section, document, keys in [*sections(), *own]:
         if not keys:
             continue
         parts.append(f"\n## {section or 'At the top'}\n")

@@ -27,6 +27,7 @@ from automoe.config.convert import (
 )
 from automoe.config.frozen import is_free
 from automoe.config.plugins import load_plugins
+from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
@@ -103,6 +104,16 @@ def compose_config(
         BackendError: Hydra is not installed.
     """
     overrides = list(overrides or [])
+    raw = composed_container(config_name, overrides, config_dir)
+    load_plugins(raw["plugins"])
+    config = config_from_dict(raw)
+    if "run_dir" in map(key_of, overrides):
+        return config
+    return replace(config, run_dir=default_run_dir(config.run_dir, overrides))
+
+
+def composed_container(config_name: str, overrides: list[str], config_dir: str | None) -> dict[str, Any]:
+    """What ``compose_config`` gives types to: nested dictionaries, without interpolations. Raises as it."""
     check_overrides(overrides, config_dir)
     check_primary(config_name, config_dir)
     from hydra import compose, initialize_config_dir
@@ -119,7 +130,7 @@ def compose_config(
     try:
         with initialize_config_dir(config_dir=str(main), version_base="1.3"):
             composed = compose(config_name=config_name, overrides=overrides + search)
-            raw = resolved_container(composed)
+            return resolved_container(composed)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = " ".join(str(error).split())
         for text in overrides:
@@ -130,11 +141,6 @@ def compose_config(
         raise ConfigError(
             "--config-name", config_name, f"Hydra cannot compose it: {reason}", "Mend that file or override"
         ) from error
-    load_plugins(raw["plugins"])
-    config = config_from_dict(raw)
-    if "run_dir" in map(key_of, overrides):
-        return config
-    return replace(config, run_dir=default_run_dir(config.run_dir, overrides))
 
 
 def resolved_container(composed: Any) -> dict[str, Any]:
@@ -186,8 +192,11 @@ def _named(value: Any, names: Any) -> Any:
 def register_base() -> None:
     """Register the schema's defaults as ``base``, for the ``defaults`` list of every primary."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="base", node=config_to_dict(Config()))
+    base = OmegaConf.create(config_to_dict(Config()))
+    OmegaConf.set_struct(base[SECTION], False)  # which keys there are is known once the recipe is
+    ConfigStore.instance().store(name="base", node=base)
 
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
@@ -298,6 +307,11 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     for job in jobs:
         config = compose_config(config_name, job, config_dir)
         check_rows(config, number_rows(config))
+        try:
+            check_args(config)
+        except ConfigError as error:
+            if error.key.startswith(SECTION):  # others may be of this combination: the job is skipped
+                raise
 
 
 def _single_values(text: str, config_dir: str | None) -> list[str]:

@@ -10,19 +10,23 @@ import difflib
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from automoe.config.plugins import registered_names
+from automoe.config.recipe_args import CLASS, SECTION, args_class
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$\{oc\.env:([^{}]+)\}")
 
 
-def config_from_dict(raw: dict[str, Any]) -> Config:
+def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
+
+    Args:
+        trusted: read the recipe's ``Args``, which runs lines of its file. Else ``recipe_args`` stays a dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -30,7 +34,32 @@ def config_from_dict(raw: dict[str, Any]) -> Config:
     Raises:
         ConfigError: an unknown key (with the nearest known one) or a value of the wrong type.
     """
-    return _to_dataclass(Config, raw, "")
+    config: Config = _to_dataclass(Config, raw, "")
+    return replace(config, recipe_args=_make_args(config)) if trusted else config
+
+
+def _make_args(config: Config) -> Any:
+    """``config.recipe_args`` as the recipe declares them."""
+    cls, raw = args_class(config.recipe), config.recipe_args
+    if cls is not None:
+        return _to_dataclass(cls, raw, f"{SECTION}.")
+    if raw != {}:
+        key = f"{SECTION}.{next(iter(raw))}" if isinstance(raw, dict) else SECTION
+        rule = f"unknown key: the recipe {config.recipe} declares no {CLASS}"
+        raise ConfigError(
+            key,
+            raw[next(iter(raw))] if isinstance(raw, dict) else raw,
+            rule,
+            "Leave it out, or name the recipe that has it: recipe=NAME",
+        )
+    return raw
+
+
+def as_class(config: Config, cls: type | None) -> Config:
+    """A copy whose ``recipe_args`` are of ``cls``: what ``Args`` is once the recipe itself is imported."""
+    return (
+        config if cls is None else replace(config, recipe_args=_to_dataclass(cls, asdict(config.recipe_args), SECTION))
+    )
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -78,11 +107,11 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that holds a value, in the schema's order: ``mesh.pp``, ``train.steps``, ..."""
+    """Every dotted key that holds a value, in order: ``mesh.pp``, ``train.steps``, ...; a recipe's own not."""
     for name, hint in field_types(cls).items():
         if _is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
-        else:
+        elif hint is not Any:
             yield f"{prefix}{name}"
 
 
@@ -90,6 +119,8 @@ def check_key(key: str, value: object) -> None:
     """Raise ``ConfigError`` with a suggestion unless the dotted ``key`` is in the schema."""
     cls: Any = Config
     parts = key.split(".")
+    if parts[0] == SECTION:
+        return  # which keys there are depends on the recipe, and that on the primary: config_from_dict knows
     for depth, part in enumerate(parts):
         if not _is_section(cls):
             parent = ".".join(parts[:depth])
@@ -151,6 +182,11 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
     for name, value in raw.items():
         if name not in hints:
             raise _unknown_key(f"{prefix}{name}", value, cls)
+    for field in fields(cls):
+        if field.name not in raw and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(
+                f"{prefix}{field.name}", "", "needs a value: it has no default", f"Set {prefix}{field.name}="
+            )
     return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
 
 
@@ -182,6 +218,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise _wrong_type(key, value, f"a list of {len(args)} values ({', '.join(map(type_name, args))})")
         return tuple(_convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+    if hint is Any:
+        return value
     if hint is float:
         return _float(value, key)
     if not _is(value, hint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import yaml
 from automoe.config.convert import FromEnvironment, config_from_dict, config_to_dict, from_environment, leaf_keys, typed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins, loaded_plugins
+from automoe.config.recipe_args import SECTION, default_args
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.errors import ConfigError
 from automoe.shipped import own_recipe
@@ -63,7 +64,8 @@ def parse_config(text: str | bytes, plugins: bool = False, environment: Mapping[
     """The inverse of ``dump_config``.
 
     Args:
-        plugins: import those that it names. For what this run's own launcher wrote, never for a folder from elsewhere.
+        plugins: import those that it names, and read ``Args`` of its recipe. For what this run's own launcher wrote,
+            never for a folder from elsewhere.
         environment: of the variables that it names.
 
     Raises:
@@ -79,7 +81,7 @@ def parse_config(text: str | bytes, plugins: bool = False, environment: Mapping[
     elif missing := [name for name in named if name not in loaded_plugins()]:
         rule = f"the run was trained with plugins, and {CONFIG_FILE} is no reason to import code"
         raise ConfigError("plugins", missing, rule, f"If you trust them, add --plugins {','.join(missing)}")
-    return config_from_dict(raw)
+    return config_from_dict(raw, trusted=plugins)
 
 
 def read_mapping(text: str | bytes) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as one mapping, keys dotted, tuples as lists."""
     values: dict[str, Any] = {}
     for key, value in fields.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in _VALUES:
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in _VALUES and prefix != f"{SECTION}.":
             values |= flat(value, f"{prefix}{key}.")
         else:
             values[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
@@ -138,11 +140,14 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     Args:
         then: nested, as a file has it; a key that it lacks was added later and had its default then.
     """
-    old, new = (flat(config_to_dict(Config())) | flat(config) for config in (then, config_to_dict(now)))
+    own = {name: None if value is MISSING else value for name, value in default_args(now.recipe_args).items()}
+    default = flat(config_to_dict(Config(recipe_args=own)))
+    old, new = (default | flat(config) for config in (then, config_to_dict(now)))
     for values in (old, new):
         if values["checkpoint.resume"] == "never":  # not a path: weights come from nowhere else
             values["checkpoint.resume"] = "auto"
-    return {key: (old[key], new[key]) for key in leaf_keys() if old[key] != new[key] and not is_free(key)}
+    keys = [*leaf_keys(), *(key for key in new if key.startswith(f"{SECTION}."))]
+    return {key: (old[key], new[key]) for key in keys if old[key] != new[key] and not is_free(key)}
 
 
 def is_free(key: str) -> bool:

@@ -10,7 +10,7 @@ import io
 import textwrap
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import automoe.config.schema as schema
 from automoe.config.convert import check_key, field_types, type_name
+from automoe.config.recipe_args import SECTION, args_class, default_args, recipe_file
+from automoe.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,32 +32,50 @@ class Key:
     comment: str
 
 
-def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """Each section's name, its docstring in one line and its keys, a section before those inside it."""
-    document, comments = _source()[cls.__name__]
-    types, defaults = field_types(cls), cls()
+def sections(
+    cls: type = schema.Config, prefix: str = "", file: str | Path = schema.__file__
+) -> Iterator[tuple[str, str, list[Key]]]:
+    """Each section's name, its docstring in one line and its keys, a section before those inside it.
+
+    Args:
+        file: where ``cls`` and the sections inside it are written.
+    """
+    document, comments = _source(Path(file).read_text()).get(cls.__name__, ("", {}))
+    types, defaults = field_types(cls), default_args(cls)
     keys = [
-        Key(prefix + name, _kind(hint), _shown(getattr(defaults, name)), comments.get(name, ""))
+        Key(prefix + name, _kind(hint), _shown(defaults[name]), comments.get(name, ""))
         for name, hint in types.items()
         if not is_dataclass(hint)
     ]
     yield prefix.rstrip("."), document, keys
     for name, hint in types.items():
         if isinstance(hint, type) and is_dataclass(hint):
-            yield from sections(hint, f"{prefix}{name}.")
+            yield from sections(hint, f"{prefix}{name}.", file)
         elif get_origin(hint) is list and isinstance(item := get_args(hint)[0], type) and is_dataclass(item):
-            yield from sections(item, f"{prefix}{name}[].")
+            yield from sections(item, f"{prefix}{name}[].", file)
 
 
-def help_on(name: str, width: int = 80) -> str:
+def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
+    """What ``sections`` gives, of the recipe's own keys; none where it declares none."""
+    cls, file = args_class(recipe), recipe_file(recipe)
+    return list(sections(cls, f"{SECTION}.", file)) if cls is not None and file is not None else []
+
+
+def help_on(name: str, recipe: str = schema.Config.recipe, width: int = 80) -> str:
     """What there is to say of a section and all inside it, or of one key, for a terminal.
+
+    Args:
+        recipe: whose own keys ``recipe_args`` are.
 
     Raises:
         ConfigError: there is no such key; the nearest is named.
     """
     check_key(name, "")
     lines: list[str] = []
-    for section, document, keys in sections():
+    own = args_sections(recipe) if name.partition(".")[0] == SECTION else []
+    if name == SECTION and not own:
+        return f"{SECTION}: the recipe {recipe} has no keys of its own; recipe=NAME names another"
+    for section, document, keys in own or sections():
         shown = [key for key in keys if key.name == name or key.name.startswith(f"{name}.")]
         if not shown:
             continue
@@ -65,13 +85,15 @@ def help_on(name: str, width: int = 80) -> str:
             lines.append(f"  {key.name}={key.default}   ({key.kind})")
             lines += textwrap.wrap(key.comment, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
+    if not lines:
+        known = ", ".join(key.name for _, _, keys in own for key in keys) or "none"
+        raise ConfigError(name, "", f"unknown key: the recipe {recipe} declares no such one", f"Its keys: {known}")
     return "\n".join(lines).rstrip()
 
 
 @cache
-def _source() -> dict[str, tuple[str, dict[str, str]]]:
-    """Class of the schema -> its docstring, and field -> the comments above it and behind it."""
-    text = Path(schema.__file__).read_text()
+def _source(text: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """Class that ``text`` declares -> its docstring, and field -> the comments above it and behind it."""
     comments = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
@@ -94,6 +116,8 @@ def _source() -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def _kind(hint: Any) -> str:
+    if hint is Any:
+        return "its keys"
     if get_origin(hint) is Literal:
         return " | ".join(map(str, get_args(hint)))
     if get_origin(hint) is UnionType:
@@ -105,6 +129,8 @@ def _kind(hint: Any) -> str:
 
 def _shown(value: object) -> str:
     """A default as it is typed on a command line."""
+    if value is MISSING:
+        return "???"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_shown, value)) + "]"
     if value is None or isinstance(value, bool):

@@ -7,7 +7,7 @@ Letters in comments: T tokens, S sequence, E experts, K top-k, H hidden, I exper
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
@@ -362,6 +362,9 @@ class Config:
 
     run_dir: str = "runs/default"
     recipe: str = "pretrain"  # a name, a file or a module whose main(config, shape, context) a rank runs
+    recipe_args: Any = field(
+        default_factory=dict
+    )  # keys that the recipe declares, in its dataclass Args (docs/launch.md)
     plugins: list[str] = field(default_factory=list)  # modules that register names of a user's own
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -12,13 +12,13 @@ from typing import get_args, get_type_hints
 
 from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, uses_ring
 from automoe.config.plugins import registered_names
+from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import Config, DataConfig, sources_of
 from automoe.errors import ConfigError
-from automoe.shipped import find_recipe
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
@@ -41,7 +41,7 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
     shape = resolve_mesh(config.mesh, num_ranks)
     check_rows(config, _rows(config, shape, device), shape)
     parse_profile_steps(config.observe.profile_steps)
-    find_recipe(config.recipe)
+    check_args(config)
     check_writable(config.run_dir)
     if config.moe.record_routing is not None:
         check_writable(os.path.expanduser(config.moe.record_routing), "moe.record_routing")

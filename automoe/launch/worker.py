@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from automoe.config.convert import as_class
 from automoe.config.frozen import frozen_shape, load_config
+from automoe.config.recipe_args import CLASS
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, LaunchError
 from automoe.launch import ranks, stuck
@@ -112,12 +114,13 @@ def run_rank(
         shape = frozen_shape(config)
         if shape.world_size != world_size:
             raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
-        recipe = load_recipe(config.recipe).main
+        recipe = load_recipe(config.recipe)
+        config = as_class(config, getattr(recipe, CLASS, None))
         device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
         if rank == 0:
             runs.write_status(run_dir, "running", pid=launcher or os.getpid())
         context = RunContext(rank, world_size, local_rank, device, run_dir, stop)
-        objective = recipe(config, shape, context)
+        objective = recipe.main(config, shape, context)
         ranks.close_ranks()
         if (lost := run_dir_lost()) is not None:
             raise LaunchError(lost)

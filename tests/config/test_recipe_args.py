@@ -1,0 +1,158 @@
+"""Keys of a recipe's own: read without its torch, checked, shown, frozen and compared as every other key."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from automoe.config.compose import check_swept_values, compose_config
+from automoe.config.convert import as_class, config_to_dict
+from automoe.config.frozen import differences, dump_config, load_config, parse_config, save_config
+from automoe.config.recipe_args import check_args
+from automoe.config.reference import help_on
+from automoe.errors import ConfigError
+from automoe.launch.prepare import check_here
+from automoe.shipped import load_recipe
+
+RECIPE = '''
+"""Preferences."""
+from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import Literal
+import not_needed_before_ranks_start
+from beside import FLOOR
+
+print("not run")
+
+@dataclass
+class Reference:
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+@dataclass
+class Args:
+    """Of preferences."""
+
+    pairs: str  # a file of pairs
+    beta: float = 0.1  # distance from the reference
+    names: dict[str, str] | None = None
+    reference: Reference = field(default_factory=Reference)
+
+    def check(self, config) -> None:
+        if not self.beta > FLOOR:
+            raise ValueError(f"beta must be larger than {FLOOR}")
+
+def main(config, shape, context):
+    return not_needed_before_ranks_start.loss(config.recipe_args.beta)
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(RECIPE)
+    (tmp_path / "beside.py").write_text("FLOOR = 0.0\n")
+    return ["recipe=mine.py", "recipe_args.pairs=a.jsonl"]
+
+
+def test_they_are_a_typed_object_and_nothing_else_of_the_recipe_has_run(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = compose_config(overrides=[*recipe, "recipe_args.beta=1", "recipe_args.reference.dtype=bfloat16"]).recipe_args
+    assert (type(args).__name__, args.pairs, args.beta, args.names) == ("Args", "a.jsonl", 1.0, None)
+    assert isinstance(args.beta, float) and args.reference.dtype == "bfloat16"
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("recipe_args.bta=1", "recipe_args.bta=1: unknown key.*Did you mean recipe_args.beta"),
+        ("recipe_args.beta=much", "recipe_args.beta=much: expected a number"),
+        (
+            "recipe_args.reference.dtype=float16",
+            "recipe_args.reference.dtype=float16: must be one of float32, bfloat16",
+        ),
+        ("recipe_args.pairs=1", "recipe_args.pairs=1: expected text"),
+        ("recipe=pretrain", "recipe_args.pairs=a.jsonl: unknown key: the recipe pretrain declares no Args"),
+    ],
+)
+def test_a_wrong_one_is_an_error_with_its_remedy(recipe: list[str], typed: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        compose_config(overrides=[*recipe, typed])
+    with pytest.raises(ConfigError, match=says):
+        check_swept_values("config", [*recipe, f"{typed},{typed.partition('=')[2]}"], None)  # before the first job
+
+
+def test_what_a_recipe_itself_checks_is_told_before_ranks_start(recipe: list[str]) -> None:
+    with pytest.raises(ConfigError, match="beta must be larger than 0.0. The recipe mine.py asks for it"):
+        check_here(compose_config(overrides=[*recipe, "recipe_args.beta=0"]))
+    with pytest.raises(ConfigError, match="beta must be larger"):
+        check_swept_values("config", [*recipe, "recipe_args.beta=0.1,-1"], None)
+    with pytest.raises(ConfigError, match=r"recipe_args.beta=inf: must be a finite number"):
+        check_args(compose_config(overrides=[*recipe, "recipe_args.beta='1e999'"]))
+    with pytest.raises(ConfigError, match="recipe_args.pairs: needs a value"):
+        compose_config(overrides=recipe[:1])
+
+
+def test_a_primary_sets_them(recipe: list[str], tmp_path: Path) -> None:
+    text = "defaults: [base, _self_]\nrecipe: mine.py\nrecipe_args: {pairs: a, beta: 0.3}\n"
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(text)
+    args = compose_config("mine", ["recipe_args.pairs=b"], str(tmp_path / "conf")).recipe_args
+    assert (args.pairs, args.beta) == ("b", 0.3)
+
+
+def test_they_are_frozen_and_part_of_what_a_run_is(recipe: list[str], tmp_path: Path) -> None:
+    config = compose_config(overrides=recipe)
+    assert config.run_dir == "runs/default-recipe-mine.py-pairs-a.jsonl"
+    assert parse_config(dump_config(config), plugins=True) == config
+    then = config_to_dict(config)
+    del then["recipe_args"]["beta"]  # the recipe has that key since
+    other = compose_config(overrides=[*recipe, "recipe_args.beta=0.3", "recipe_args.names={a: b}"])
+    assert differences(then, config) == {}
+    assert differences(then, other) == {"recipe_args.beta": (0.1, 0.3), "recipe_args.names": (None, {"a": "b"})}
+    # A folder from elsewhere names its recipe, and no line of that is run.
+    save_config(config, tmp_path)
+    (tmp_path / "mine.py").write_text(RECIPE.replace("FLOOR\n", "FLOOR\nFLOOR /= 0\n"))
+    assert load_config(tmp_path).recipe_args == asdict(config.recipe_args)
+    with pytest.raises(ConfigError, match="Args of .*mine.py cannot be read: ZeroDivisionError"):
+        load_config(tmp_path, plugins=True)
+
+
+def test_a_rank_hands_the_recipe_its_own_class(recipe: list[str], tmp_path: Path) -> None:
+    (tmp_path / "not_needed_before_ranks_start.py").write_text("")
+    module = load_recipe("mine.py")
+    config = as_class(compose_config(overrides=recipe), module.Args)
+    assert type(config.recipe_args) is module.Args and config.recipe_args.pairs == "a.jsonl"
+
+
+def test_a_recipe_that_is_a_module_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "house_recipes").mkdir()
+    (tmp_path / "house_recipes" / "__init__.py").touch()
+    (tmp_path / "house_recipes" / "common.py").write_text("BETA = 0.5\n")
+    text = "import torch\nfrom dataclasses import dataclass\nfrom .common import BETA\n"
+    (tmp_path / "house_recipes" / "dpo.py").write_text(f"{text}@dataclass\nclass Args:\n    beta: float = BETA\n")
+    assert compose_config(overrides=["recipe=house_recipes.dpo"]).recipe_args.beta == 0.5
+    (tmp_path / "house_recipes" / "dpo.py").write_text("class Args:\n    beta = 1\n")
+    with pytest.raises(ConfigError, match="is no dataclass"):
+        compose_config(overrides=["recipe=house_recipes.dpo"])
+
+
+def test_help_shows_them(recipe: list[str]) -> None:
+    shown = help_on("recipe_args", "mine.py").splitlines()
+    assert shown[:4] == [
+        "recipe_args: Of preferences.",
+        "",
+        "  recipe_args.pairs=???   (text)",
+        "      a file of pairs",
+    ]
+    assert "  recipe_args.reference.dtype=float32   (float32 | bfloat16)" in shown
+    assert help_on("recipe_args.beta", "mine.py").endswith("distance from the reference")
+    with pytest.raises(ConfigError, match="Its keys: recipe_args.pairs, recipe_args.beta"):
+        help_on("recipe_args.gamma", "mine.py")
+    assert "pretrain has no keys of its own" in help_on("recipe_args")
