@@ -12,7 +12,7 @@ import contextlib
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     help_text = "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
     layouts = ("auto", "published", "fused")
     parser.add_argument("--adapter", nargs="?", const=layouts[0], choices=layouts, help=help_text)
+    parser.add_argument("--ema", action="store_true", help="a run with optim.ema_decay: its averaged weights")
     args = parser.parse_args(argv)
-    return report(args, partial(export_run, args.run, adapter=args.adapter))
+    return report(args, partial(export_run, args.run, adapter=args.adapter, ema=args.ema))
 
 
 def export_run(
@@ -53,17 +54,18 @@ def export_run(
     overwrite: bool = False,
     fp8: bool = False,
     adapter: str | None = None,
+    ema: bool = False,
 ) -> Written | WrittenAdapter:
     """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on the CPU.
 
     Adapters are merged into it; or with ``adapter``, a layout of ``automoe.hf.peft``, they are all that is written.
 
     The newest training checkpoint that is whole, or where there is none the checkpoint that the run
-    itself wrote to ``hf/`` at its end.
+    itself wrote to ``hf/`` at its end. With ``ema`` the averages of ``optim.ema_decay`` in that training checkpoint.
 
     Raises:
-        ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints, or ``adapter`` of a run
-            that has none or trained more than that.
+        ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints, ``adapter`` of a run
+            that has none or trained more than that, or ``ema`` of one without averages.
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
     from automoe.config.frozen import load_config
@@ -84,22 +86,25 @@ def export_run(
         raise ConfigError(
             "--adapter", adapter, f"an adapter holds what lora trained, and nothing else; {rule}", "Omit it"
         )
+    if ema and not config.optim.ema_decay:
+        raise ConfigError("--ema", True, "the run kept no averages of its weights: optim.ema_decay=0", "Omit it")
 
     from automoe.hf.peft import to_peft
     from automoe.hf.write import to_hf  # torch
 
-    model = _load_run(run_dir, config)
+    model = _load_run(run_dir, config, ema)
     if adapter is not None:
-        return to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite)
+        written = to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite)
+        return replace(written, averaged=ema)
     # Where the weights are the run's own export, the tokenizer's files lie beside them: None.
     tokenizer = tokenizer_of(config) if model.config.hf_path == config.model.hf_path else None
     chat = chat_template_of(config) if tokenizer is not None else None
     options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer, "chat": chat}
-    return to_hf(model, out, dtype=dtype, fp8=fp8, **options)
+    return replace(to_hf(model, out, dtype=dtype, fp8=fp8, **options), averaged=ema)
 
 
-def _load_run(run_dir: Path, config: Config) -> Decoder:
-    """The whole model of a run, with its newest weights.
+def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
+    """The whole model of a run, with its newest weights, or their averages.
 
     Raises:
         CheckpointError: there are none, or they are damaged; which older ones to take instead is not decided here.
@@ -128,11 +133,13 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
         check_model(newest, read_manifest(newest)[0]["config"], config)  # config.yaml has no checksum
-    elif (exported / "config.json").is_file():
+    elif (exported / "config.json").is_file() and not ema:
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
         check_holds(exported, config.model, family_of(config.model).keys)
     else:
+        if ema:
+            raise CheckpointError(f"{run_dir} has no training checkpoint, which has the averages. Omit --ema")
         raise CheckpointError(
             f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
             "Train it with checkpoint.every=N or checkpoint.export_hf=true"
@@ -153,15 +160,24 @@ def _load_run(run_dir: Path, config: Config) -> Decoder:
         load_hf(model, config.model.hf_path)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         held = {name: tensor for name, tensor in held.items() if name not in frozen}
-    load_step(held, newest)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    load_step(held, newest, trained if ema else ())
     return model
 
 
-def load_step(held: Mapping[str, torch.Tensor], step_dir: Path) -> None:
-    """Fill a whole model's tensors from a training checkpoint, in this process alone. Raises ``CheckpointError``."""
-    from automoe.checkpoint.reader import StepReader
+def load_step(held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()) -> None:
+    """Fill a whole model's tensors from a training checkpoint, in this process alone.
 
-    tensors = {f"model.{name}": tensor for name, tensor in held.items()}
+    Args:
+        averaged: names that get the averages of ``optim.ema_decay``.
+
+    Raises:
+        CheckpointError: it cannot be read, or has no such tensor.
+    """
+    from automoe.checkpoint.reader import StepReader
+    from automoe.optim.ema import KEY
+
+    tensors = {f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": held[name] for name in held}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
         StepReader(step_dir).load(tensors, no_dist=True)

@@ -62,7 +62,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             # record
             record = run.end_step(stats, update)
             if run.validates():
-                record |= validate(config, runner, loader, meshes, device)
+                record |= validate(config, runner, loader, meshes, device, optimizer)
             run.write(record, stats)  # may go back to the checkpoint before
 
             # save
@@ -75,6 +75,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()
         if exports and not run.stopping:
-            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir)
+            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir, optimizer)
         run.finish(paths)
     return run.objective

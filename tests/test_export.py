@@ -19,15 +19,17 @@ from automoe.checkpoint.store import CheckpointStore
 from automoe.config.compose import compose_config
 from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, DataConfig, MeshConfig, tokenizer_of
+from automoe.config.schema import Config, DataConfig, MeshConfig
 from automoe.data.loader import Loader
+from automoe.errors import CheckpointError
 from automoe.export import export_run, main
-from automoe.hf.write import to_hf
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.training.state import TrainState
+from automoe.training.weights import export_weights
 from automoe.verify.pool import RankPool
+from automoe.verify.trajectory import whole
 
 MESH = MeshConfig(pp=2, dp_shard=2, ep=2)
 
@@ -47,25 +49,28 @@ def run_config(run_dir: Path) -> Config:
 
 
 def leave(config: Config, run_dir: Path, steps: list[int], export: bool) -> dict[str, torch.Tensor]:
-    """Save checkpoints at ``steps``, every one of other weights, or the run's own export; the last weights."""
+    """Save checkpoints at ``steps``, every one of other weights, or the run's own export; the last weights.
+
+    With ``optim.ema_decay`` also their averages, which are the first weights.
+    """
     meshes = build_meshes(resolve_mesh(config.mesh, None), torch.device("cpu"))
     parts = build_parts(config, meshes)
     optimizer = None
-    for step in steps or [0]:
+    for step in steps or [1, 0]:
         config.train.seed = step
         materialize(parts, config, torch.device("cpu"))
         for part in parts.values():
             for _, layer in part.moe_layers():
                 layer.router.expert_bias.fill_(0.125 * (step + 1))
+        optimizer = optimizer or build_optimizer(list(parts.values()), config.optim)
         if steps:
-            optimizer = optimizer or build_optimizer(list(parts.values()), config.optim)
             loader = Loader(config, meshes.dp_rank, meshes.shape.dp)
             CheckpointStore(config, meshes.shape, run_dir).save(TrainState(parts, optimizer, loader, step=step))
+    named = [pair for part in parts.values() for pair in part.named_parameters()]
+    averages = {f"average of {n}": whole(optimizer.state[p]["ema"]) for n, p in named if config.optim.ema_decay}
     if export:
-        to_hf(parts, run_dir / "hf", tokenizer=tokenizer_of(config))
-    return {
-        name: parameter.full_tensor().detach() for part in parts.values() for name, parameter in part.named_parameters()
-    }
+        assert export_weights(config, parts, run_dir, optimizer).averaged == config.checkpoint.export_ema
+    return {name: whole(parameter) for name, parameter in named} | averages
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
@@ -89,6 +94,8 @@ def test_newest_training_checkpoint_is_exported(
     run_dir: Path, tmp_path: Path, ranks: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_config(run_dir)
+    config.optim.ema_decay = 0.5
+    save_config(config, run_dir)
     tensors = ranks.run(leave, 4, config, run_dir, [3, 10], export=False)
     assert main([str(run_dir), "--out", str(tmp_path / "out")]) == 0
     assert f"saved {tmp_path / 'out'} " in " ".join(capsys.readouterr().out.split())
@@ -96,15 +103,32 @@ def test_newest_training_checkpoint_is_exported(
     bias = exported(tmp_path / "out")["model.layers.2.mlp.gate.e_score_correction_bias"]
     assert torch.equal(bias, torch.full((16,), 0.125 * 11))
 
+    # Averages that begin with the weights of step 3, and that nothing has moved since.
+    assert main([str(run_dir), "--out", str(tmp_path / "averaged"), "--ema"]) == 0
+    assert "equal bit for bit to the averaged weights" in " ".join(capsys.readouterr().out.split())
+    averages = [{n.removeprefix("average of "): t for n, t in one.items() if "average" in n} for one in tensors]
+    same_weights(tmp_path / "averaged", averages)
+    assert not torch.equal(
+        exported(tmp_path / "averaged")["lm_head.weight"], exported(tmp_path / "out")["lm_head.weight"]
+    )
+    config.optim.ema_decay = 0.0
+    save_config(config, run_dir)
+    assert main([str(run_dir), "--out", str(tmp_path / "none"), "--ema"]) == 2
+    assert "kept no averages of its weights" in capsys.readouterr().err
+
 
 def test_run_that_left_an_export_alone(run_dir: Path, tmp_path: Path, ranks: RankPool) -> None:
     config = run_config(run_dir)
+    config.optim.ema_decay, config.checkpoint.export_ema = 0.5, True
     tensors = ranks.run(leave, 4, config, run_dir, [], export=True)
     written = export_run(run_dir, tmp_path / "out", dtype="bfloat16")
     assert written.num_files == 1
     stored = exported(tmp_path / "out")
     live = {name: tensor for one in tensors for name, tensor in one.items()}
-    assert torch.equal(stored["lm_head.weight"], live["lm_head.weight"].bfloat16())
+    assert torch.equal(stored["lm_head.weight"], live["average of lm_head.weight"].bfloat16())
+    save_config(config, run_dir)
+    with pytest.raises(CheckpointError, match="has no training checkpoint, which has the averages"):
+        export_run(run_dir, tmp_path / "none", ema=True)
 
 
 def test_damaged_checkpoint_is_not_exported(

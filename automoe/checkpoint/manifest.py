@@ -162,7 +162,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and now."""
     now = flat(config_to_dict(config))
     then = flat(config_to_dict(Config())) | flat(saved)
-    quiet = set(GOES_ON) - {"train.compile"}  # which rounds differently
+    quiet = set(GOES_ON) - {"train.compile", "optim.ema_decay"}  # one rounds differently, one averages
     keys = [key for key in now if key.split(".")[0] in _NUMBERS and key not in quiet and then.get(key) != now[key]]
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
 

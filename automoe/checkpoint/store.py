@@ -336,6 +336,8 @@ class CheckpointStore:
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
         tensors = {name: tensor for name, tensor in self._saved(state).items() if name not in absent}
         reader.load(tensors | _of_this_rank(generators), process_group=self.ranks.group)
+        if state.begin_averages(absent):
+            self._warn(f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights")
         set_rng_state(generators)
 
     def _newest_valid(self, folder: Path, own: bool) -> tuple[Path, dict[str, Any]] | None:

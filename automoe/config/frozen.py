@@ -28,7 +28,7 @@ FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
 GOES_ON = (
     "mesh parallel kernels train.compile train.micro_batch_size train.val_every train.val_batches train.max_skipped "
     "moe.dispatcher moe.experts moe.overlap_shared_experts moe.record_routing recipe plugins model.hf_path data.path "
-    "data.sources data.tokenizer checkpoint.resume"
+    "data.sources data.tokenizer optim.ema_decay checkpoint.resume"
 ).split()
 
 

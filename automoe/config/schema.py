@@ -242,6 +242,8 @@ class OptimConfig:
     master_weights: Literal["float32", "stochastic"] = "float32"
     # bfloat16: with stochastic master weights, moments are too
     moments: Literal["float32", "bfloat16"] = "float32"
+    # Of an exponential moving average of the trained weights, in float32: 0.999 is over about a thousand steps; 0: none
+    ema_decay: float = 0.0
 
 
 @dataclass(repr=False)
@@ -320,6 +322,7 @@ class CheckpointConfig:
     keep_every: int = 0  # checkpoints of steps that divide by it are never deleted; 0: no such steps
     keep_best: int = 0  # this many checkpoints with the lowest validation loss are kept as well
     export_hf: bool = True  # write a HuggingFace checkpoint at the end of the run
+    export_ema: bool = False  # it holds the averages of optim.ema_decay, and not the last weights
 
 
 @dataclass

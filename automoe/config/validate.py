@@ -152,6 +152,10 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
     for i, beta in enumerate(optim.betas):
         yield "optim.betas", not 0 <= beta < 1, f"beta {i + 1} is {beta}, outside [0, 1)", "Set [0.9,0.95]"
     yield "optim.min_lr_ratio", not optim.min_lr_ratio <= 1, "a share of optim.lr, at most 1", "Set 0.1"
+    yield ("optim.ema_decay", not 0 <= optim.ema_decay < 1,
+           "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
+    yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,
+           "no average of the weights is kept: optim.ema_decay=0", "Set optim.ema_decay=0.999, or leave it out")
     yield ("optim.moments", optim.moments == "bfloat16" and not stochastic,
            "moments are rounded stochastically where parameters are, and optim.master_weights=float32 rounds none",
            "Set optim.master_weights=stochastic, or optim.moments=float32")

@@ -45,6 +45,7 @@ class RankMemory:
     params: int  # parameters of the rank's stages, before sharding, without adapters
     weights: int  # sharded, as the optimizer updates them
     moments: int  # AdamW's two, sharded
+    averages: int  # of weights (optim.ema_decay), sharded, in float32
     gradients: int  # sharded, after reduction
     gathered_weights: int  # whole weights in compute precision
     unsharded_gradients: int  # whole gradients waiting for their reduction
@@ -59,13 +60,13 @@ class RankMemory:
         gradients = max(self.unsharded_gradients, self.gradients)
         if not self.deferred_gradients:
             gradients = self.unsharded_gradients + self.gradients
-        state = self.weights + self.moments + self.gathered_weights + gradients
+        state = self.weights + self.moments + self.averages + self.gathered_weights + gradients
         # The head's workspace is gone before the backward pass reaches a layer.
         return state + self.activations + max(self.head, self.recompute)
 
     @property
     def optimizer_peak(self) -> float:
-        return float(self.weights + self.moments + self.gradients)
+        return float(self.weights + self.moments + self.averages + self.gradients)
 
     @property
     def peak(self) -> float:
@@ -142,6 +143,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         params=sum(param.numel for param in params if ".lora." not in param.name),
         weights=weights,
         moments=moments,
+        averages=total(local_numel, trained, wide) if config.optim.ema_decay else 0,
         gradients=gradients,
         gathered_weights=gathered,
         unsharded_gradients=0 if unsharded else reduced * waiting,

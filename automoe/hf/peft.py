@@ -41,10 +41,12 @@ class WrittenAdapter:
     path: Path
     numbers: int
     groups: dict[str, int]
+    averaged: bool = False
 
     def __str__(self) -> str:
         groups = ", ".join(f"{count} of {group}" for group, count in self.groups.items())
-        return f"{self.path}: an adapter of {self.numbers:,} numbers, as peft loads it ({groups})"
+        kind = "averaged adapter" if self.averaged else "adapter"
+        return f"{self.path}: an {kind} of {self.numbers:,} numbers, as peft loads it ({groups})"
 
 
 def to_peft(

@@ -113,6 +113,7 @@ def _rank_table(config: Config, plan: Plan) -> Table:
     for name, num_bytes, text in [
         ("weights", rank.weights, f"sharded: {shards}"),
         ("moments", rank.moments, "AdamW, sharded likewise"),
+        ("averages", rank.averages, f"of weights, optim.ema_decay={config.optim.ema_decay:g}, sharded likewise"),
         ("gradients", rank.gradients, "sharded, after their reduction"),
         ("gathered weights", rank.gathered_weights, f"parallel.reshard={config.parallel.reshard}"),
         ("unsharded gradients", rank.unsharded_gradients, f"parallel.grad_sync={config.parallel.grad_sync}"),
@@ -140,7 +141,7 @@ def _stages_table(plan: Plan) -> Table:
             _spans(rank.layers),
             _count(rank.params),
             _join(rank.micro_batches_in_flight),
-            gib(rank.weights + rank.moments),
+            gib(rank.weights + rank.moments + rank.averages),
             gib(rank.gathered_weights + max(rank.unsharded_gradients, rank.gradients)),
             gib(rank.activations + max(rank.head, rank.recompute)),
             gib(rank.peak),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import OptimConfig
+from automoe.optim.ema import KEY, first_average
 from automoe.optim.stochastic import StochasticAdamW
 
 
@@ -25,7 +26,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     share is updated once.
 
     Every parameter has its state, zeros, from the beginning, so the first checkpoint has the same tensors as
-    every later one.
+    every later one. With ``optim.ema_decay`` so has its average (``automoe.optim.ema``).
     Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and ``names``.
 
     Args:
@@ -68,6 +69,8 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
                 "exp_avg": torch.zeros_like(parameter, dtype=dtype),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
             }
+            if optim.ema_decay:
+                optimizer.state[parameter][KEY] = first_average(parameter)
     return optimizer
 
 

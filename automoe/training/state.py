@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from automoe.data.loader import Loader
 from automoe.local_shard import local_shard
 from automoe.model.decoder import Decoder
+from automoe.optim.ema import KEY
 
 
 @dataclass
@@ -38,7 +40,7 @@ class TrainState:
         return [parameter for part in self.parts.values() for parameter in part.parameters()]
 
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
-        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts.
+        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts, averages.
 
         Args:
             frozen: parameters that are not trained, too.
@@ -62,13 +64,27 @@ class TrainState:
         return [name for name, t in shards.items() if not torch.stack(torch.aminmax(t)).isfinite().all()]
 
     def optional(self) -> set[str]:
-        """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``."""
+        """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``, averages of weights."""
         return {
             f"model.{name}.{buffer}"
             for part in self.parts.values()
             for name, module in part.named_modules()
             for buffer in getattr(module, "optional_state", ())
-        }
+        } | self._averages().keys()
+
+    def begin_averages(self, absent: Collection[str]) -> bool:
+        """Averages with names in ``absent`` begin with the weights as they are; whether there is one."""
+        begun = {name: pair for name, pair in self._averages().items() if name in absent}
+        with torch.no_grad():
+            for average, parameter in begun.values():
+                average.copy_(parameter)
+        return bool(begun)
+
+    def _averages(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Name in a checkpoint -> (average, parameter), of this rank."""
+        named = (pair for part in self.parts.values() for pair in part.named_parameters())
+        state = self.optimizer.state
+        return {f"optimizer.{KEY}.{name}": (state[p][KEY], p) for name, p in named if KEY in state.get(p, {})}
 
     def counters(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values, equal on every rank."""

@@ -22,6 +22,7 @@ from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
 from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import learning_rate, set_learning_rate
+from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
 from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales
@@ -124,6 +125,8 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
             clip_(state.parameters(), norm, train.grad_clip)
             set_learning_rate(state.optimizer, lr)
             state.optimizer.step()
+            if config.optim.ema_decay:
+                update_averages(state.optimizer, config.optim.ema_decay)
             update_balance_state(stats, parts, config)
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
@@ -172,12 +175,29 @@ def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
 
 @phase("validate")
 def validate(
-    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, device: torch.device
+    config: Config,
+    runner: StepRunner,
+    loader: Loader,
+    meshes: Meshes,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Mapping[str, float]:
     """``val_loss``, mean nats a token, and ``val_bits_per_byte`` of text; empty without validation data. Collective.
 
-    Of several sources each has a ``val_loss.NAME``; the two numbers above are those of their mixture, by weight.
+    Of several sources each has a ``val_loss.NAME``; the two numbers above are those of their mixture, by weight. With
+    ``optim.ema_decay``, ``val_loss_ema`` is the mixture's with the averages of ``optimizer``.
     """
+    losses = _validation_losses(config, runner, loader, meshes, device)
+    if losses and optimizer is not None and config.optim.ema_decay:
+        with averaged_weights(optimizer):
+            averaged = _validation_losses(config, runner, loader, meshes, device)
+        losses["val_loss_ema"] = averaged["val_loss"]
+    return losses
+
+
+def _validation_losses(
+    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, device: torch.device
+) -> dict[str, float]:
     found = {}
     for source, name in enumerate(loader.names):
         batches = loader.validation_batches(config.train.val_batches, source)

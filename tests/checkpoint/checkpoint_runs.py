@@ -71,7 +71,7 @@ def config(text: Path, dtype: str = "float64", keep: int = 2, async_save: bool =
             bias_update_rate=0.02,
         ),
         train=TrainConfig(seq_len=16, global_batch_size=8, micro_batch_size=1, dtype=dtype, val_every=0),
-        optim=OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant"),
+        optim=OptimConfig(lr=1e-2, warmup_steps=0, schedule="constant", ema_decay=0.9),
         data=DataConfig(kind="text", path=str(text), val_fraction=0.0),
         checkpoint=CheckpointConfig(every=1, keep=keep, async_save=async_save),
     )

@@ -69,6 +69,7 @@ def test_a_killed_run_goes_on_to_the_bit_and_the_base_stays(
     frozen = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     assert all(torch.equal(final[name], parameter) for name, parameter in frozen.items())
     adapters = [name for name in final if name.startswith("model.") and ".lora." in name]
+    assert [name for name in final if name.startswith("optimizer.ema.") and ".lora." not in name] == []
     assert adapters and all(not torch.equal(final[name], straight.states[0][name]) for name in adapters)
     biases = [name for name in final if name.endswith("expert_bias")]
     assert biases and not any(final[name].any() for name in biases)
@@ -88,8 +89,8 @@ def test_a_killed_run_goes_on_to_the_bit_and_the_base_stays(
     assert adapter.groups["experts"] == 6 and adapter.groups["shared_experts"] == 9
 
 
-def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, bool]:
-    """Of weights, gradients before the update and moments on this rank; whether only adapters have a gradient."""
+def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, int, bool]:
+    """Of weights, gradients before the update, moments and averages on this rank; whether only adapters have a gradient."""
     state, meshes, runner = build_state(settings, run_dir)
     inputs, trained = prepare_inputs(state.loader.next_step(), meshes, settings, torch.device("cpu"))
     stats = forward_backward(state, runner, inputs, settings)
@@ -102,7 +103,8 @@ def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, boo
     alone = all((p.grad is not None) == (".lora." in name) for name, p in named)
     optimizer_step(state, stats, trained, meshes, settings)
     moments = [s[key] for s in state.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    return size(p for _, p in named), gradients, size(moments), alone
+    averages = size(s["ema"] for s in state.optimizer.state.values())
+    return size(p for _, p in named), gradients, size(moments), averages, alone
 
 
 @pytest.mark.parametrize("mesh", [dict(dp_shard=1), MESH], ids=["one", "dp2-ep2"])
@@ -113,7 +115,7 @@ def test_gradients_and_moments_are_the_adapters_alone(
     shape = resolve_mesh(settings.mesh, None)
     [planned] = plan_memory(settings, shape, plan_batch(settings, shape))
     found = ranks.run(bytes_of_a_step, shape.world_size, settings, tmp_path / "run")
-    weights, gradients, moments, alone = found[0]
-    assert alone and all(rank[3] for rank in found)
-    assert (weights, gradients, moments) == (planned.weights, planned.gradients, planned.moments)
-    assert moments == 2 * gradients > 0
+    *found_bytes, alone = found[0]
+    assert alone and all(rank[-1] for rank in found)
+    assert found_bytes == [planned.weights, planned.gradients, planned.moments, planned.averages]
+    assert planned.moments == 2 * planned.gradients == 2 * planned.averages > 0

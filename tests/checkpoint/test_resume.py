@@ -212,12 +212,20 @@ def test_data_that_changed_is_refused(ranks: RankPool, text: Path, tmp_path: Pat
 
 def test_settings_that_change_the_numbers_are_said(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     settings = config(text)
+    settings.optim.ema_decay = 0.0
     run(ranks, settings, tmp_path / "run", until=1, save_at=[1])
     rows = replace(settings, train=replace(settings.train, micro_batch_size=2))
     assert run(ranks, rows, tmp_path / "run", until=1).said == ""
-    faster = replace(settings, optim=replace(settings.optim, lr=0.02))
-    (warning,) = run(ranks, faster, tmp_path / "run", until=1).said.splitlines()
-    assert warning.endswith("step-1 was trained with optim.lr=0.01; it goes on with optim.lr=0.02")
+    faster = replace(settings, optim=replace(settings.optim, lr=0.02, ema_decay=0.5))
+    resumed = run(ranks, faster, tmp_path / "run", until=1)
+    changed, begun = resumed.said.splitlines()
+    then, now = "optim.lr=0.01, optim.ema_decay=0.0", "optim.lr=0.02, optim.ema_decay=0.5"
+    assert changed.endswith(f"step-1 was trained with {then}; it goes on with {now}")
+    assert begun.endswith("step-1 has no averages of weights (optim.ema_decay): they begin with its weights")
+    tensors = resumed.states[1]
+    averages = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer.ema.")}
+    assert len(averages) == sum(name.startswith("optimizer.step.") for name in tensors)
+    assert all(torch.equal(a, tensors[name.replace("optimizer.ema", "model")]) for name, a in averages.items())
 
 
 def test_a_field_that_came_later_had_its_default(text: Path) -> None:

@@ -151,6 +151,10 @@ def test_without_wider_copies_weights_and_their_gradients_are_narrow() -> None:
     whole = planned(config)[1][0]
     assert whole.gathered_weights == whole.unsharded_gradients == 0
     assert whole.backward_peak == 4 * whole.weights + whole.activations + whole.head
+    config.optim.ema_decay = 0.999
+    averaged = planned(config)[1][0]
+    assert averaged.averages == 4 * total and whole.averages == 0
+    assert averaged.backward_peak - whole.backward_peak == averaged.optimizer_peak - whole.optimizer_peak == 4 * total
 
 
 def test_policies_trade_memory_for_traffic() -> None:

@@ -50,10 +50,10 @@ def repeated(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def validation(record: dict[str, Any]) -> dict[str, float]:
-    return {key: record[key] for key in ("val_loss", "val_bits_per_byte") if key in record}
+    return {key: record[key] for key in record if key.startswith("val_")}
 
 
-MESH = ("mesh.pp=2", "mesh.ep=1", "checkpoint.every=3")
+MESH = ("mesh.pp=2", "mesh.ep=1", "checkpoint.every=3", "optim.ema_decay=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,8 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path
     first, last = (records[step - 1]["val_bits_per_byte"] for step in (3, 6))
     assert 0 < last < first
     assert last < UNIFORM, "a model that learned nothing guesses evenly"
+    first, last = (records[step - 1] for step in (3, 6))
+    assert last["val_loss"] < last["val_loss_ema"] < first["val_loss"], "averages follow"
     assert read_status(run_dir) | {"state": "done", "objective": records[-1]["val_loss"]} == read_status(run_dir)
     assert "bits per byte" in said and "warning" not in said
     assert said.endswith(f"report {run_dir / 'report.html'}\n")

@@ -11,7 +11,15 @@ from unittest import mock
 import torch
 
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RouterConfig,
+    TrainConfig,
+)
 from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
@@ -32,6 +40,7 @@ OF_THE_STEP = {
     "set_learning_rate",
     "update_balance_state",
     "remember",
+    "update_averages",
 }
 CONFIG = Config(
     mesh=MeshConfig(dp_shard=1),
@@ -46,6 +55,7 @@ CONFIG = Config(
         router=RouterConfig(score="sigmoid", expert_bias=True),
     ),
     train=TrainConfig(seq_len=8, global_batch_size=2, micro_batch_size=1, steps=10, spike_factor=6.0),
+    optim=OptimConfig(ema_decay=0.9),
 )
 
 
@@ -120,6 +130,7 @@ def test_a_step_that_is_taken() -> None:
         "clip_",
         "set_learning_rate",
         "step",
+        "update_averages",
         "update_balance_state",
         "remember",
         "zero_grad",
