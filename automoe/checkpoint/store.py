@@ -83,7 +83,7 @@ class CheckpointStore:
                 them; ``checkpoint.resume`` names no checkpoint; torch lacks what ``checkpoint.async_save``
                 copies the state with.
         """
-        if self.config.checkpoint.every:
+        if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
             folders.check_writable(self.ranks, self.folder)

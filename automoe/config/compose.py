@@ -200,8 +200,9 @@ def register_base() -> None:
 
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
-    """Names that ``group=NAME`` accepts; for the empty group, the primaries."""
-    return sorted({entry.stem for entry in _entries(group, config_dir) if entry.suffix == ".yaml"})
+    """Names that ``group=NAME`` accepts; for the empty group, the primaries. What primaries share begins with ``_``."""
+    files = {entry.stem for entry in _entries(group, config_dir) if entry.suffix == ".yaml"}
+    return sorted(name for name in files if not name.startswith("_"))
 
 
 def list_groups(config_dir: str | None = None) -> list[str]:

@@ -317,12 +317,18 @@ class CheckpointConfig:
     # or step directory of another run, to start from where run_dir has no checkpoint yet.
     resume: str = "auto"
     every: int = 0  # steps between training-state saves; 0: none
+    every_minutes: float = 0.0  # and minutes between them, by the clock of rank 0; 0: none
     async_save: bool = False  # write in the background, from a copy in CPU memory
     keep: int = 2  # newest checkpoints kept
     keep_every: int = 0  # checkpoints of steps that divide by it are never deleted; 0: no such steps
     keep_best: int = 0  # this many checkpoints with the lowest validation loss are kept as well
     export_hf: bool = True  # write a HuggingFace checkpoint at the end of the run
     export_ema: bool = False  # it holds the averages of optim.ema_decay, and not the last weights
+
+    @property
+    def saves(self) -> bool:
+        """Whether training state is saved at all."""
+        return self.every > 0 or self.every_minutes > 0
 
 
 @dataclass

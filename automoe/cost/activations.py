@@ -32,7 +32,8 @@ Of these the outputs are not kept, since their inputs are:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
@@ -74,6 +75,15 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
         expert_rows_per_rank=expert_rows,
         rows_per_expert=expert_rows * mesh.ep / model.num_experts,
     )
+
+
+def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
+    """``batch`` where the experts of one rank get ``factor`` times their even share of rows, or as many as they can.
+
+    They can get no more than all ranks of ``ep`` send, and no more than capacity lets through.
+    """
+    most = min(float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf)
+    return replace(batch, expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most))
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class RankMemory:
     gradients: int  # sharded, after reduction
     gathered_weights: int  # whole weights in compute precision
     unsharded_gradients: int  # whole gradients waiting for their reduction
+    receive_buffers: int  # of the pipeline: torch keeps one for every micro-batch of the step, and for its gradient
     activations: float  # at the peak of the schedule
     head: float  # cross-entropy workspace, last stage only
     recompute: float  # what one recomputed region holds again during its backward pass
@@ -60,13 +61,13 @@ class RankMemory:
         gradients = max(self.unsharded_gradients, self.gradients)
         if not self.deferred_gradients:
             gradients = self.unsharded_gradients + self.gradients
-        state = self.weights + self.moments + self.averages + self.gathered_weights + gradients
+        state = self.weights + self.moments + self.averages + self.gathered_weights + gradients + self.receive_buffers
         # The head's workspace is gone before the backward pass reaches a layer.
         return state + self.activations + max(self.head, self.recompute)
 
     @property
     def optimizer_peak(self) -> float:
-        return float(self.weights + self.moments + self.averages + self.gradients)
+        return float(self.weights + self.moments + self.averages + self.gradients + self.receive_buffers)
 
     @property
     def peak(self) -> float:
@@ -126,14 +127,16 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     if not deferred:
         waiting = min(waiting, UNITS_RESIDENT * _largest_unit(trained, mesh))
     load = TokenLoad.of(config, mesh, batch)
-    border = 2 * compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # a stage's input and output
+    border = compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # what one stage gives the next
+    received = sum((stage > 0) + (stage < len(layers) - 1) for stage in stages)  # inputs, and gradients of outputs
     again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
     layer_bytes = {
         layer: sum(layer_activation_bytes(model, layer, load, names).values())
         + adapter_activation_bytes(config, layer, load.tokens, load.expert_rows, load.number_bytes, names)
         for layer, names in again.items()
     }
-    stage_bytes = [border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
+    # A stage keeps its output, and the first its input; that of the others is a receive buffer.
+    stage_bytes = [(1 + (stage == 0)) * border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
     activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
     has_head = len(layers) - 1 in stages
     head_trained = any(param.trained for param in params if param.part in ("embedding", "head"))
@@ -147,6 +150,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         gradients=gradients,
         gathered_weights=gathered,
         unsharded_gradients=0 if unsharded else reduced * waiting,
+        receive_buffers=received * batch.num_micro_batches * border,
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) if has_head else 0.0,
         recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),

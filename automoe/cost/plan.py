@@ -7,22 +7,27 @@ from typing import Any
 
 from automoe.config.mesh_shape import MeshShape, largest_divisor
 from automoe.config.schema import Config
-from automoe.cost.activations import BatchPlan, plan_batch
+from automoe.cost.activations import BatchPlan, at_load, plan_batch
 from automoe.cost.memory import RankMemory, plan_memory
 from automoe.cost.params import ParamCount, TokenFlops, count_params, train_flops_per_token
 
 TIGHT = 0.92  # share of a GPU's memory above which fragmentation and NCCL buffers may not fit
+UNEVEN = 2.0  # times the even load of experts: where routers start, and at times stay
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``automoe plan`` prints. Bytes and FLOPs; ``ranks`` has one entry per pp rank."""
+    """What ``automoe plan`` prints. Bytes and FLOPs; ``ranks`` has one entry per pp rank.
+
+    ``uneven_ranks`` are the same where experts of a rank get twice their even share of tokens (``at_load``).
+    """
 
     mesh: MeshShape
     params: ParamCount
     batch: BatchPlan
     flops: TokenFlops
     ranks: list[RankMemory]
+    uneven_ranks: list[RankMemory]
     bubble: float  # share of a step that a pipeline rank idles, at equal stages
     num_nodes: int
     warnings: list[str]
@@ -31,6 +36,11 @@ class Plan:
     def heaviest(self) -> RankMemory:
         """The rank that needs the most memory; of equal ones the first."""
         return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def uneven_peak(self) -> float:
+        """What the rank that then needs the most memory does, where experts get twice their even share."""
+        return max(rank.peak for rank in self.uneven_ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; every pp rank with its peaks."""
@@ -47,6 +57,7 @@ class Plan:
             "bubble": self.bubble,
             "heaviest_pp_rank": self.heaviest.pp_rank,
             "bytes_per_rank": ranks,
+            "peak_at_twice_the_even_load": self.uneven_peak,
             "warnings": self.warnings,
         }
 
@@ -54,7 +65,6 @@ class Plan:
 def make_plan(config: Config, mesh: MeshShape) -> Plan:
     """Plan a validated configuration on its resolved mesh."""
     batch = plan_batch(config, mesh)
-    ranks = plan_memory(config, mesh, batch)
     stages_per_rank = config.parallel.stages_per_rank
     # arXiv 2104.04473, section 2.2: idle time over ideal time, here as a share of the whole step.
     idle = (mesh.pp - 1) / (batch.num_micro_batches * stages_per_rank)
@@ -63,7 +73,8 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
         params=count_params(config.model),
         batch=batch,
         flops=train_flops_per_token(config.model, config.train.seq_len),
-        ranks=ranks,
+        ranks=plan_memory(config, mesh, batch),
+        uneven_ranks=plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh)),
         bubble=idle / (1 + idle),
         num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),
         warnings=[],

@@ -205,7 +205,7 @@ class _Launch:
         if self.signum is None:
             name = signal.Signals(signum).name
             # Not print(): a handler may interrupt one.
-            then = "save" if self.config.checkpoint.every else "leave without saving (checkpoint.every=0)"
+            then = "save" if self.config.checkpoint.saves else "leave without saving (checkpoint.every=0)"
             with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
                 os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
             self.kill_at = time.monotonic() + self.config.launch.grace_s

@@ -117,6 +117,7 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         ("gradients", rank.gradients, "sharded, after their reduction"),
         ("gathered weights", rank.gathered_weights, f"parallel.reshard={config.parallel.reshard}"),
         ("unsharded gradients", rank.unsharded_gradients, f"parallel.grad_sync={config.parallel.grad_sync}"),
+        ("receive buffers", rank.receive_buffers, "torch's pipeline: one a micro-batch of the step, both ways"),
         ("activations", rank.activations, f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}"),
         ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
         ("recomputation", rank.recompute, "one module at a time and the outputs it reads, after the cross-entropy"),
@@ -124,10 +125,12 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         if num_bytes:
             table.add_row(name, gib(num_bytes), text)
     limit = config.cluster.memory_bytes
-    share = f", {rank.peak / limit:.0%} of {gib(limit)}" if limit else ""
+    share, uneven = (f", {peak / limit:.0%} of {gib(limit)}" if limit else "" for peak in (rank.peak, plan.uneven_peak))
     moment = "in the backward pass" if rank.backward_peak >= rank.optimizer_peak else "in the optimizer step"
     note = "; the two kinds of gradient are never both whole" if rank.deferred_gradients else ""
     table.add_row("peak", gib(rank.peak), f"{moment}{share}{note}", style="bold")
+    if plan.uneven_peak > rank.peak:
+        table.add_row("", gib(plan.uneven_peak), f"where experts get twice their even share of tokens{uneven}")
     return table
 
 
@@ -143,7 +146,7 @@ def _stages_table(plan: Plan) -> Table:
             _join(rank.micro_batches_in_flight),
             gib(rank.weights + rank.moments + rank.averages),
             gib(rank.gathered_weights + max(rank.unsharded_gradients, rank.gradients)),
-            gib(rank.activations + max(rank.head, rank.recompute)),
+            gib(rank.receive_buffers + rank.activations + max(rank.head, rank.recompute)),
             gib(rank.peak),
             style="bold" if rank is plan.heaviest else "",
         )

@@ -111,8 +111,14 @@ class Run:
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
         """Stop the clock and return the step's record, its validation apart. Collective."""
         config, train, state = self.config, self.config.train, self.state
-        self.stopping = self.context.any_rank_stops()
-        memory, clipped_share = max_over_ranks(_peak_memory_bytes(self.context.device), update.fp8_clipped_share)
+        # All that a step's end is agreed on travels together; of clocks rank 0's counts alone.
+        stops, clock, memory, clipped_share = max_over_ranks(
+            self.context.stop.requested,
+            self.context.rank == 0 and self.saver.minutes_are_up(),
+            _peak_memory_bytes(self.context.device),
+            update.fp8_clipped_share,
+        )
+        self.stopping, self._save_is_due = bool(stops), self._save_is_due or bool(clock)
         seconds = time.perf_counter() - self._began
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         if not update.skipped:  # the loss of such a step may be no number
@@ -149,16 +155,17 @@ class Run:
         return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
 
     def saves(self) -> bool:
-        """Whether the state is to be saved: every ``checkpoint.every`` steps, at the end and when asked to stop.
+        """Whether the state is to be saved: every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, at the
+        end and when asked to stop.
 
         A step that was skipped is not the newest to go on from: the next one that is taken is saved in its place. Where
         none was taken since the start or the resume there is nothing to save.
         """
-        state, every = self.state, self.config.checkpoint.every
-        if not every or not self._took_a_step():
+        state, checkpoint = self.state, self.config.checkpoint
+        if not checkpoint.saves or not self._took_a_step():
             return False
         last = state.step >= self.config.train.steps or self.stopping
-        self._save_is_due |= state.step % every == 0
+        self._save_is_due |= checkpoint.every > 0 and state.step % checkpoint.every == 0
         due = last or (self._save_is_due and not state.skipped)
         self._save_is_due &= not due
         return due
@@ -268,6 +275,12 @@ class Saver:
         self.store, self.config, self.note, self.warn = store, config, note, warn
         self.failures = 0  # saves that could not be written, since this process began
         self._blocked_s = 0.0
+        self._began = time.monotonic()  # the newest save, or this process
+
+    def minutes_are_up(self) -> bool:
+        """Whether ``checkpoint.every_minutes`` have passed since the last save began, on this rank's clock."""
+        minutes = self.config.checkpoint.every_minutes
+        return minutes > 0 and time.monotonic() - self._began >= 60 * minutes
 
     def poll(self, wait: bool = False) -> None:
         """Report a background save that is over; call it once a step.
@@ -291,6 +304,7 @@ class Saver:
             SaveError: the last checkpoint of the run could not be written, or is not finite.
         """
         self.poll(wait=True)
+        self._began = time.monotonic()
         last = stopping or state.step == self.config.train.steps
         with self._blocking(last):
             if self.config.checkpoint.async_save and not last:
@@ -304,7 +318,7 @@ class Saver:
         ``checkpoint_seconds`` the loop stood still, ``checkpoint_share`` of the time since then, whether a
         save was in flight during the step, and how many saves have failed. Empty for a run that never saves.
         """
-        if not self.config.checkpoint.every:
+        if not self.config.checkpoint.saves:
             return {}
         blocked, self._blocked_s = self._blocked_s, 0.0
         return {

@@ -51,7 +51,7 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     """
     sizes = {a: min(getattr(shape, a), MAX_AXIS) for a in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
-    parallel = config.parallel
+    parallel = replace(config.parallel, stages_per_rank=min(config.parallel.stages_per_rank, MAX_AXIS))
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)

@@ -46,10 +46,10 @@ def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> Non
 
 
 def test_every_axis_is_cut_to_two_and_none_is_lost() -> None:
-    config = compose_config("dsv3_671b")
-    proxy = proxy_of(config)
+    proxy = proxy_of(compose_config("dsv3_671b", ["mesh.cp=4", "mesh.dp_shard=16"]))
     mesh = proxy.mesh
-    assert (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.ep, mesh.ep_shard) == (2, 1, 2, 2, 2, 2)
+    assert (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp) == (2, 1, 2, 2, 2)
+    assert (mesh.ep, mesh.ep_shard, proxy.parallel.stages_per_rank) == (2, 4, 2)
 
 
 def test_uneven_stages_stay_uneven() -> None:

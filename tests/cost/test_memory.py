@@ -186,6 +186,25 @@ def test_interleaved_stages_are_gathered_three_at_a_time() -> None:
     assert gathered(4) < 0.85 * gathered(3)
 
 
+def test_a_pipeline_keeps_a_buffer_for_every_micro_batch_of_the_step_both_ways() -> None:
+    """As torch.distributed.pipelining does, stage by stage: the first receives no input, the last no gradient."""
+    config = Config(
+        model=ModelConfig(num_layers=8),
+        mesh=MeshConfig(pp=2, dp_shard=2, tp=2),
+        train=TrainConfig(seq_len=64, global_batch_size=32, micro_batch_size=2, dtype="bfloat16"),
+    )
+    one = 2 * 2 * (64 // 2) * 256  # bytes, rows, positions of a tp rank, hidden
+    assert [rank.receive_buffers for rank in planned(config)[1]] == [8 * one, 8 * one]
+    config.parallel = ParallelConfig(schedule="Interleaved1F1B", stages_per_rank=2)
+    first, second = planned(config)[1]
+    assert first.receive_buffers == second.receive_buffers == 3 * 8 * one
+    without = replace(first, receive_buffers=0)
+    assert first.backward_peak - without.backward_peak == first.receive_buffers
+    assert first.optimizer_peak - without.optimizer_peak == first.receive_buffers
+    alone = planned(replace(config, mesh=MeshConfig(dp_shard=4), parallel=ParallelConfig()))[1][0]
+    assert alone.receive_buffers == 0
+
+
 def test_a_single_micro_batch_defers_nothing() -> None:
     config = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(global_batch_size=2, micro_batch_size=2))
     assert not planned(config)[1][0].deferred_gradients

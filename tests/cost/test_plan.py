@@ -13,6 +13,7 @@ from rich.console import Console
 from automoe.config.compose import compose_config, list_options
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.validate import validate
+from automoe.cost.activations import at_load
 from automoe.cost.plan import Plan, make_plan
 from automoe.observe.plan_view import print_plan
 from automoe.plan import main
@@ -34,6 +35,41 @@ def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
     assert plan.warnings == []  # fits the cluster that it names, and keeps it busy
 
 
+FLAGSHIPS = [name.removeprefix("tuned_") for name in list_options("mesh") if name.startswith("tuned_")]
+
+
+@pytest.mark.parametrize("mesh", ["tuned", "first"])
+@pytest.mark.parametrize("name", FLAGSHIPS)
+def test_flagships_leave_a_tenth_of_the_memory_at_even_load_and_at_twice(name: str, mesh: str) -> None:
+    config = compose_config(name, [f"mesh={mesh}_{name}"])
+    shape = validate(config, None)
+    plan, train = make_plan(config, shape), config.train
+
+    assert max(plan.heaviest.peak, plan.uneven_peak) <= 0.9 * config.cluster.memory_bytes
+    assert train.seq_len == 4096 and shape.cp == 1, "rows of 4,096 tokens are not cut"
+    assert shape.tp * shape.etp <= config.cluster.gpus_per_node
+    interleaved = config.parallel.schedule == "Interleaved1F1B"
+    assert interleaved == (mesh == "tuned" and shape.pp > 1)
+    assert config.parallel.recompute == "full" if mesh == "first" else "full" not in config.parallel.recompute
+    assert config.checkpoint.every_minutes and config.checkpoint.async_save
+    moe = config.moe
+    assert moe.seq_balance_coef + moe.global_balance_coef + moe.micro_batch_balance_coef > 0
+
+
+def test_twice_the_even_load_is_what_ranks_send_and_capacity_lets_through() -> None:
+    def rows(*overrides: str) -> float:
+        plan = plan_of("mixtral_8x7b", *overrides)
+        assert (plan.uneven_peak > plan.heaviest.peak) == (plan.uneven_ranks != plan.ranks)
+        config = compose_config("mixtral_8x7b", list(overrides))
+        uneven = at_load(plan.batch, 2.0, config, plan.mesh)
+        return uneven.expert_rows_per_rank / plan.batch.expert_rows_per_rank
+
+    assert rows() == 2.0
+    assert rows("mesh.ep=1", "mesh.ep_shard=16") == 1.0, "without ep a rank computes its own tokens"
+    assert rows("moe.capacity_factor=1.25") == 1.25
+    assert rows("moe.capacity_factor=0.5") == 1.0
+
+
 def test_a_rank_that_does_not_fit_is_named_with_what_would_help() -> None:
     plan = plan_of("moonlight_16b_a3b", "train.micro_batch_size=8")
     (warning,) = plan.warnings
@@ -49,14 +85,14 @@ def test_no_limit_no_verdict() -> None:
 
 
 def test_an_idle_pipeline_is_named() -> None:
-    mesh = ["mesh.pp=8", "mesh.dp_shard=16", "mesh.cp=1", "mesh.ep=8"]
+    mesh = ["mesh=first_mixtral_8x22b"]
     plan = plan_of("mixtral_8x22b", *mesh, "train.global_batch_size=128", "cluster=laptop")
     assert plan.bubble == pytest.approx(7 / (8 + 7))
     assert "idles 47% of a step: 8 micro-batches over mesh.pp=8" in plan.warnings[0]
 
 
 def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:
-    mesh = ["mesh.pp=16", "mesh.dp_shard=64", "mesh.cp=1", "mesh.ep=64"]
+    mesh = ["mesh=first_dsv3_671b", "mesh.ep=64"]
     config = compose_config("dsv3_671b", mesh)
     file = io.StringIO()
     plan = print_plan(config, resolve_mesh(config.mesh, None), Console(file=file))
@@ -68,6 +104,8 @@ def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:
         "37.55 B",
         f"heaviest, pp rank {plan.heaviest.pp_rank}",
         f"{plan.heaviest.peak / 2**30:.1f} GiB",
+        f"{plan.uneven_peak / 2**30:.1f} GiB",
+        "where experts get twice their even share",
     ):
         assert needle in text
     assert max(map(len, text.splitlines())) <= 100

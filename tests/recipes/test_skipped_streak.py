@@ -1,39 +1,45 @@
-"""Runs that skip to their end are not done; what they would resume again and again in vain is given up."""
+"""What skipped steps and the clock do to saves; runs that skip to their end, and resumes in vain, are given up."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pretrain_runs import config
 
 from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
+from automoe.training import run as training_run
 from automoe.training import step
 from automoe.training.context import RunContext
+from automoe.training.run import Run
 from recipes import pretrain
 from tests.support.gpu import one_rank
 
 
-def run(settings: Config, fails: str = "", fell_back: int = 0) -> list[dict]:
+def run(settings: Config, fails: str = "", fell_back: int = 0, rank: int = 0) -> list[dict]:
     """The record of a run that ends well, or as ``fails`` says, after it gave up that many checkpoints."""
     run_dir = Path(settings.run_dir)
     run_dir.mkdir(exist_ok=True)
-    context = RunContext(0, 1, 0, torch.device("cpu"), run_dir)
+    context = RunContext(rank, 1, 0, torch.device("cpu"), run_dir)
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(run_dir.parent)), one_rank("cpu"):
         with pytest.raises(AutomoeError, match=fails) if fails else nullcontext():
             pretrain.main(settings, resolve_mesh(settings.mesh, 1), context)
     assert len(context.fell_back) == fell_back, context.fell_back
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    log = run_dir / "metrics.jsonl"  # of rank 0 alone
+    return [json.loads(line) for line in log.read_text().splitlines()] if rank == 0 else []
 
 
 def checkpoints(settings: Config) -> list[str]:
@@ -114,3 +120,54 @@ def test_a_skipped_step_is_not_saved_as_the_newest(tmp_path: Path) -> None:
     with mock.patch.object(step, "reason_to_skip", skip_two):
         run(other)
     assert checkpoints(other) == ["LATEST", "step-4", "step-6"]
+
+
+def by_the_clock(settings: Config, rank: int = 0) -> list[str]:
+    """What is saved by a run whose steps take a minute each, on the clock of ``rank``."""
+    now = 0.0
+
+    def begin_step(self: Run) -> None:
+        nonlocal now
+        now += 60
+        begun(self)
+
+    begun, clock = Run.begin_step, SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: now)
+    with mock.patch.object(training_run, "time", clock), mock.patch.object(Run, "begin_step", begin_step):
+        run(settings, rank=rank)
+    return checkpoints(settings)
+
+
+def test_minutes_are_counted_from_the_save_before_by_rank_0(tmp_path: Path) -> None:
+    settings = config(tmp_path, steps=6)
+    settings.train.val_every, settings.checkpoint.every_minutes, settings.checkpoint.keep = 0, 2, 9
+    assert by_the_clock(settings) == ["LATEST", "step-2", "step-4", "step-6"]
+    other = replace(settings, run_dir=str(tmp_path / "other"))
+    assert by_the_clock(other, rank=1) == ["LATEST", "step-6"], "another rank's clock saves nothing"
+    both = replace(settings, run_dir=str(tmp_path / "both"), checkpoint=replace(settings.checkpoint, every=3))
+    assert by_the_clock(both) == ["LATEST", "step-2", "step-3", "step-5", "step-6"]
+    longer = replace(both, train=replace(both.train, steps=9), checkpoint=replace(both.checkpoint, every=0))
+    assert by_the_clock(longer)[5:] == ["step-8", "step-9"], "a resume starts the clock anew"
+
+
+def test_minutes_that_are_up_in_a_skipped_step_save_the_next_one_taken(tmp_path: Path) -> None:
+    settings = config(tmp_path, steps=6)
+    settings.train.val_every, settings.checkpoint.every_minutes, settings.checkpoint.keep = 0, 2, 9
+    losses = iter(range(1, 7))
+    with mock.patch.object(step, "reason_to_skip", lambda *_: "of this number" if next(losses) in (2, 3) else None):
+        assert by_the_clock(settings) == ["LATEST", "step-4", "step-6"]
+
+
+def test_a_step_takes_three_exchanges_of_all_ranks(tmp_path: Path) -> None:
+    """Its statistics, whether it is skipped, and all that its end is agreed on: stop, save, memory."""
+    settings, calls = config(tmp_path, steps=3), 0
+    settings.train.val_every, settings.checkpoint.every_minutes = 0, 1e-9
+
+    def count(tensor: torch.Tensor, *args: object, group: object = None, **kwargs: object) -> object:
+        nonlocal calls
+        calls += group is None
+        return exchanged(tensor, *args, group=group, **kwargs)
+
+    exchanged = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", count):
+        run(settings)
+    assert calls == 3 * settings.train.steps

@@ -202,7 +202,7 @@ def test_ranks_that_raise_are_reported(
 
 @pytest.mark.exhaustive
 def test_a_large_configuration_is_verified_by_its_proxy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config-name", "mixtral_8x22b", "mesh.pp=1", "mesh.dp_shard=32"]) == 0
+    assert main(["--config-name", "mixtral_8x22b", "mesh=first_mixtral_8x22b", "mesh.pp=1"]) == 0
     out = capsys.readouterr().out
     assert "this is its proxy" in out and "mesh.dp_shard" in out
     assert "bfloat16" in out and "EQUAL" in out
