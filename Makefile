@@ -109,8 +109,9 @@ bench-tokenise: $(SETUP) ## Peak memory and speed of tokenising a text file of 2
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py
 
-docs-config: $(SETUP) ## Write docs/config.md from the schema
+docs-config: $(SETUP) ## Write docs/config.md from the schema, and the table in docs/plan.md from plans
 	@$(PY) docs/write_config.py
+	@$(PY) docs/write_plan.py
 
 clean: ## Remove what was built and cached; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

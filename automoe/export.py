@@ -81,8 +81,9 @@ def export_run(
     if fp8:
         fp8_config(config.model, family_of(config.model).keys)
 
-    if adapter is not None and not (config.lora.rank and not config.train.trainable):
+    if adapter is not None and (not config.lora.rank or config.train.trainable or config.data.is_synthetic):
         rule = f"the run has lora.rank={config.lora.rank}, train.trainable={config.train.trainable}"
+        rule += ", data.kind=benchmark" * config.data.is_synthetic
         raise ConfigError(
             "--adapter", adapter, f"an adapter holds what lora trained, and nothing else; {rule}", "Omit it"
         )
@@ -97,7 +98,8 @@ def export_run(
         written = to_peft(model, out, config.lora, layout=adapter, overwrite=overwrite)
         return replace(written, averaged=ema)
     # Where the weights are the run's own export, the tokenizer's files lie beside them: None.
-    tokenizer = tokenizer_of(config) if model.config.hf_path == config.model.hf_path else None
+    known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
+    tokenizer = tokenizer_of(config) if known else None
     chat = chat_template_of(config) if tokenizer is not None else None
     options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer, "chat": chat}
     return replace(to_hf(model, out, dtype=dtype, fp8=fp8, **options), averaged=ema)

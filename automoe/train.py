@@ -68,7 +68,7 @@ def _train_here(args: Arguments) -> int:
     from automoe.config.frozen import dump_config
     from automoe.launch.hardware import missing_hardware
     from automoe.launch.local import train_here
-    from automoe.launch.prepare import prepare
+    from automoe.launch.prepare import missing_data, prepare
 
     config, shape, device = prepare(args)
     if args.print_config:
@@ -82,6 +82,8 @@ def _train_here(args: Arguments) -> int:
     print_plan(config, shape)
     print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
     print("On a cluster, start the same command on every node with torchrun or srun.")
+    if (data := missing_data(config)) is not None:
+        print(f"And it lacks data: {data}")
     return EXIT_NO_HARDWARE
 
 

@@ -280,16 +280,18 @@ class ChatConfig:
 
 
 CHAT_KINDS = ("chat", "stdlib_chat")
+NO_TOKENIZER = "none"  # in the place of a tokenizer's name: there is no text
 
 
 @dataclass
 class DataConfig:
-    """``stdlib`` is this Python's own library sources: real text that every machine has.
+    """``stdlib`` is this Python's own library sources: real text that every machine has. ``benchmark`` is no text but
+    synthetic ids of the model's vocabulary, to measure speed with.
 
     ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that library.
     """
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "chat", "stdlib_chat"] = "stdlib"
+    kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "chat", "stdlib_chat", "benchmark"] = "stdlib"
     path: str | None = None  # file, directory or glob; of kind hub an id (org/name), or a directory saved by datasets
     sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
     subset: str | None = None  # hub: which of the data set's configurations
@@ -307,6 +309,11 @@ class DataConfig:
     def is_chat(self) -> bool:
         """Whether documents are conversations, of which answers alone are trained."""
         return self.kind in CHAT_KINDS
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether there is no text: what is trained is worth nothing but its speed."""
+        return self.kind == "benchmark"
 
 
 @dataclass
@@ -391,8 +398,8 @@ class Config:
 
 
 def tokenizer_of(config: Config) -> str:
-    """``byte`` or a directory: ``data.tokenizer``, else that of the checkpoint that training starts from."""
-    return config.data.tokenizer or config.model.hf_path or "byte"
+    """``byte``, a directory or ``none``: ``data.tokenizer``, else that of the checkpoint that training starts from."""
+    return NO_TOKENIZER if config.data.is_synthetic else config.data.tokenizer or config.model.hf_path or "byte"
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:

@@ -17,7 +17,7 @@ from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
-from automoe.config.schema import Config, DataConfig, sources_of
+from automoe.config.schema import NO_TOKENIZER, Config, DataConfig, sources_of
 from automoe.errors import ConfigError
 
 
@@ -176,6 +176,10 @@ def _data_rows(config: Config) -> Iterator[Row]:
            "Set data.val_fraction=0.02, or train.val_every=0")
     yield ("data.path", bool(data.sources) and data.path is not None,
            "data.sources are read in its place", "Give it to a source of its own, or leave one of them out")
+    yield ("data.tokenizer", data.is_synthetic and data.tokenizer not in (None, NO_TOKENIZER),
+           "data.kind=benchmark has no text: its ids are drawn from model.vocab_size", "Leave data.tokenizer out")
+    yield ("lora.export", data.is_synthetic and config.lora.rank > 0 and config.lora.export == "adapter",
+           "data.kind=benchmark trains nothing that should be loaded as an adapter", "Set lora.export=merged")
     sources = sources_of(data)
     names = [name for name, _, _ in sources]
     kinds = (*get_args(get_type_hints(DataConfig)["kind"]), *registered_names("data.kind"))
@@ -188,7 +192,9 @@ def _data_rows(config: Config) -> Iterator[Row]:
         yield key, one.kind not in kinds, f"{said}kind={one.kind} is not known", f"There are: {', '.join(kinds)}"
         yield (key, one.is_chat != data.is_chat, f"{said}kind={one.kind}, and data.kind={data.kind}: conversations and "
                "text are not mixed", "Set data=chat for conversations, and give other sources no kind")
-        made = one.kind.startswith("stdlib")
+        made = one.kind.startswith("stdlib") or one.is_synthetic
+        yield (key, one.is_synthetic and bool(data.sources),
+               f"{said}kind={one.kind} is synthetic, and no source of text", "Set data=benchmark alone")
         yield (key, made and one.path is not None, f"{said}data.path is set and data.kind={one.kind} reads none",
                "Set data=text|jsonl|parquet|chat, or leave data.path out")
         yield (key, not made and one.path is None,

@@ -201,6 +201,8 @@ def peak_in_flight(
     Args:
         stage_bytes: activation bytes of one micro-batch in each of the rank's stages, in order.
     """
+    if schedule != "GPipe" and num_micro_batches % pp == 0:
+        num_micro_batches = min(num_micro_batches, 4 * pp)  # after the warm-up each round is like the one before
     held = [0] * len(stage_bytes)
     peak, peak_held = 0.0, list(held)
     for is_forward, stage in rank_actions(schedule, pp, len(stage_bytes), num_micro_batches, pp_rank):

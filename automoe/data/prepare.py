@@ -29,6 +29,7 @@ from automoe.errors import DataError
 
 Split = Literal["train", "validation"]
 FORMAT = 3  # part of the cache key: raise it when the files below change
+SYNTHETIC_ROWS, SYNTHETIC_TOKENS = (64, 4096), 1 << 22  # at least and at most; as many as make so many tokens
 _SAMPLE = 1 << 16  # bytes hashed at either end of a file
 
 
@@ -222,10 +223,31 @@ def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokeniz
     """
     tokenizer = fitting_tokenizer(config)
     sources = [replace(config, data=source) for _, _, source in sources_of(config.data)]
+    if config.data.is_synthetic:
+        return tokenizer, [synthetic_corpus(config.model.vocab_size, config.train.seq_len)]
     corpora = [open_corpus(one.data, tokenizer, cache_dir, chat_template_of(one)) for one in sources]
     for one, corpus in zip(sources, corpora, strict=True):
         _check_corpus(one, corpus)
     return tokenizer, corpora
+
+
+def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
+    """Documents of one row each, whose ids are drawn evenly from the vocabulary: the same ones everywhere, no text."""
+    count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
+    generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))  # raw bits are promised to stay
+    hashes = generator.random_raw(count)
+    tokens = (generator.random_raw(count * seq_len) % np.uint64(vocab_size)).astype(np.uint32)
+    return TokenCorpus(
+        tokens=tokens,
+        starts=np.arange(count) * seq_len,
+        lengths=np.full(count, seq_len),
+        hashes=hashes,
+        file_ids=np.zeros(count, dtype=np.int64),
+        lines=np.arange(1, count + 1),
+        paths=[Path("synthetic")],
+        content=hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(),
+        text_bytes=0,
+    )
 
 
 def _check_corpus(config: Config, corpus: TokenCorpus) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from automoe.config.schema import Config, tokenizer_of
+from automoe.config.schema import NO_TOKENIZER, Config, tokenizer_of
 from automoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -209,6 +209,14 @@ def _cuts(text: str, end: int) -> Iterator[int]:
     yield from range(end, end - 64, -1)
 
 
+class NoTokenizer(Tokenizer):
+    """Ids that stand for no text: ``data.kind=benchmark``."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.digest, self.vocab_size, self.eos_id, self.pad_id = NO_TOKENIZER, vocab_size, 0, 0
+        self.byte_lengths = np.zeros(vocab_size, dtype=np.int64)
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """``byte``, or the path of a HuggingFace tokenizer directory, an export's of bytes too. Raises ConfigError."""
     if spec == "byte":
@@ -222,6 +230,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def fitting_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the embedding has rows."""
     name, path = tokenizer_of(config), config.model.hf_path
+    if name == NO_TOKENIZER:
+        return NoTokenizer(config.model.vocab_size)
     tokenizer = load_tokenizer(name)
     size, rows = tokenizer.vocab_size, config.model.vocab_size
     if size > rows:

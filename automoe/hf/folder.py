@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automoe.config.schema import ModelConfig
+from automoe.config.schema import NO_TOKENIZER, ModelConfig
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
@@ -44,6 +44,8 @@ _TOKENIZER_FILES = (  # patterns
     "chat_template.jinja",
     "chat_template.json",
 )
+
+SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no text: these weights know nothing.\n"
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -188,7 +190,7 @@ def write_settings(
 
     Args:
         dtype: of the parameters.
-        tokenizer: that trained it, ``byte`` or a directory; None: that of ``config.hf_path``.
+        tokenizer: that trained it, ``byte``, a directory or ``none`` (no text); None: that of ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
         chat: that trained it: its own template goes along, and generation stops where its answers end.
     """
@@ -210,6 +212,8 @@ def write_settings(
     if tokenizer == "byte":
         for name, content in ByteTokenizer.files().items():
             (folder / name).write_text(content)
+    if tokenizer == NO_TOKENIZER:
+        (folder / "README.md").write_text(SYNTHETIC)
     if chat is not None:
         _write_chat(folder, chat)
 
@@ -228,7 +232,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     own, found = _is_own(tokenizer, source), []
     if source is not None and own and is_there(source, "generation_config.json"):
         found.append((source, "generation_config.json"))
-    place = source if own else None if tokenizer == "byte" else Path(str(tokenizer)).expanduser()
+    place = source if own else None if tokenizer in ("byte", NO_TOKENIZER) else Path(str(tokenizer)).expanduser()
     if place is not None:
         if not place.is_dir():
             raise ConfigError("tokenizer", place, "there is no such directory", "Name one with a tokenizer's files")
@@ -264,7 +268,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
     """Spelled out even where there are none: an absent key means the family's published ids."""
-    if tokenizer is None:
+    if tokenizer in (None, NO_TOKENIZER):
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     loaded = load_tokenizer(tokenizer)
     return {"bos_token_id": None, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.pad_id}

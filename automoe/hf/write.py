@@ -55,7 +55,7 @@ def to_hf(
             own), ``bfloat16`` or ``float32``, or torch's own name of these two; buffers keep theirs.
         fp8: the matrices of layers as block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
-        tokenizer: that trained it: ``byte``, or a directory whose files are copied; None: that of hf_path.
+        tokenizer: that trained it: ``byte``, a directory whose files are copied, or ``none``; None: that of hf_path.
         chat: of conversations that trained it: generation stops where its answers end.
         overwrite: replace a checkpoint directory that is there.
         verify: compare every number with the model, and the whole with transformers (``verify_hf``).

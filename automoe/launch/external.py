@@ -23,7 +23,7 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
-from automoe.launch.prepare import check, check_num_ranks, compose
+from automoe.launch.prepare import check, check_num_ranks, compose, missing_data
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -222,6 +222,8 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
     if device == "cuda":
         check_gpus(launch, visible_gpus())
     check_backends(config, shape, device)
+    if (missing := missing_data(config)) is not None:
+        raise missing
     return shape, device
 
 

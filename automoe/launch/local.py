@@ -24,6 +24,7 @@ from automoe.config.schema import Config
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
 from automoe.launch.hardware import check_backends, start_notes
+from automoe.launch.prepare import missing_data
 from automoe.launch.ranks import LOOPBACK, store_file
 from automoe.launch.worker import STOP_SIGNALS
 
@@ -55,6 +56,8 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
     """
     check_backends(config, shape, device)
+    if (missing := missing_data(config)) is not None:
+        raise missing
     another = runs.check_same_run(Path(config.run_dir).absolute(), resolved(config, shape, device))
     for note in start_notes(config) + another:
         print(note, file=sys.stderr)

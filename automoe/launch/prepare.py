@@ -15,11 +15,15 @@ from automoe.config.convert import leaf_keys
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
-from automoe.config.schema import Config, tokenizer_of
+from automoe.config.schema import Config, sources_of, tokenizer_of
 from automoe.config.validate import validate
 from automoe.cost.adapters import adapter_rows
+from automoe.cost.params import count_params
+from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
 from automoe.launch.hardware import default_num_ranks, resolve_device
+
+LARGE = 1e9  # parameters
 
 
 def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
@@ -80,6 +84,27 @@ def settle(config: Config, overrides: list[str]) -> Config:
         own = "data=chat data.path=FILE" if config.data.is_chat else "data=jsonl data.path=FILE (or text, parquet)"
         raise ConfigError("data.kind", f"{kind}, by default", rule, f"Set {own}, or data={kind} to train on it")
     return stored
+
+
+def missing_data(config: Config) -> ConfigError | None:
+    """Why there is nothing that a large model could learn from; None for a small one, or where there is.
+
+    Large is a model of ``LARGE`` parameters from random weights: a hundred for each byte of the demonstration corpus.
+    """
+    parameters = count_params(config.model).total
+    if config.model.hf_path is not None or config.data.is_synthetic or parameters < LARGE:
+        return None
+    what = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
+    kinds = [one.kind for _, _, one in sources_of(config.data) if one.kind.startswith("stdlib")]
+    own = "data=chat data.path=FILE" if config.data.is_chat else "data=jsonl data.path=FILE (or text, parquet, hub)"
+    speed = "or data=benchmark for synthetic tokens"
+    if kinds:
+        rule = f"the demonstration corpus, 10 MB of Python, is nothing for {what}"
+        return ConfigError("data.kind", kinds[0], rule, f"Set {own} and data.tokenizer=DIR, {speed}")
+    if tokenizer_of(config) == "byte":
+        rule = f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}"
+        return ConfigError("data.tokenizer", "byte", rule, f"Set data.tokenizer=DIR of a tokenizer, {speed}")
+    return None
 
 
 def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:

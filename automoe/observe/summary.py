@@ -21,6 +21,7 @@ from automoe.observe.metrics import series
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # more ranks are described by their groups alone
 MAX_COLUMNS = 16
+SYNTHETIC = "SYNTHETIC random ids (data=benchmark): speed is measured, and nothing is learned"
 
 
 def describe_run(config: Config, mesh: MeshShape) -> Facts:
@@ -44,7 +45,7 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         f"{_count(train.micro_batch_size, 'row')}",
         "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
         "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
-        "data": f"{source}, {written(tokenizer_of(config))} tokenizer",
+        "data": SYNTHETIC if config.data.is_synthetic else f"{source}, {written(tokenizer_of(config))} tokenizer",
         "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
     }
     if not model.num_moe_layers:

@@ -155,8 +155,8 @@ class Run:
         return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
 
     def saves(self) -> bool:
-        """Whether the state is to be saved: every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, at the
-        end and when asked to stop.
+        """Whether the state is to be saved: every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``,
+        at the end and when asked to stop.
 
         A step that was skipped is not the newest to go on from: the next one that is taken is saved in its place. Where
         none was taken since the start or the resume there is nothing to save.

@@ -214,7 +214,8 @@ def _validation_losses(
     if not total:
         return {}
     each = {f"val_loss.{name}": nats / tokens for name, (_, nats, tokens, _) in found.items() if name}
-    return {"val_loss": nats / loss_tokens, "val_bits_per_byte": nats / math.log(2) / max(text_bytes, 1.0)} | each
+    of_text = {"val_bits_per_byte": nats / math.log(2) / text_bytes} if text_bytes else {}  # synthetic ids have none
+    return {"val_loss": nats / loss_tokens} | of_text | each
 
 
 def _validation_sums(

@@ -143,14 +143,16 @@ def make_runnable(
     Raises:
         ConfigError: the configuration is not valid, or depends on the mesh by intention.
     """
-    from automoe.data.tokenizer import load_tokenizer
+    from automoe.data.tokenizer import BYTE_VOCAB_SIZE, load_tokenizer
 
     check_rows(config, _mesh_dependent_rows(config))
     shape, _ = check_here(config)
     sized = replace(config, mesh=MeshConfig(**asdict(shape)))
     here = _for_a_cpu(sized)
     if force_proxy or too_large(config, shape):
-        here, shape = make_proxy(here, shape, load_tokenizer(tokenizer_of(here)).vocab_size)
+        # Synthetic ids fit any vocabulary.
+        ids = BYTE_VOCAB_SIZE if here.data.is_synthetic else load_tokenizer(tokenizer_of(here)).vocab_size
+        here, shape = make_proxy(here, shape, ids)
     assert check(here, None, "cpu") == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
     return here, shape, cuts

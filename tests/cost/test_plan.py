@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,6 +18,8 @@ from automoe.cost.activations import at_load
 from automoe.cost.plan import Plan, make_plan
 from automoe.observe.plan_view import print_plan
 from automoe.plan import main
+from automoe.shipped import load_file
+from tests.support.sampling import one_in
 
 
 def plan_of(name: str, *overrides: str) -> Plan:
@@ -35,7 +38,20 @@ def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
     assert plan.warnings == []  # fits the cluster that it names, and keeps it busy
 
 
-FLAGSHIPS = [name.removeprefix("tuned_") for name in list_options("mesh") if name.startswith("tuned_")]
+DOCS = Path(__file__).parents[2] / "docs"
+write_plan = load_file(DOCS / "write_plan.py")
+FLAGSHIPS = write_plan.FLAGSHIPS
+
+
+@pytest.mark.parametrize("name", one_in(4, FLAGSHIPS))
+def test_the_table_of_recomputation_is_what_plans_say(name: str) -> None:
+    assert write_plan.row(name) in (DOCS / "plan.md").read_text().splitlines(keepends=True), "run: make docs-config"
+
+
+def test_the_table_of_recomputation_has_every_flagship() -> None:
+    table = (DOCS / "plan.md").read_text().split(write_plan.BEGIN)[1].split(write_plan.END)[0].splitlines()
+    assert [line.split("`")[1] for line in table[2:]] == FLAGSHIPS
+    assert {"dsv3_671b", "kimi_k2_1t_a32b", "gpt_oss_120b", "glm45_355b_a32b"} < set(FLAGSHIPS)
 
 
 @pytest.mark.parametrize("mesh", ["tuned", "first"])
