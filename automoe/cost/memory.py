@@ -138,7 +138,6 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     # A stage keeps its output, and the first its input; that of the others is a receive buffer.
     stage_bytes = [(1 + (stage == 0)) * border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
     activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
-    has_head = len(layers) - 1 in stages
     head_trained = any(param.trained for param in params if param.part in ("embedding", "head"))
     return RankMemory(
         pp_rank=pp_rank,
@@ -152,7 +151,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         unsharded_gradients=0 if unsharded else reduced * waiting,
         receive_buffers=received * batch.num_micro_batches * border,
         activations=activations,
-        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) if has_head else 0.0,
+        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) * (len(layers) - 1 in stages),
         recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),
         micro_batches_in_flight=in_flight,
         deferred_gradients=deferred,
