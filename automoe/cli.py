@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "write a run's weights as a HuggingFace checkpoint",
     "convert": "a HuggingFace checkpoint in another dtype, layout or quantization",
     "generate": "ask a run or a checkpoint; a chat in the terminal",
+    "eval": "tasks of lm-eval-harness on a run or a checkpoint",
     "upcycle": "a dense HuggingFace checkpoint as experts with the same logits",
 }
 _HERE = {

@@ -113,8 +113,34 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
             yield Path(scratch, "hf")
 
 
+def load_checkpoint(folder: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer of a HuggingFace checkpoint, on the first GPU if there is one. Runs no code of it.
+
+    Raises:
+        CheckpointError: it has no tokenizer, is damaged, or ``transformers`` cannot load it without code of its own.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from automoe.hf.headers import read_headers
+
+    disable_progress_bar()
+    read_headers(folder)  # a stranger's folder: refused before anything of it is loaded
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise CheckpointError(f"{folder} has no tokenizer. Copy the files of the one that trained it into it")
+    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, **safe)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: transformers cannot load it without code of its own ({why})") from error
+
+
 class Speaker:
-    """A checkpoint that answers, on the first GPU if there is one.
+    """A checkpoint that answers.
 
     Args:
         temperature: 0 takes the likeliest token.
@@ -122,28 +148,10 @@ class Speaker:
     """
 
     def __init__(self, folder: Path, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-        from transformers.utils.logging import disable_progress_bar
+        from transformers import set_seed
 
-        from automoe.hf.headers import read_headers
-
-        disable_progress_bar()
         set_seed(seed)
-        read_headers(folder)  # a stranger's folder: refused before anything of it is loaded
-        if not any(
-            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        ):
-            raise CheckpointError(f"{folder} has no tokenizer. Copy the files of the one that trained it into it")
-        safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, **safe)
-            self.model = model.to(device)
-        except (OSError, ValueError) as error:
-            why = " ".join(str(error).split())
-            raise CheckpointError(f"{folder}: transformers cannot load it without code of its own ({why})") from error
+        self.model, self.tokenizer = load_checkpoint(folder)
         drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id}
         self.options |= drawn

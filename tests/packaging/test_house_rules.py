@@ -27,7 +27,7 @@ LAYERS = (
         "automoe.convert",
         "automoe.generate",
     )
-    + ("automoe.upcycle",),
+    + ("automoe.upcycle", "automoe.eval"),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
     ("automoe.training",),
@@ -228,7 +228,7 @@ def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, extras = project["dependencies"], project["optional-dependencies"]
     names = {group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()}
-    assert third_party_imports("automoe") <= names[""] | names["gpu"]
+    assert third_party_imports("automoe") <= names[""] | names["gpu"] | names["eval"]
     assert third_party_imports("tests") | third_party_imports("benchmarks") <= names[""] | names["dev"]
 
 

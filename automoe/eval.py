@@ -1,0 +1,213 @@
+"""``automoe eval WHERE --tasks TASK``: tasks of lm-eval-harness on what was trained, through ``transformers``.
+
+automoe eval runs/sft_small --tasks my_task.yaml            # a task file, whose data lies on this machine
+automoe eval runs/sft_small --tasks tasks/ --limit 100      # all task files of a folder
+automoe eval my-model --tasks hellaswag,arc_easy            # tasks of the harness; it fetches their data
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from automoe.errors import AutomoeError, ConfigError, exit_status, import_backend, listed
+from automoe.generate import checkpoint_of, load_checkpoint
+from automoe.observe.metrics import jsonable
+
+RESULTS = "eval.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tasks that ``argv`` names; 0 if all of them were run and every number is finite."""
+    parser = argparse.ArgumentParser(
+        prog="automoe eval",
+        description="Run tasks of lm-eval-harness on a run or a checkpoint. A task file is code: it can name functions "
+        "of Python files beside it. Run none that you do not trust.",
+    )
+    parser.add_argument("where", help="run directory, or a HuggingFace checkpoint such as automoe export writes")
+    parser.add_argument(
+        "--tasks", required=True, metavar="A,B", help="task files (YAML), folders of them, or names that lm_eval knows"
+    )
+    parser.add_argument("--num_fewshot", "--num-fewshot", type=int, metavar="N", help="examples before each question")
+    parser.add_argument(
+        "--batch_size", "--batch-size", default="1", metavar="N", help="rows at once, or auto (default: 1)"
+    )
+    parser.add_argument("--limit", type=_limit, metavar="N", help="documents of a task; below 1, a share of them")
+    parser.add_argument(
+        "--apply_chat_template", "--apply-chat-template", action="store_true", help="ask through the chat template"
+    )
+    parser.add_argument("--out", metavar="FILE", help=f"results as JSON (default: WHERE/{RESULTS}, or the next number)")
+    args = parser.parse_args(argv)
+    return exit_status(lambda: _main(args))
+
+
+def _main(args: argparse.Namespace) -> int:
+    where = Path(args.where).expanduser()
+    remedy = "Install automoe[eval], which brings lm_eval"
+    import_backend("lm_eval.models.huggingface", "automoe eval", remedy)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with checkpoint_of(where) as folder:
+        out = _free(where, args.out)
+        with _failing(args.tasks):
+            tasks = load_tasks(args.tasks.split(","))
+        found = evaluate(folder, tasks, args)
+    names = [name for task in tasks for name in _names(task)]
+    rows = list(_rows(found, names))
+    # Of a run, the checkpoint was made for the moment.
+    found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
+    with out.open("x") as file:
+        json.dump(jsonable(found), file, indent=1, default=str)
+    _print_table(rows)
+    print(f"results {out}")
+    missing = sorted(set(names) - {row[0] for row in rows})
+    wrong = [f"{task} {metric}" for task, metric, _, *numbers in rows if not all(map(_is_finite, numbers))]
+    if missing or wrong:
+        said = f"without a number: {listed(missing)}" if missing else f"not finite: {listed(wrong)}"
+        raise AutomoeError(f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers")
+    return 0
+
+
+def load_tasks(specs: list[str]) -> list[Any]:
+    """Tasks and groups of the harness, with their data: files, the tasks in a folder, or names that it knows."""
+    from lm_eval.tasks import TaskManager
+
+    built = []
+    for spec in specs:
+        path = Path(spec).expanduser()
+        folder, named = path.is_dir(), not path.exists()
+        looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))
+        # The tasks of the harness are thousands of files, which take half a minute to read.
+        include = named and not looks_like_a_path
+        manager = TaskManager(include_path=str(path) if folder else None, include_defaults=include)
+        if named and spec not in manager.all_tasks:
+            rule = f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name"
+            raise ConfigError("--tasks", spec, rule, "`lm-eval ls tasks` lists its tasks")
+        if folder and not manager.all_subtasks:
+            raise ConfigError("--tasks", spec, "there is no task file in this folder", "Name one with *.yaml files")
+        for name in manager.all_subtasks if folder else [spec if named else str(path)]:
+            loaded = manager.load([name])
+            groups = list(loaded.get("groups", {}).values())
+            built += groups[:1] or list(loaded["tasks"].values())
+    return built
+
+
+def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What the harness found with the checkpoint in ``folder``, without what it says of the machine."""
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = load_checkpoint(folder)
+    if args.apply_chat_template and tokenizer.chat_template is None:
+        rule = "its tokenizer has no chat template"
+        raise ConfigError("--apply_chat_template", "", rule, "Leave it out, or add chat_template.jinja to the folder")
+    counts = [len(task.eval_docs) for one in tasks for task in _leaves(one)]
+    limited = [
+        min(n, args.limit if args.limit >= 1 else math.ceil(n * args.limit)) if args.limit else n for n in counts
+    ]
+    with _failing(args.tasks):
+        evaluator.add_env_info = lambda results: None  # it would ask pip and the hardware, for many seconds
+        found = evaluator.simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
+            tasks=tasks,
+            num_fewshot=args.num_fewshot,
+            batch_size=args.batch_size,
+            limit=args.limit,
+            apply_chat_template=args.apply_chat_template,
+            log_samples=False,
+            # One document has no standard error, and the harness would divide by 0 for it.
+            **({"bootstrap_iters": 0} if min(limited) < 2 else {}),
+        )
+    return {key: value for key, value in found.items() if key != "git_hash"}  # of the working directory
+
+
+@contextlib.contextmanager
+def _failing(tasks: str) -> Iterator[None]:
+    """What the harness, task files and their data can make go wrong, as an error for people."""
+    try:
+        yield
+    except AutomoeError:
+        raise
+    except Exception as error:  # their YAML, templates, functions, files and the network: anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = (
+            "Files that data_files names are looked for from the working directory; without a network, a task whose "
+        )
+        raise AutomoeError(
+            f"--tasks={tasks}: lm_eval cannot run them ({why}). {remedy}data is not on this machine cannot be had"
+        ) from error
+
+
+def _leaves(task: Any) -> list[Any]:
+    return task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
+
+
+def _names(task: Any) -> list[str]:
+    return [leaf.task_name for leaf in _leaves(task)]
+
+
+def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
+    """(task, metric, examples before a question, value, standard error) of every number; groups come first."""
+    results = found.get("groups", {}) | found["results"]
+    for name in [*found.get("groups", {}), *names]:
+        for key, value in results.get(name, {}).items():
+            metric, _, kind = key.partition(",")
+            if kind and not metric.endswith("_stderr"):
+                error = results[name].get(f"{metric}_stderr,{kind}")
+                shown = metric if kind == "none" else f"{metric} ({kind})"
+                yield name, shown, found.get("n-shot", {}).get(name), value, None if error == "N/A" else error
+
+
+def _is_finite(value: Any) -> bool:
+    """Of a number; what is no number, such as an error that is not estimated, is not judged."""
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
+def _print_table(rows: list[tuple[Any, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("task", "metric"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("shots", "value", "std. error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for task, metric, shots, *numbers in rows:
+        cells = ["-" if n is None else f"{n:.4f}" if isinstance(n, int | float) else str(n) for n in numbers]
+        table.add_row(task, metric, "-" if shots is None else str(shots), *cells)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _free(where: Path, out: str | None) -> Path:
+    """The file to write, which is not there yet and can be made.
+
+    Raises:
+        ConfigError: it is there, or its folder cannot be written.
+    """
+    numbered = (where / RESULTS.replace(".", f".{n}." if n else ".") for n in range(sys.maxsize))
+    path = Path(out).expanduser() if out else next(path for path in numbered if not path.exists())
+    if path.exists():
+        raise ConfigError("--out", path, "it is there, and results are not overwritten", "Name another file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "--out", path, "its folder is not there, or cannot be written", "Name a file that can be made"
+        )
+    return path
+
+
+def _limit(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value if value < 1 else int(value)
+    raise argparse.ArgumentTypeError(f"{text} is no number larger than 0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""``automoe eval``: the harness's numbers are those that ``transformers`` gives by hand, and what cannot be run says so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from automoe import cli
+from tests.support.chat import save_tokenizer
+from tests.support.hf_models import save_small_hf
+
+CHOICES = [" a", " b", " the answer", "?"]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+
+def question(n: int) -> str:
+    return f"{n}: the answer {chr(97 + n)} is"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in ``hf``, and a task of 20 questions in ``tasks/letters.yaml``."""
+    folder = tmp_path_factory.mktemp("eval")
+    save_small_hf("qwen3_moe", folder / "hf", other_sizes={"vocab_size": 304})
+    save_tokenizer(folder / "hf", "chatml")
+    (folder / "tasks").mkdir()
+    docs = [{"question": question(n), "choices": CHOICES, "answer": n % 4} for n in range(20)]
+    (folder / "letters.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (folder / "tasks" / "letters.yaml").write_text(TASK.format(name="letters", data=folder / "letters.jsonl"))
+    return folder
+
+
+def by_hand(folder: Path, chat: bool, count: int) -> float:
+    """The share of questions whose right choice has the largest sum of log probabilities of its tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
+    right = 0
+    for n in range(count):
+        prompt = question(n)
+        if chat:
+            prompt = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        asked = tokenizer(prompt)["input_ids"]
+        scores = []
+        for choice in CHOICES:
+            ids = torch.tensor([asked + tokenizer(choice)["input_ids"]])
+            with torch.no_grad():
+                logs = model(ids).logits[0, len(asked) - 1 : -1].log_softmax(-1)
+            scores.append(float(logs.gather(1, ids[0, len(asked) :, None]).sum()))
+        right += scores.index(max(scores)) == n % 4
+    return right / count
+
+
+def evaluate(folder: Path, *words: str) -> int:
+    return cli.main(["eval", str(folder / "hf"), *words])
+
+
+def test_accuracy_is_what_transformers_gives_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(folder, "--tasks", str(folder / "tasks" / "letters.yaml"), "--batch_size", "3") == 0
+    found = json.loads((folder / "hf" / "eval.json").read_text())
+    accuracy = found["results"]["letters"]["acc,none"]
+    assert 0 < accuracy < 1 and accuracy == pytest.approx(by_hand(folder, False, 20))
+    assert found["n-samples"]["letters"]["effective"] == 20 and found["config"]["model"] == str(folder / "hf")
+    heading, row, results = capsys.readouterr().out.splitlines()[-3:]
+    error = (accuracy * (1 - accuracy) / 19) ** 0.5
+    assert heading.split() == ["task", "metric", "shots", "value", "std.", "error"]
+    assert row.split() == ["letters", "acc", "0", f"{accuracy:.4f}", f"{error:.4f}"] and len(row) <= 80
+    assert results == f"results {folder / 'hf' / 'eval.json'}"
+
+
+def test_a_folder_of_tasks_asked_through_the_chat_template(folder: Path) -> None:
+    out = folder / "chat.json"
+    words = ("--tasks", str(folder / "tasks"), "--limit", "10", "--apply_chat_template", "--out", str(out))
+    assert evaluate(folder, *words) == 0
+    found = json.loads(out.read_text())
+    assert found["results"]["letters"]["acc,none"] == pytest.approx(by_hand(folder, True, 10))
+    assert found["n-samples"]["letters"]["effective"] == 10 and found["config"]["apply_chat_template"]
+
+
+def test_one_document_has_no_standard_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "1", "--out", str(folder / "one.json")) == 0
+    assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "-"
+
+
+def test_a_number_that_is_not_finite_is_no_success(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = TASK.format(name="nothing", data=folder / "letters.jsonl") + "process_results: !function own.nothing\n"
+    (tmp_path / "own.py").write_text("def nothing(doc, results):\n    return {'acc': float('nan')}\n")
+    (tmp_path / "nothing.yaml").write_text(text)
+    out = tmp_path / "out.json"
+    assert evaluate(folder, "--tasks", str(tmp_path / "nothing.yaml"), "--limit", "2", "--out", str(out)) == 2
+    assert "not finite: nothing acc" in capsys.readouterr().err
+    assert json.loads(out.read_text())["results"]["nothing"]["acc,none"] == "NaN"
+
+
+def test_what_cannot_be_run_says_why(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(tasks: Path, *words: str) -> str:
+        assert evaluate(folder, "--tasks", str(tasks), *words) == 2
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return captured.err
+
+    task = folder / "tasks" / "letters.yaml"
+    assert "there is no such file or folder" in refused(tmp_path / "none.yaml")
+    assert "there is no task file in this folder" in refused(tmp_path)
+    (tmp_path / "there.json").write_text("kept")
+    assert "results are not overwritten" in refused(task, "--out", str(tmp_path / "there.json"))
+    assert (tmp_path / "there.json").read_text() == "kept"
+    assert "its folder is not there" in refused(task, "--out", str(tmp_path / "nowhere" / "out.json"))
+    (tmp_path / "gone.yaml").write_text(TASK.format(name="gone", data=tmp_path / "gone.jsonl"))
+    assert "gone.jsonl" in refused(tmp_path / "gone.yaml")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    hub = TASK.replace("dataset_path: json", "dataset_path: nobody/nothing").format(name="hub", data="x")
+    (tmp_path / "hub.yaml").write_text(hub)
+    said = refused(tmp_path / "hub.yaml")
+    assert "nobody/nothing" in said and "without a network, a task whose data is not on this machine" in said
+    (folder / "hf" / "chat_template.jinja").rename(tmp_path / "aside")
+    assert "no chat template" in refused(task, "--apply_chat_template")
+    (tmp_path / "aside").rename(folder / "hf" / "chat_template.jinja")
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "Install automoe[eval], which brings lm_eval" in refused(task)
