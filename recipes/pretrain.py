@@ -20,6 +20,7 @@ from automoe.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.routing import replayed_routing
 from automoe.training.run import open_run
+from automoe.training.samples import Sampler
 from automoe.training.state import TrainState
 from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
@@ -43,6 +44,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(parts, optimizer, loader)
     resumed = store.load_latest(state)
+    sampler = Sampler(config, parts, runner, loader.tokenizer, meshes, device)
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
@@ -63,6 +65,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             record = run.end_step(stats, update)
             if run.validates():
                 record |= validate(config, runner, loader, meshes, device, optimizer)
+                run.write_samples(sampler)
             run.write(record, stats)  # may go back to the checkpoint before
 
             # save

@@ -49,7 +49,8 @@ _AT_LEAST = {
         "model.num_experts_per_token model.moe_intermediate_size model.rope.original_seq_len "
         "model.attention.num_heads model.attention.num_kv_heads model.attention.q_lora_rank model.router.num_groups "
         "model.router.topk_groups model.router.group_score_topk data.max_bytes checkpoint.keep "
-        "parallel.stages_per_rank observe.log_every launch.timeout_s launch.grace_s cluster.gpus_per_node"
+        "parallel.stages_per_rank observe.log_every observe.sample_tokens launch.timeout_s launch.grace_s "
+        "cluster.gpus_per_node"
     ),
     2: ("train.seq_len model.vocab_size model.attention.head_dim"),
     4: ("train.spike_window"),

@@ -343,6 +343,9 @@ class ObserveConfig:
     """What a run shows and records."""
 
     log_every: int = 1  # steps between lines on the console; metrics.jsonl has every step
+    # Prompts that are answered after each validation: a list, or a text file with one on each line (docs/finetune.md)
+    samples: list[str] | str = field(default_factory=list)
+    sample_tokens: int = 48  # at most, of an answer
     report: bool = True  # report.html and PNG plots at the end, or when the run dies
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     wandb_project: str = "automoe"

@@ -169,6 +169,8 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
 
 def _data_rows(config: Config) -> Iterator[Row]:
     data, val_every, hf_path, here = config.data, config.train.val_every, config.model.hf_path, os.getcwd()
+    yield ("observe.samples", bool(config.observe.samples) and not val_every,
+           "they are answered after validations, and train.val_every=0 has none", "Set train.val_every=50")
     yield ("data.val_fraction", not 0 <= data.val_fraction < 1,
            "a share of the text in [0, 1)", "Set data.val_fraction=0.02")
     yield ("data.val_fraction", val_every > 0 and not data.val_fraction,

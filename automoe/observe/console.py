@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ from automoe.observe.summary import (
     from_here,
     losses_by_source,
     number,
+    perplexity_text,
     render_mesh_text,
     short_number,
 )
@@ -111,9 +112,13 @@ class Console:
             text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
             if (bits := record.get("val_bits_per_byte")) is not None:
                 text += f"   {float(bits):.3f} bits per byte"
+            text += f"   perplexity {perplexity_text(record['val_loss'])}"
+            if (averaged := record.get("val_loss_ema")) is not None:
+                text += f"   ema {loss_text(averaged)}"
             self._print(text, "bold green")
             for name, loss in losses_by_source(record):
-                self._print(f"{'':>{self._step_width}}{loss_text(loss):>{COLUMNS[0][1]}}   {name}", "green")
+                numbers = f"{loss_text(loss):>{COLUMNS[0][1]}}   perplexity {perplexity_text(loss)}"
+                self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:
         """A line between the steps: a checkpoint saved, a spike skipped."""
@@ -126,6 +131,14 @@ class Console:
             self._print(text, "green" if trained else "dim")
         if self.enabled:
             self._print()
+
+    def samples(self, samples: Sequence[Mapping[str, str]], seconds: float) -> None:
+        """What the model answered, ``prompt`` and ``text`` of each, in two lines of the terminal."""
+        for sample in samples if self.enabled else ():
+            for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
+                shown = "".join(char if char.isprintable() else " " for char in text.replace("\n", "⏎"))
+                self._print(f"{'':>{self._step_width}}  {shown}"[:80].rstrip(), style)
+        self.note(f"{len(samples)} answers in {seconds_text(seconds)}")
 
     def warn(self, text: str) -> None:
         if self.enabled:

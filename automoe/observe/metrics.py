@@ -18,7 +18,7 @@ import shutil
 import socket
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +32,7 @@ from automoe.sealed import replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
+SAMPLES_FILE = "samples.jsonl"  # what the model answered to ``observe.samples``
 REQUIRED_KEYS = (
     "step",
     "loss",
@@ -186,7 +187,7 @@ class AppendLog:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Writes ``metrics.jsonl``, ``expert_load.jsonl`` and ``environment.json`` of a run directory.
+    """Writes ``metrics.jsonl``, ``expert_load.jsonl``, ``samples.jsonl`` and ``environment.json`` of a run directory.
 
     Args:
         run_dir: an existing directory.
@@ -214,6 +215,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 os.close(os.open(self.run_dir / name, _APPEND, 0o644))  # both, before one is cut
             self._metrics = AppendLog(self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn)
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn=warn)
+            # Made with the first sample; one that is there is cut back like the others.
+            samples = self.run_dir / SAMPLES_FILE
+            self._samples = AppendLog(samples, resume_step, warn=warn) if samples.exists() else None
             # Steps between two snapshots; of a resumed run as it was, where the first may be off the grid.
             steps = [record["step"] for record in read_jsonl(self._load.path)]
             sampled = np.diff(steps[1:])
@@ -247,10 +251,18 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         if self._load.num_records > MAX_LOAD_SNAPSHOTS:
             self._thin()
 
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Append what the model answered after ``step``: ``prompt`` and ``text`` of each sample."""
+        if self._samples is None:
+            self._samples = AppendLog(self.run_dir / SAMPLES_FILE, None)
+        self._samples.append({"step": step, "samples": samples})
+
     def close(self) -> None:
         if self._last_load is not None:
             self._load.append(self._last_load)
             self._last_load = None
+        if self._samples is not None:
+            self._samples.close()
         self._metrics.close()
         self._load.close()
 
@@ -356,6 +368,14 @@ def last_objective(run_dir: str | os.PathLike[str], step: int) -> float | None:
         if "val_loss" in record or not record.get("skipped"):
             return float(record.get("val_loss", record["loss"]))
     return None
+
+
+def perplexity(loss: Any) -> float:
+    """exp of a loss in nats a token, as a number or as a record writes it; infinite where a float does not reach."""
+    try:
+        return math.exp(float(loss))
+    except OverflowError:
+        return math.inf
 
 
 def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:

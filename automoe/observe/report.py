@@ -21,6 +21,7 @@ from automoe.observe.metrics import (
     ENVIRONMENT_FILE,
     LOAD_FILE,
     METRICS_FILE,
+    SAMPLES_FILE,
     damaged_lines,
     read_expert_load,
     read_jsonl,
@@ -33,6 +34,7 @@ REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"
 PLOTS_DIR = "plots"
 STATUS_FILE = "status.json"
+MAX_SAMPLES = 8  # steps of which the page shows what the model said
 WIDE = ("loss", "expert_load", "expert_balance")  # pictures that take the page's whole width
 MESH_CAPTION = "The same ranks in both views: each keeps its place, and the colours show who works with whom"
 
@@ -65,7 +67,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
     if not run_dir.is_dir():
         raise AutomoeError(f"{run_dir}: no such run directory. Give the run_dir of a training run")
     records, status = read_metrics(run_dir), _read_json(run_dir / STATUS_FILE)
-    for name in (METRICS_FILE, LOAD_FILE):
+    for name in (METRICS_FILE, LOAD_FILE, SAMPLES_FILE):
         if lines := damaged_lines(run_dir / name):
             _warn(run_dir / name, f"damaged lines: {lines}")
     config, mesh, config_problem = _read_config(run_dir)
@@ -88,6 +90,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         steps_done=records[-1]["step"] if records else 0,
         numbers=final_numbers(records),
         pictures=pictures,
+        samples=_samples(run_dir),
         meshes=meshes,
         config=config,
         config_problem=config_problem,
@@ -115,6 +118,15 @@ def _draw(
     figures = draw_plots(records, read_expert_load(run_dir), directory, config) if records else []
     meshes = save(draw_mesh(mesh), directory / "mesh.png", crop=True) if mesh else None
     return [_picture(*figure) for figure in figures], _picture(meshes, MESH_CAPTION) if meshes else None
+
+
+def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each of the newest prompts with what the model said to it: (step, text), the newest first, some of many steps."""
+    records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
+    shown = records[:: len(records) // MAX_SAMPLES + 1]
+    said = [(f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]}) for one in shown]
+    prompts = said[0][1] if said else {}
+    return [(prompt, [(step, texts[prompt]) for step, texts in said if prompt in texts]) for prompt in prompts]
 
 
 def _picture(path: Path, caption: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
 from automoe.cost.activations import plan_batch
 from automoe.cost.params import count_params
-from automoe.observe.metrics import series
+from automoe.observe.metrics import perplexity, series
 
 Facts = list[tuple[str, str]]
 MAX_GRID_RANKS = 64  # more ranks are described by their groups alone
@@ -60,12 +60,18 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     last, mfu = records[-1], median(records, "mfu")
     keys = ("val_loss", "val_bits_per_byte", "peak_memory_bytes", "step_seconds")
     validated = next((record for record in reversed(records) if record.get("val_loss") is not None), {})
+    averaged = validated.get("val_loss_ema")
     val_loss, bits, memory, seconds = (series(records, key)[1] for key in keys)
     facts = {
         "training loss": number(last.get("loss"), 4),
         "validation loss": number(val_loss[-1], 4) if len(val_loss) else None,
+        "validation perplexity": perplexity_text(val_loss[-1]) if len(val_loss) else None,
         "validation bits per byte": number(bits[-1], 3) if len(bits) else None,
-        **{f"validation loss of {name}": number(loss, 4) for name, loss in losses_by_source(validated)},
+        "validation loss, averages": number(averaged, 4) if averaged is not None else None,
+        **{
+            f"validation loss of {name}": f"{number(loss, 4)}, perplexity {perplexity_text(loss)}"
+            for name, loss in losses_by_source(validated)
+        },
         "trained tokens": short_number(last.get("tokens")),
         "tokens per second, median": short_number(median(records, "tokens_per_second")),
         "MFU, median": None if mfu is None else f"{100 * mfu:.1f}%",
@@ -107,6 +113,12 @@ def median(records: list[dict[str, Any]], key: str) -> float | None:
 def number(value: Any, digits: int) -> str:
     """Fixed digits; ``nan``, ``inf``; ``-`` for None."""
     return "-" if value is None else f"{float(value):.{digits}f}"
+
+
+def perplexity_text(loss: Any) -> str:
+    """The perplexity of a validation loss: 12.34, 1.23e+04, inf."""
+    value = perplexity(loss)
+    return f"{value:.3g}" if value >= 999.995 else f"{value:.2f}"
 
 
 def short_number(value: Any) -> str:

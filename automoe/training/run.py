@@ -25,6 +25,7 @@ from automoe.observe.sample_view import describe_row
 from automoe.observe.trackers import Tracker, make_tracker
 from automoe.trace import phase
 from automoe.training.context import RunContext
+from automoe.training.samples import Sampler
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update
@@ -153,6 +154,16 @@ class Run:
         """Whether the step just taken is followed by a validation."""
         train, step = self.config.train, self.state.step
         return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
+
+    def write_samples(self, sampler: Sampler) -> None:
+        """Print and record what the model answers to ``observe.samples``; nothing without them. Collective."""
+        if not sampler.texts:
+            return
+        began = time.perf_counter()
+        samples = sampler.generate()
+        self.console.samples(samples, time.perf_counter() - began)
+        if self._log is not None:
+            self._log.write_samples(self.state.step, samples)
 
     def saves(self) -> bool:
         """Whether the state is to be saved: every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``,

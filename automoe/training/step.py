@@ -21,6 +21,7 @@ from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
 from automoe.moe.tokens import TokenCounts
+from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import learning_rate, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
 from automoe.optim.grad_norm import clip_, global_grad_norm
@@ -182,10 +183,10 @@ def validate(
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Mapping[str, float]:
-    """``val_loss``, mean nats a token, and ``val_bits_per_byte`` of text; empty without validation data. Collective.
+    """``val_loss``, mean nats a token, ``val_perplexity``, its exp, and ``val_bits_per_byte`` of text. Collective.
 
-    Of several sources each has a ``val_loss.NAME``; the two numbers above are those of their mixture, by weight. With
-    ``optim.ema_decay``, ``val_loss_ema`` is the mixture's with the averages of ``optimizer``.
+    Empty without validation data. Of several sources each has a ``val_loss.NAME``; the numbers above are those of their
+    mixture, by weight. With ``optim.ema_decay``, ``val_loss_ema`` is the mixture's with the averages of ``optimizer``.
     """
     losses = _validation_losses(config, runner, loader, meshes, device)
     if losses and optimizer is not None and config.optim.ema_decay:
@@ -213,9 +214,10 @@ def _validation_losses(
         )
     if not total:
         return {}
+    loss = nats / loss_tokens
     each = {f"val_loss.{name}": nats / tokens for name, (_, nats, tokens, _) in found.items() if name}
     of_text = {"val_bits_per_byte": nats / math.log(2) / text_bytes} if text_bytes else {}  # synthetic ids have none
-    return {"val_loss": nats / loss_tokens} | of_text | each
+    return {"val_loss": loss, "val_perplexity": perplexity(loss)} | of_text | each
 
 
 def _validation_sums(

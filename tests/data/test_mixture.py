@@ -141,7 +141,8 @@ def test_validation_loss_by_source_and_of_the_mixture(config, monkeypatch):
     given_sums = iter(sums.values())
     monkeypatch.setattr(step, "_validation_sums", lambda *_: next(given_sums))
     record = step.validate(config, None, loader, None, torch.device("cpu"))
-    assert record.keys() == {"val_loss", "val_bits_per_byte", "val_loss.code", "val_loss.web"}
+    assert record.keys() == {"val_loss", "val_perplexity", "val_bits_per_byte", "val_loss.code", "val_loss.web"}
+    assert record["val_perplexity"] == math.exp(record["val_loss"])
     assert (record["val_loss.code"], record["val_loss.web"]) == (3.0, 2.0)
     assert record["val_loss"] == pytest.approx((0.5 * 3 + 0.25 * 2) / 0.75)
     bytes_a_token = (0.5 * 2.5 + 0.25 * 3) / 0.75

@@ -10,7 +10,7 @@ from synthetic_run import record_of, small_config, write_run
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.observe.console import HEADER_EVERY, Console
-from automoe.observe.summary import bytes_text, duration, short_number
+from automoe.observe.summary import bytes_text, duration, final_numbers, short_number
 
 
 def console_of(config) -> tuple[Console, io.StringIO]:
@@ -56,6 +56,26 @@ def test_the_header_comes_back_and_validations_stand_out(tmp_path):
     assert len(validations) == 2 and all("bits per byte" in line for line in validations)
     loss_edge = lines[0].index("loss") + len("loss")
     assert re.search(r"\d\.\d{4}$", validations[0][:loss_edge])
+
+
+def test_a_validation_shows_perplexity_averages_and_sources(tmp_path):
+    config = small_config(tmp_path, steps=9999)
+    console, out = console_of(config)
+    losses = {"val_loss": 1.25, "val_loss.code": 800.0, "val_loss_ema": 12.125, "val_bits_per_byte": 12.0}
+    console.step(record_of(9999, config, np.random.default_rng(0)) | {"expert_max_load": 1.0} | losses)
+    mixture, code = out.getvalue().splitlines()[-2:]
+    assert mixture.split() == "validation 1.2500 12.000 bits per byte perplexity 3.49 ema 12.1250".split()
+    assert code.split() == "800.0000 perplexity inf code".split() and len(mixture) <= 80
+    facts = dict(final_numbers([{"step": 1} | losses]))
+    assert facts["validation perplexity"] == "3.49" and facts["validation loss, averages"] == "12.1250"
+    assert facts["validation loss of code"] == "800.0000, perplexity inf"
+
+
+def test_answers_take_a_line_each(tmp_path):
+    console, out = console_of(small_config(tmp_path))
+    console.samples([{"prompt": "Who?\n\x1b[2J", "text": "I" * 200}], 1.5)
+    prompt, text, note = out.getvalue().splitlines()
+    assert prompt.strip() == "> Who?⏎ [2J" and len(text) == 80 and note.strip() == "1 answers in 1.50 s"
 
 
 def test_a_log_file_gets_plain_text_without_escape_codes(tmp_path):

@@ -16,14 +16,36 @@ from automoe.observe.metrics import (
     LOAD_FILE,
     MAX_LOAD_SNAPSHOTS,
     REQUIRED_KEYS,
+    SAMPLES_FILE,
     MetricsLog,
     damaged_lines,
     last_objective,
     load_summary,
+    perplexity,
     read_expert_load,
+    read_jsonl,
     read_metrics,
     series,
 )
+
+
+def test_perplexity_is_the_exp_of_a_loss_and_never_an_error():
+    assert perplexity(2.5) == math.exp(2.5) and perplexity("Infinity") == perplexity(1e6) == math.inf
+    assert math.isnan(perplexity("NaN"))
+
+
+def test_samples_are_cut_back_to_the_step_that_is_resumed(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(plain_record(step))
+            log.write_samples(step, [{"prompt": "Who?", "text": str(step)}])
+    path = tmp_path / SAMPLES_FILE
+    with MetricsLog(tmp_path, resume_step=2) as log:
+        assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+        log.write_samples(3, [{"prompt": "Who?", "text": "again"}])
+    assert read_jsonl(path)[-1] == {"step": 3, "samples": [{"prompt": "Who?", "text": "again"}]}
+    with MetricsLog(tmp_path):  # a new run
+        assert not read_jsonl(path) and len(read_jsonl(tmp_path / "samples.1.jsonl")) == 3
 
 
 def plain_record(step: int, **values: object) -> dict[str, object]:

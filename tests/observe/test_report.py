@@ -263,8 +263,10 @@ def test_nothing_that_is_shown_can_become_a_part_of_the_page(tmp_path):
     status = {"state": evil, "error": ERROR | {"type": evil, "message": evil, "traceback": [evil]}}
     write_run(run_dir, steps=3, config=config, status=status)
     (run_dir / "environment.json").write_text(json.dumps({evil: evil}))
+    samples = [{"prompt": evil, "text": evil}]
+    (run_dir / "samples.jsonl").write_text(json.dumps({"step": 2, "samples": samples}) + "\n")
     page = page_of(run_dir)
-    assert page.words.count(evil) >= 6  # as text: state twice or more, error, data, environment, configuration
+    assert page.words.count(evil) >= 8  # as text: state twice or more, error, data, environment, configuration, sample
     assert evil.replace("/", "-") in page.words
     assert all(source.startswith("data:image/png;base64,") for source in page.images) and not page.links
     raw = (run_dir / "report.html").read_text()

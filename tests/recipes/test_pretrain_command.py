@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from automoe.launch.run_dir import read_status
-from automoe.observe.metrics import REQUIRED_KEYS, read_metrics
+from automoe.observe.metrics import REQUIRED_KEYS, read_jsonl, read_metrics
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -54,13 +54,14 @@ def validation(record: dict[str, Any]) -> dict[str, float]:
 
 
 MESH = ("mesh.pp=2", "mesh.ep=1", "checkpoint.every=3", "optim.ema_decay=0.5")
+SAMPLES = ("observe.samples=['<b>def ','import os']", "observe.sample_tokens=12")
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of a run that nobody interrupts, and what it printed."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    return run_dir, train(run_dir, *MESH, "observe=wandb_offline")
+    return run_dir, train(run_dir, *MESH, *SAMPLES, "observe=wandb_offline")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def resumed(straight: tuple[Path, str]) -> tuple[Path, str]:
     (run_dir / "checkpoints" / "LATEST").write_text("step-3\n")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(lines[:5]))
-    return run_dir, train(run_dir, *MESH, "observe.report=false")
+    return run_dir, train(run_dir, *MESH, *SAMPLES, "observe.report=false")
 
 
 def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path, str]) -> None:
@@ -103,12 +104,18 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path
     assert len((run_dir / "expert_load.jsonl").read_text().splitlines()) == 6
     assert json.loads((run_dir / "environment.json").read_text())
 
+    samples = read_jsonl(run_dir / "samples.jsonl")
+    assert [record["step"] for record in samples] == [3, 6]
+    assert [pair["prompt"] for pair in samples[1]["samples"]] == ["<b>def ", "import os"]
+    assert "<b>def" not in report and "&lt;b&gt;def" in report and "> import os" in said and "2 answers in" in said
+
 
 def test_a_resumed_pipeline_run_is_the_uninterrupted_one(straight: tuple[Path, str], resumed: tuple[Path, str]) -> None:
     run_dir, said = resumed
     assert "after step 3" in said and "warning" not in said
     expected = read_metrics(straight[0])
     assert repeated(read_metrics(run_dir)) == repeated(expected)
+    assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(straight[0] / "samples.jsonl")
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"LATEST", "step-3", "step-6"}
     assert read_status(run_dir)["objective"] == expected[-1]["val_loss"]
 

@@ -1,0 +1,113 @@
+"""What a model says to prompts while it is trained: on every mesh what ``transformers`` generates from its export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    ObserveConfig,
+    TrainConfig,
+)
+from automoe.data.tokenizer import load_tokenizer
+from automoe.errors import AutomoeError
+from automoe.hf.write import to_hf
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts, materialize
+from automoe.parallel.pipeline import build_runner
+from automoe.training.samples import Sampler
+from automoe.verify.pool import RankPool
+
+PROMPTS = ["def main():", "It was", "x = [n for n in range(3)]", "?", "import os, sys"]
+MESHES = [
+    {},
+    {"pp": 2, "dp_shard": 2, "ep": 2},
+    {"cp": 2, "tp": 2, "ep": 4},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+]
+CONFIG = Config(
+    model=ModelConfig(
+        vocab_size=264,
+        hidden_size=32,
+        num_layers=2,
+        num_experts=4,
+        moe_intermediate_size=16,
+        initializer_range=0.2,
+        attention=AttentionConfig(kind="gqa", num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True),
+        family="qwen3_moe",
+    ),
+    moe=MoEConfig(experts="loop"),
+    train=TrainConfig(seq_len=64, global_batch_size=4, micro_batch_size=1, dtype="float64"),
+    observe=ObserveConfig(samples=PROMPTS, sample_tokens=20),
+)
+
+
+def said(config: Config, export: Path | None) -> list[str]:
+    meshes = build_meshes(resolve_mesh(config.mesh, None), torch.device("cpu"))
+    parts = build_parts(config, meshes)
+    materialize(parts, config, torch.device("cpu"))
+    runner = build_runner(parts, meshes, config, torch.device("cpu"))
+    sampler = Sampler(config, parts, runner, load_tokenizer("byte"), meshes, torch.device("cpu"))
+    own = {stage: part.runtime for stage, part in parts.items()}
+    first, again = sampler.generate(), sampler.generate()
+    assert first == again and all(part.runtime is own[stage] for stage, part in parts.items())
+    assert not any(layer.router.load.totals.any() for part in parts.values() for _, layer in part.moe_layers())
+    if export is not None:
+        to_hf(parts, export, tokenizer="byte", verify=False)
+    assert [pair["prompt"] for pair in first] == PROMPTS
+    return [pair["text"] for pair in first]
+
+
+def generated(folder: Path) -> list[str]:
+    """What ``transformers`` generates, greedily, with the tokens that end an answer left out."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        texts.append(load_tokenizer("byte").decode(answer[0, ids.shape[1] :].tolist()))
+    return texts
+
+
+def test_every_mesh_says_what_transformers_generates(ranks: RankPool, tmp_path: Path) -> None:
+    for mesh in MESHES:
+        config = replace(CONFIG, mesh=MeshConfig(**({"dp_shard": 1} | mesh)))
+        export = tmp_path / "hf" if not mesh else None
+        for texts in ranks.run(said, resolve_mesh(config.mesh, None).world_size, config, export):
+            if export is not None:
+                expected = generated(export)
+                assert len(set(expected)) == len(PROMPTS) and all(len(text) > 3 for text in expected)
+            assert texts == expected, mesh
+
+
+def refusal(config: Config) -> str:
+    try:
+        said(config, None)
+    except AutomoeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        (["x" * 45], "45 tokens, of 1 to train.seq_len - observe.sample_tokens = 44"),
+        (["fine", ""], "0 tokens, of 1 to"),
+        ("nowhere.txt", "a text file with one on each line; it cannot be read"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(ranks: RankPool, samples: list[str] | str, says: str) -> None:
+    config = replace(CONFIG, mesh=MeshConfig(dp_shard=2), observe=ObserveConfig(samples=samples, sample_tokens=20))
+    assert all(says in text for text in ranks.run(refusal, 2, config))
