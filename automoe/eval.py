@@ -103,6 +103,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
     """What the harness found with the checkpoint in ``folder``, without what it says of the machine."""
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     model, tokenizer = load_checkpoint(folder)
     if args.apply_chat_template and tokenizer.chat_template is None:
@@ -117,6 +118,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
         found = evaluator.simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             tasks=tasks,
+            task_manager=TaskManager(include_defaults=False),  # they are built: nothing is looked for
             num_fewshot=args.num_fewshot,
             batch_size=args.batch_size,
             limit=args.limit,
