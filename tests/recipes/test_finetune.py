@@ -30,7 +30,6 @@ MESHES = {
     "pp2_dp2_ep2": {"pp": 2, "dp_shard": 2, "ep": 2},
 }
 STEPS = 180
-SAMPLES = ["5?", "41?", "never asked"]
 
 
 def conversations() -> list[list[dict[str, Any]]]:
@@ -63,11 +62,11 @@ def config_of(folder: Path, name: str) -> Config:
             global_batch_size=8,
             micro_batch_size=2 if "pp" in name else 4,
             dtype="float64",
-            val_every=STEPS,
+            val_every=0,
         ),
         optim=OptimConfig(lr=1e-2, warmup_steps=10, weight_decay=0.0),
         data=data,
-        observe=ObserveConfig(report=False, samples=SAMPLES, sample_tokens=16),
+        observe=ObserveConfig(report=False),
     )
 
 
@@ -111,24 +110,14 @@ def repeated(exported: Path) -> tuple[int, list[str]]:
     return sum(map(len, by_length.values())), wrong
 
 
-def samples(run_dir: Path) -> list[dict[str, str]]:
-    """What the run answered after its last step."""
-    [record] = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
-    return record["samples"]
-
-
 @pytest.mark.faults
 def test_conversations_are_learned_by_heart_on_every_mesh(ranks: RankPool, tmp_path: Path) -> None:
     losses = {name: train(ranks, tmp_path, name) for name in MESHES}
     for name in MESHES:
         assert losses[name] == pytest.approx(losses["one"], rel=1e-10, abs=1e-10), name
         answers, wrong = repeated(tmp_path / name / "hf")
-        assert samples(tmp_path / name) == samples(tmp_path / "one")
         assert answers == 80 and not wrong, f"{name}: {len(wrong)} of {answers}: {wrong[:3]}"
     assert len(losses["one"]) == STEPS and losses["one"][-1] < 0.1 < losses["one"][0]
-    learned = {pair["prompt"]: pair["text"] for pair in samples(tmp_path / "one")}
-    for n in (5, 41):
-        assert learned[f"{n}?"] == f"<think>\n\n</think>\n\n{conversations()[n][1]['content']}"
     said = (tmp_path / "one" / "said0").read_text()
     assert "64 conversations, 80 answers" in said and "80 samples with 1.2" in " ".join(said.split())
     assert "trained > | <think>" in said

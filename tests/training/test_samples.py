@@ -12,6 +12,7 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     Config,
+    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -24,16 +25,12 @@ from automoe.hf.write import to_hf
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.training.samples import Sampler
+from automoe.training.samples import Sampler, _prepared
 from automoe.verify.pool import RankPool
+from tests.support.chat import save_tokenizer
 
 PROMPTS = ["def main():", "It was", "x = [n for n in range(3)]", "?", "import os, sys"]
-MESHES = [
-    {},
-    {"pp": 2, "dp_shard": 2, "ep": 2},
-    {"cp": 2, "tp": 2, "ep": 4},
-    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-]
+MESHES = [{}, {"pp": 2, "dp_shard": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4}]
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=264,
@@ -47,7 +44,7 @@ CONFIG = Config(
     ),
     moe=MoEConfig(experts="loop"),
     train=TrainConfig(seq_len=64, global_batch_size=4, micro_batch_size=1, dtype="float64"),
-    observe=ObserveConfig(samples=PROMPTS, sample_tokens=20),
+    observe=ObserveConfig(samples=PROMPTS, sample_tokens=10),
 )
 
 
@@ -58,8 +55,8 @@ def said(config: Config, export: Path | None) -> list[str]:
     runner = build_runner(parts, meshes, config, torch.device("cpu"))
     sampler = Sampler(config, parts, runner, load_tokenizer("byte"), meshes, torch.device("cpu"))
     own = {stage: part.runtime for stage, part in parts.items()}
-    first, again = sampler.generate(), sampler.generate()
-    assert first == again and all(part.runtime is own[stage] for stage, part in parts.items())
+    first = sampler.generate()
+    assert all(part.runtime is own[stage] for stage, part in parts.items())
     assert not any(layer.router.load.totals.any() for part in parts.values() for _, layer in part.moe_layers())
     if export is not None:
         to_hf(parts, export, tokenizer="byte", verify=False)
@@ -76,7 +73,7 @@ def generated(folder: Path) -> list[str]:
     texts = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
         texts.append(load_tokenizer("byte").decode(answer[0, ids.shape[1] :].tolist()))
     return texts
 
@@ -111,3 +108,20 @@ def refusal(config: Config) -> str:
 def test_prompts_that_cannot_be_answered_are_refused(ranks: RankPool, samples: list[str] | str, says: str) -> None:
     config = replace(CONFIG, mesh=MeshConfig(dp_shard=2), observe=ObserveConfig(samples=samples, sample_tokens=20))
     assert all(says in text for text in ranks.run(refusal, 2, config))
+
+
+def test_a_prompt_of_a_chat_model_is_a_users_message_and_its_answer_ends_as_in_an_export(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder, prompts = save_tokenizer(tmp_path / "tokenizer", "chatml"), tmp_path / "prompts.txt"
+    prompts.write_text("Who?\n\nAnd why?\n")
+    config = replace(CONFIG, model=replace(CONFIG.model, vocab_size=304))
+    config = replace(config, data=DataConfig(kind="stdlib_chat", tokenizer=str(folder)))
+    config.observe = ObserveConfig(samples=str(prompts), sample_tokens=8)
+    texts, ids, stops = _prepared(config, load_tokenizer(str(folder)))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert texts == ["Who?", "And why?"]
+    for text, prompt in zip(texts, ids, strict=True):
+        question = [{"role": "user", "content": text}]
+        assert prompt == theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    assert set(stops) == set(theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
