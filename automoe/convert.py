@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
         "time; block-FP8 and MXFP4 are dequantized.",
     )
-    parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory")
+    parser.add_argument("source", metavar="SRC", help="HuggingFace checkpoint directory or Hub id")
     add_options(parser, "as stored, bfloat16 where that is quantized")
     parser.add_argument(
         "--layout",
@@ -42,13 +42,14 @@ def _convert(source: str, out: str, **options: Any) -> Written:
     from automoe.cost.params import count_params
     from automoe.hf.families.registry import model_config_from_hf
     from automoe.hf.folder import check_conversion
+    from automoe.hf.identity import checkpoint_folder
     from automoe.observe.summary import bytes_text, short_number
 
-    folder = Path(source).expanduser()
+    folder = checkpoint_folder(source, "SRC")
     if not folder.is_dir():
         raise ConfigError("SRC", source, "no such directory", "Name a HuggingFace checkpoint directory")
     try:
-        config = model_config_from_hf(source)
+        config = model_config_from_hf(folder)
     except ConfigError as error:  # which speaks of the key that training reads it by
         if error.key != "model.hf_path":
             raise
@@ -61,7 +62,7 @@ def _convert(source: str, out: str, **options: Any) -> Written:
 
     from automoe.hf.api import convert_hf  # torch
 
-    return convert_hf(source, out, **options)
+    return convert_hf(folder, out, **options)
 
 
 def _describe(args: argparse.Namespace, written: Written) -> str:

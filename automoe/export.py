@@ -73,11 +73,13 @@ def export_run(
     from automoe.data.chat_template import chat_template_of
     from automoe.hf.families.registry import family_of
     from automoe.hf.folder import check_target
+    from automoe.hf.identity import complete
     from automoe.hf.keys import fp8_config
 
     run_dir, out = Path(run_dir).expanduser(), Path(out).expanduser()
     config = load_config(run_dir)
     check_target(out, overwrite)  # before the weights are read
+    complete(config, weights=bool(config.lora.rank or config.train.freeze))
     if fp8:
         fp8_config(config.model, family_of(config.model).keys)
 

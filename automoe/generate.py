@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="automoe generate",
         description="Ask a model what it learned. Without a prompt, a chat in the terminal: an empty line ends it.",
     )
-    parser.add_argument("where", help="run directory, or a HuggingFace checkpoint such as automoe export writes")
+    parser.add_argument("where", help="run directory, or a HuggingFace checkpoint: a directory, or a Hub id")
     parser.add_argument("prompt", nargs="*", help="a question; several are asked one by one")
     parser.add_argument("--text", action="store_true", help="go on with the prompts as they are, without chat template")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt of every question")
@@ -91,15 +91,19 @@ def _not_negative(text: str) -> float:
 
 @contextmanager
 def checkpoint_of(where: Path) -> Iterator[Path]:
-    """The HuggingFace checkpoint at ``where``; of a run that is done its own, else one made of its newest weights.
+    """The HuggingFace checkpoint ``where``, or of that Hub id; of a run its own when it is done, else one made now.
 
     Raises:
         CheckpointError, ConfigError: there is none, and no weights to make one of.
     """
+    from automoe.hf.identity import checkpoint_folder
+
     if (where / "config.json").is_file():
         yield where
     elif (where / "hf" / "config.json").is_file() and read_status(where).get("state") == "done":
         yield where / "hf"
+    elif not where.exists() and (folder := checkpoint_folder(where, "WHERE")) != where:
+        yield folder
     elif not (where / "config.yaml").is_file():
         raise CheckpointError(
             f"{where} is neither a run directory (config.yaml) nor a HuggingFace checkpoint (config.json). Name one"

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Write a dense HuggingFace checkpoint (Llama, Qwen3) as a mixture of experts with the same "
         "logits, one tensor at a time. Train it with model.hf_path=DIR.",
     )
-    parser.add_argument("source", metavar="DENSE", help="HuggingFace checkpoint directory of a dense model")
+    parser.add_argument("source", metavar="DENSE", help="HuggingFace checkpoint directory or Hub id of a dense model")
     parser.add_argument("--experts", type=int, required=True, metavar="E", help="routed experts a layer")
     parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts of a token")
     parser.add_argument(
@@ -40,12 +40,14 @@ def main(argv: list[str] | None = None) -> int:
 
     def write(out: str, **options: Any) -> Written:
         from automoe.hf.folder import check_target
+        from automoe.hf.identity import checkpoint_folder
 
         check_target(Path(out).expanduser(), options["overwrite"])
 
         from automoe.hf.api import upcycle_hf  # torch
 
-        return upcycle_hf(args.source, out, args.experts, args.top_k, args.granularity, seed=args.seed, **options)
+        source = checkpoint_folder(args.source, "DENSE")
+        return upcycle_hf(source, out, args.experts, args.top_k, args.granularity, seed=args.seed, **options)
 
     return report(args, write)
 

@@ -100,7 +100,7 @@ class ModelConfig:
     family: Literal[
         "deepseek_v3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"
     ] = "deepseek_v3"
-    hf_path: str | None = None  # start from this HuggingFace checkpoint directory
+    hf_path: str | None = None  # start from this HuggingFace checkpoint: a directory, or a Hub id OWNER/NAME[@REVISION]
     upcycle: bool = False  # hf_path is dense: experts start as its FFNs, or equal parts of them (docs/upcycle.md)
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's ids
     hidden_size: int = 256
@@ -296,7 +296,7 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
     subset: str | None = None  # hub: which of the data set's configurations
     split: str = "train"  # hub: which of its splits
-    tokenizer: str | None = None  # byte, or a directory with a HuggingFace tokenizer; null: model.hf_path's, or byte
+    tokenizer: str | None = None  # byte, or a directory or Hub id with a tokenizer; null: model.hf_path's, or byte
     text_key: str = "text"  # jsonl field or parquet column
     document_mask: bool = True  # tokens attend within their own document only
     # A document longer than seq_len; a conversation is never split, but can be left out or cut at its end

@@ -19,6 +19,7 @@ from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, ke
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import NO_TOKENIZER, Config, DataConfig, sources_of
 from automoe.errors import ConfigError
+from automoe.hub import local_folder
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
@@ -204,9 +205,9 @@ def _data_rows(config: Config) -> Iterator[Row]:
         there = one.path is None or one.kind == "hub" or glob.glob(os.path.expanduser(one.path), recursive=True)
         yield (key, not there, f"{said}nothing there: {one.path}" if said else f"nothing there (looked from {here})",
                "Name a file, a directory or a glob that exists")
-    yield ("model.hf_path", hf_path is not None and not Path(hf_path).expanduser().is_dir(),
+    yield ("model.hf_path", hf_path is not None and not local_folder(hf_path).is_dir(),
            f"no such directory (looked from {here})",
-           "Name a directory with config.json and *.safetensors, or null to start from random weights")
+           "Name a directory with config.json and *.safetensors, or a Hub id (OWNER/NAME@main), or set null")
 
 
 def _chat_rows(config: Config) -> Iterator[Row]:

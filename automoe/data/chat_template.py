@@ -23,6 +23,7 @@ from automoe.config.schema import ChatConfig, Config, tokenizer_of
 from automoe.data.chat import Conversation, Message
 from automoe.data.tokenizer import ByteTokenizer
 from automoe.errors import ConfigError, DataError
+from automoe.hub import local_folder
 from automoe.shipped import shipped_folder
 
 _PROBE = "probe_name", "probe_key", "probe value"
@@ -61,7 +62,7 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             rule = f"the chat template cannot be read ({error})"
             raise ConfigError("data.chat.template", chosen, rule, "Name a Jinja file, or plain") from error
-    folder = Path(tokenizer).expanduser()
+    folder = local_folder(tokenizer)
     files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
     found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -355,7 +356,7 @@ def _load(tokenizer: str) -> Any:
         if tokenizer == "byte":
             for name, content in ByteTokenizer.files().items():
                 Path(scratch, name).write_text(content, encoding="utf-8")
-        folder = scratch if tokenizer == "byte" else str(Path(tokenizer).expanduser())
+        folder = scratch if tokenizer == "byte" else str(local_folder(tokenizer))
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: plain bytes, or any local HuggingFace tokenizer directory.
+"""Text to token ids and back: plain bytes, or any HuggingFace tokenizer.
 
 Importing this module loads neither torch, transformers nor tokenizers; the byte tokenizer never does.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from automoe.config.schema import NO_TOKENIZER, Config, tokenizer_of
 from automoe.errors import ConfigError
+from automoe.hub import local_folder
 
 if TYPE_CHECKING:
     import tokenizers
@@ -113,13 +114,13 @@ class HFTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str) -> None:
-        directory = Path(path).expanduser()
+        directory = local_folder(path)
         if not directory.is_dir():
             raise ConfigError(
                 "data.tokenizer",
                 path,
-                "a tokenizer is 'byte' or a local directory, and this directory does not exist",
-                "Set data.tokenizer=byte or the path of a directory with a tokenizer.json; nothing is downloaded.",
+                "a tokenizer is 'byte', a directory or a Hub id, and this directory does not exist",
+                "Set data.tokenizer=byte, the path of a directory with a tokenizer.json, or OWNER/NAME@main.",
             )
         if (directory / "tokenizer.json").is_file():
             self._backend, eos_id = _load_fast(directory)
@@ -218,10 +219,10 @@ class NoTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """``byte``, or the path of a HuggingFace tokenizer directory, an export's of bytes too. Raises ConfigError."""
+    """``byte``, or a HuggingFace tokenizer's directory or pinned id, an export's of bytes too. Raises ConfigError."""
     if spec == "byte":
         return ByteTokenizer()
-    path, content = Path(spec).expanduser() / "tokenizer.json", ByteTokenizer.files()["tokenizer.json"]
+    path, content = local_folder(spec) / "tokenizer.json", ByteTokenizer.files()["tokenizer.json"]
     if path.is_file() and path.stat().st_size == len(content.encode()) and path.read_bytes() == content.encode():
         return ByteTokenizer()
     return HFTokenizer(spec)

@@ -20,6 +20,7 @@ from automoe.hf.catalog import Catalog, check_catalog
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.files import Written
 from automoe.hf.folder import check_conversion, new_folder, write_settings
+from automoe.hf.identity import checkpoint_folder
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.read import load_hf, show_progress
 from automoe.hf.rewrite import compare_rewritten, plan_rewrite, rewrite_tensors
@@ -40,7 +41,7 @@ def from_hf(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """The model of a HuggingFace checkpoint directory, ready to run, in evaluation mode.
+    """The model of a HuggingFace checkpoint directory, or Hub id, ready to run, in evaluation mode.
 
     ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or infinite are warned of.
 
@@ -58,6 +59,7 @@ def from_hf(
             or of a row, or a mesh that does not divide the model.
         CheckpointError: files missing, damaged, or not those of the model that config.json describes.
     """
+    path = checkpoint_folder(path, "path")
     config = model_config_from_hf(path)
     if dtype not in COMPUTE_DTYPES.values():
         raise ConfigError("dtype", dtype, f"must be one of {', '.join(COMPUTE_DTYPES)}", "Use torch.float32")

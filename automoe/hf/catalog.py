@@ -17,6 +17,7 @@ from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.hf.shards import LocalShard
 from automoe.hf.untrusted import is_there
 from automoe.hf.upcycle import Upcycling
+from automoe.hub import local_folder
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 Encoding = Literal["plain", "fp8", "mxfp4"]
@@ -78,7 +79,7 @@ def open_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | N
 @without_collection()
 def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
     """``open_catalog`` of this process alone."""
-    folder = Path(path).expanduser()
+    folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = _quantization(folder)
     sources = _pair_scales(tensors, encoding)

@@ -21,6 +21,7 @@ from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.untrusted import copy_file, is_there, open_inside
+from automoe.hub import local_folder
 from automoe.lock_file import open_lock
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def write_settings(
         quantization: ``quantization_config`` of the written config.json.
         chat: that trained it: its own template goes along, and generation stops where its answers end.
     """
-    source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
+    source = local_folder(config.hf_path) if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
     hf = family_of(config).write_config(config, base)
     if base is None or not _is_own(tokenizer, source):
@@ -228,11 +229,11 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         ConfigError: no such tokenizer.
         CheckpointError: one of them is a link out of its folder, no file, or cannot be read.
     """
-    source = Path(config.hf_path).expanduser() if config.hf_path is not None else None
+    source = local_folder(config.hf_path) if config.hf_path is not None else None
     own, found = _is_own(tokenizer, source), []
     if source is not None and own and is_there(source, "generation_config.json"):
         found.append((source, "generation_config.json"))
-    place = source if own else None if tokenizer in ("byte", NO_TOKENIZER) else Path(str(tokenizer)).expanduser()
+    place = source if own else None if tokenizer in ("byte", NO_TOKENIZER) else local_folder(str(tokenizer))
     if place is not None:
         if not place.is_dir():
             raise ConfigError("tokenizer", place, "there is no such directory", "Name one with a tokenizer's files")
@@ -248,7 +249,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
     """Another tokenizer's end of text is not the source's, and neither are settings of generation that name it."""
-    return tokenizer is None or (source is not None and Path(tokenizer).expanduser().absolute() == source.absolute())
+    return tokenizer is None or (source is not None and local_folder(tokenizer).absolute() == source.absolute())
 
 
 def _write_chat(folder: Path, chat: ChatTemplate) -> None:

@@ -20,6 +20,7 @@ from automoe.cost.params import count_params
 from automoe.errors import CheckpointError, ConfigError, listed
 from automoe.hf.keys import FUSED, INDEX_FILE, KeyMap
 from automoe.hf.untrusted import brief, is_there, open_inside, parse_json, read_bytes
+from automoe.hub import local_folder
 
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
@@ -66,7 +67,7 @@ def read_headers(path: str | Path) -> dict[str, StoredTensor]:
             safetensors file, no file at all or a link out of the directory; tensors that overlap, have holes
             between them, another size than their shape or are in two files; an index that says something else.
     """
-    folder = Path(path).expanduser()
+    folder = local_folder(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such directory. Name a HuggingFace checkpoint directory")
     try:
@@ -134,9 +135,14 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
 def _all_there(folder: Path) -> bool:
     """Whether no file of the weights is missing; what an unreadable index names, ``read_headers`` says."""
     try:
-        return all(is_there(folder, name) for name in _files_of(_read_index(folder)))
+        return not missing_files(folder)
     except OSError:
         return True
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Files of the weights that are not there, as far as the index names them."""
+    return [name for name in _files_of(_read_index(folder)) if not is_there(folder, name)]
 
 
 def _num_numbers(tensors: dict[str, StoredTensor]) -> int:

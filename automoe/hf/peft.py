@@ -25,6 +25,7 @@ from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
 from automoe.hf.keys import KeyMap, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of
+from automoe.hub import id_and_commit, local_folder
 from automoe.model.decoder import Decoder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -178,6 +179,8 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
         elif last in ("A13", "A2"):
             published = (keys.gate, keys.up) if last == "A13" else (keys.down,)
             modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in published}
+    path = str(config.hf_path)
+    base, commit = id_and_commit(path) or (str(local_folder(path).absolute()), None)
     return PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -185,7 +188,8 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
         target_modules=sorted(modules),
         target_parameters=sorted(parameters) or None,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(str(config.hf_path)).expanduser().absolute()),
+        base_model_name_or_path=base,
+        revision=commit,
         inference_mode=True,
     )
 
@@ -204,7 +208,7 @@ def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[
     """
     wanted = dict(_targets(config, ours))
     groups: dict[str, int] = {}
-    for key, module in _loaded(folder, str(config.hf_path)):
+    for key, module in _loaded(folder, str(local_folder(str(config.hf_path)))):
         if key not in wanted:
             raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")
         name, group = wanted.pop(key)

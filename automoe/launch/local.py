@@ -64,7 +64,9 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
     print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
     from automoe.data.prepare import prepare_data
+    from automoe.hf.identity import complete
 
+    complete(config)
     prepare_data(config)  # a bad line or a missing file is found here, before ranks start
     result = launch_local(config, shape, device)
     if result.error is not None:

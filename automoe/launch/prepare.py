@@ -6,13 +6,16 @@ checkpoint's ``config.json``, a tokenizer, this machine. Nothing here imports to
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 from automoe.config.compose import Arguments, compose_config, key_of
-from automoe.config.convert import leaf_keys
-from automoe.config.frozen import Device
+from automoe.config.convert import FromEnvironment, leaf_keys
+from automoe.config.frozen import Device, flat
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, sources_of, tokenizer_of
@@ -21,7 +24,9 @@ from automoe.cost.adapters import adapter_rows
 from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
+from automoe.hub import pinned
 from automoe.launch.hardware import default_num_ranks, resolve_device
+from automoe.launch.run_dir import read_config
 
 LARGE = 1e9  # parameters
 
@@ -43,7 +48,7 @@ def compose(args: Arguments) -> Config:
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the truth.
+    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the truth; ids pinned.
 
     Raises:
         ConfigError: no such checkpoint, an unknown family, an override of the model that contradicts it, one of
@@ -53,6 +58,7 @@ def settle(config: Config, overrides: list[str]) -> Config:
         mesh = expand_preset(config.mesh, config.launch.num_ranks)
         sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
         check_num_ranks(config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}")
+    config = _pinned(config)
     path = config.model.hf_path
     if path is None:
         return config
@@ -105,6 +111,27 @@ def missing_data(config: Config) -> ConfigError | None:
         rule = f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}"
         return ConfigError("data.tokenizer", "byte", rule, f"Set data.tokenizer=DIR of a tokenizer, {speed}")
     return None
+
+
+def _pinned(config: Config) -> Config:
+    """``config`` with a commit in each Hub id; a run that goes on stays with the one that it began with."""
+    then: dict[str, Any] = {}
+    if config.checkpoint.resume != "never":
+        with suppress(OSError, ValueError):  # none, or one that the run itself will speak of
+            then = flat(read_config(Path(config.run_dir)))
+
+    def pin(key: str, spec: str | None) -> str | None:
+        if spec is None:
+            return None
+        found = pinned(key, spec, str(then.get(key)))
+        if found != spec and isinstance(spec, FromEnvironment):
+            return FromEnvironment(found, f"{spec.written}@{found.rpartition('@')[2]}")
+        return found
+
+    model = replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
+    return replace(
+        config, model=model, data=replace(config.data, tokenizer=pin("data.tokenizer", config.data.tokenizer))
+    )
 
 
 def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:

@@ -25,6 +25,7 @@ from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.recipe_args import CLASS
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, LaunchError
+from automoe.hf.identity import complete
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
 from automoe.shipped import load_recipe
@@ -116,6 +117,7 @@ def run_rank(
             raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
         recipe = load_recipe(config.recipe)
         config = as_class(config, getattr(recipe, CLASS, None))
+        complete(config)  # a node that the launcher did not run on
         device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
         if rank == 0:
             runs.write_status(run_dir, "running", pid=launcher or os.getpid())

@@ -47,6 +47,7 @@ LAYERS = (
     (
         "automoe.config",
         "automoe.errors",
+        "automoe.hub",
         "automoe.shipped",
         "automoe.trace",
         "automoe.counter_random",

@@ -18,6 +18,7 @@ from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Family
 from automoe.hf.headers import check_holds
 from automoe.hf.untrusted import parse_json, read_bytes
+from automoe.hub import local_folder
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -63,7 +64,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         CheckpointError: a link out of the directory, no file, or one of more than 100 MB.
     """
     try:
-        content = parse_json(read_bytes(Path(path).expanduser(), "config.json"))
+        content = parse_json(read_bytes(local_folder(path), "config.json"))
         if isinstance(content, dict):
             return content
         rule, remedy = "its config.json is not a JSON object", "Copy it again"
@@ -103,5 +104,5 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         check_rows(alone, chain(number_rows(alone), model_rows(alone, shape), moe_rows(alone)), shape)
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
-    check_holds(Path(path).expanduser(), config, family.keys)
+    check_holds(local_folder(path), config, family.keys)
     return config

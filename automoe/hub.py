@@ -1,0 +1,142 @@
+"""A model of the HuggingFace Hub by its id: the commit is asked for once, and its files lie in huggingface_hub's cache.
+
+An id is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, and pinned where it ends in ``@`` and the 40 digits of a commit. A
+configuration holds pinned ids alone, so what they mean does not change, and every machine finds its own copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from automoe.errors import ConfigError
+
+_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+?))??(?:@([0-9a-f]{40}))?")
+# What describes a model and its tokenizer. No pickles and no code.
+_SMALL = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "*.model"]
+_COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders of their own
+
+
+def local_folder(spec: str | Path) -> Path:
+    """The folder that a path or a pinned id stands for on this machine; no network, and it may not be there."""
+    folder, found = Path(spec).expanduser(), _ID.fullmatch(str(spec))
+    if found is None or found[3] is None or folder.exists():
+        return folder
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, f"models--{found[1].replace('/', '--')}", "snapshots", found[3])
+
+
+def id_and_commit(spec: str) -> tuple[str, str] | None:
+    """Name and commit of a pinned id; None for a path."""
+    found = _ID.fullmatch(spec)
+    return (found[1], found[3]) if found and found[3] and not Path(spec).expanduser().exists() else None
+
+
+def pinned(key: str, spec: str, kept: str = "") -> str:
+    """``spec`` as it is where it is a path, else the id with its commit; its config and tokenizer are then here.
+
+    An id is what looks like one where there is no such folder, and, unless it names a revision, no folder ``OWNER``
+    either: a mistyped path asks no server.
+
+    Args:
+        key: that has ``spec``, for messages.
+        kept: pinned id of the same model that is to stay, unless ``spec`` names a revision.
+
+    Raises:
+        ConfigError: the model is not in the cache, and the Hub out of reach, or it has no such model or revision.
+    """
+    found = _ID.fullmatch(spec)
+    if found is None or Path(spec).expanduser().exists():
+        return spec
+    name, revision, commit = found.groups()
+    if not (revision or commit):
+        if Path(name.partition("/")[0]).is_dir():
+            return spec
+        if (before := id_and_commit(kept)) is not None and before[0] == name:
+            commit = before[1]
+            _say_if_moved(key, name, commit)
+    folder = download(key, name, commit or revision or "main", _SMALL)
+    if not (commit or (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file()):
+        raise _refused(key, spec, f"{folder} has neither config.json nor tokenizer_config.json")
+    if commit is None:
+        print(f"{key}={spec}: there is no such folder here, so the model of the Hub, at commit {folder.name[:12]}",
+              file=sys.stderr)  # fmt: skip
+    return f"{name}@{folder.name}"
+
+
+def download(key: str, name: str, revision: str, files: list[str]) -> Path:
+    """The cache's folder of a model, with those of ``files`` (patterns) that it has. Raises as ``pinned``.
+
+    Processes of a machine that ask for the same file wait for each other (huggingface_hub locks it).
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": files, "ignore_patterns": _COPIES}
+    try:
+        if len(revision) == 40:  # it cannot have changed
+            with contextlib.suppress(LocalEntryNotFoundError):
+                folder = Path(snapshot_download(name, local_files_only=True, **options))
+                if files is _SMALL or all((folder / file).exists() for file in files):
+                    return folder
+        return Path(snapshot_download(name, **options))
+    except Exception as error:  # the library's own, those of its HTTP client, of the disk
+        raise _refused(key, f"{name}@{revision}", error) from error
+
+
+def fetch(key: str, spec: str, missing: list[str]) -> None:
+    """Download the files ``missing`` of a pinned id, after saying how much that is. Raises as ``pinned``."""
+    from huggingface_hub import HfApi, constants
+
+    found = id_and_commit(spec)
+    assert found is not None, spec
+    try:
+        there = HfApi().model_info(found[0], revision=found[1], files_metadata=True).siblings or []
+    except Exception as error:
+        raise _refused(key, spec, error) from error
+    sizes = {file.rfilename: file.size or 0 for file in there}
+    if lost := [file for file in missing if file not in sizes]:
+        raise ConfigError(key, spec, f"the Hub has no {lost[0]} of it", "Choose a model with safetensors files")
+    total = sum(sizes[file] for file in missing)
+    counted = "1 file" if len(missing) == 1 else f"{len(missing)} files"
+    print(f"downloading {spec}: {counted}, {total / 1e9:,.1f} GB, to {constants.HF_HUB_CACHE}", file=sys.stderr)
+    download(key, *found, missing)
+
+
+def _say_if_moved(key: str, name: str, commit: str) -> None:
+    """A note where the model has a newer commit than the one that stays. Out of reach, the Hub says nothing new."""
+    from huggingface_hub import HfApi
+
+    with contextlib.suppress(Exception):
+        newest = HfApi().model_info(name, timeout=10).sha
+        if newest and newest != commit:
+            print(
+                f"note: {key}={name} is at commit {newest[:12]} now; this run stays with {commit[:12]}. For the newer "
+                f"write {key}={name}@{newest}, or start over with checkpoint.resume=never",
+                file=sys.stderr,
+            )
+
+
+def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:
+    from huggingface_hub import constants, errors
+
+    why, login = " ".join(str(error).split())[:300], "log in (hf auth login, or HF_TOKEN)"
+    name = spec.partition("@")[0]
+    if isinstance(error, errors.GatedRepoError):
+        remedy = f"Ask for access on the model's page, and {login}"
+    elif isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
+        remedy = f"Correct the name or the revision; for a private model {login}"
+    else:
+        remedy = (
+            f"Where there is a network, run `hf download {name}`, and bring that cache here (HF_HOME says where it "
+            "lies), or a copy of the model's folder, and name it"
+        )
+        if constants.HF_HUB_OFFLINE:
+            why, remedy = "HF_HUB_OFFLINE is set", f"Unset HF_HUB_OFFLINE. {remedy}"
+    rule = f"no such folder (looked from {os.getcwd()}), nor is all that is needed of the Hub's {spec} in "
+    return ConfigError(key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be had: {why}", remedy)

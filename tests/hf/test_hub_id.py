@@ -1,0 +1,256 @@
+"""Models by Hub id: through huggingface_hub, from its cache without a network, and from a server on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from automoe.config.compose import Arguments, compose_config
+from automoe.config.frozen import dump_config, parse_config
+from automoe.errors import ConfigError
+from automoe.hf.identity import checkpoint_folder, checkpoint_identity, complete
+from automoe.hub import id_and_commit, local_folder, pinned
+from automoe.launch.prepare import prepare, settle
+from tests.support.chat import save_tokenizer
+from tests.support.command import TINY, TrainCommand
+from tests.support.hf_models import save_small_hf
+
+NAME, KEY = "lab/tiny", "model.hf_path"
+NOT_NEEDED = (
+    "pytorch_model.bin",
+    "modeling_tiny.py",
+    "original/model.safetensors",
+    "original/params.json",
+    "README.md",
+)
+
+
+class Hub(ThreadingHTTPServer):
+    """The few answers of the Hub that a download needs, for one model in several commits."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.commits: dict[str, Path] = {}
+        self.asked: list[str] = []
+        self.tokens: set[str] = set()
+
+    @property
+    def main(self) -> str:
+        return list(self.commits)[-1]
+
+    def publish(self, folder: Path) -> str:
+        commit = hashlib.sha1(str(folder).encode()).hexdigest()
+        self.commits[commit] = folder
+        return commit
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+        self.server.tokens.add(self.headers.get("authorization", ""))
+        path, _, query = self.path.lstrip("/").partition("?")
+        words = path.split("/")
+        if path.startswith(f"api/models/{NAME}"):
+            self._api(words[4:], query)
+        elif path.startswith(f"{NAME}/resolve/") and (file := self._folder(words[3]) / "/".join(words[4:])).is_file():
+            self._answer(file.read_bytes(), {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": self._commit(words[3])})
+        else:
+            self._answer(b"{}", {"X-Error-Code": "RepoNotFound" if NAME not in path else "EntryNotFound"}, 404)
+
+    def _api(self, words: list[str], query: str) -> None:
+        revision = words[1] if len(words) > 1 else "main"
+        folder = self._folder(revision)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        entries = [(str(file.relative_to(folder)), file.stat().st_size, _digest(file)) for file in files]
+        if words[:1] == ["tree"]:
+            content = [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in entries]
+        else:
+            sizes = "blobs" in query
+            siblings = [{"rfilename": name} | ({"size": size} if sizes else {}) for name, size, _ in entries]
+            content = {"id": NAME, "sha": self._commit(revision), "siblings": siblings}
+        self._answer(json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _commit(self, revision: str) -> str:
+        return revision if revision in self.server.commits else self.server.main
+
+    def _folder(self, revision: str) -> Path:
+        return self.server.commits[self._commit(revision)]
+
+    def _answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+def published(folder: Path, seed: int) -> Path:
+    """A model as repositories have it: with a tokenizer, and with much that nobody needs."""
+    save_small_hf("qwen3_moe", folder, seed=seed, other_sizes={"vocab_size": 296}, max_shard_size="100KB")
+    save_tokenizer(folder, None)
+    for name in NOT_NEEDED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("published")
+    return [published(root / str(seed), seed) for seed in (0, 1)]
+
+
+@pytest.fixture
+def hub(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        server.publish(folders[0])
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        for name, value in (
+            ("ENDPOINT", endpoint),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+            ("HF_HUB_OFFLINE", False),
+            ("HF_HUB_DISABLE_XET", True),
+        ):
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.chdir(tmp_path)
+        yield server
+        server.shutdown()
+
+
+def test_an_id_gets_its_commit_and_weights_come_when_they_are_needed(
+    hub: Hub, folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = pinned(KEY, NAME)
+    assert spec == f"{NAME}@{hub.main}" and id_and_commit(spec) == (NAME, hub.main)
+    assert not any(".safetensors " in f"{asked} " and "index" not in asked for asked in hub.asked)
+    assert f"{KEY}={NAME}" in capsys.readouterr().err
+
+    folder, index = checkpoint_folder(spec), json.loads((folders[0] / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    said = capsys.readouterr().err
+    assert f"downloading {spec}: {len(files)} files, 0.0 GB" in said
+    assert checkpoint_identity(spec) == checkpoint_identity(folder) == checkpoint_identity(folders[0])
+    here = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+    assert here == {file.name for file in folders[0].iterdir() if file.is_file()} - set(NOT_NEEDED)
+
+    before = len(hub.asked)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert checkpoint_folder(spec) == folder and checkpoint_folder(NAME) == folder and len(hub.asked) == before
+
+
+def test_another_commit_is_noticed_and_a_run_stays_with_its_own(
+    hub: Hub, folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [f"model.hf_path={NAME}", "data=stdlib", f"run_dir={tmp_path / 'run'}", "launch.device=cpu"]
+    typed += ["train.seq_len=32", "data.document_mask=true", "moe.experts=loop"]
+    config, _, _ = prepare(Arguments(overrides=typed))
+    first = hub.main
+    assert config.model.hf_path == f"{NAME}@{first}" and config.model.family == "qwen3_moe"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    second = hub.publish(folders[1])
+    capsys.readouterr()
+    config = settle(compose_config(overrides=typed), typed)
+    said = capsys.readouterr().err
+    assert config.model.hf_path == f"{NAME}@{first}" and second[:12] in said and first[:12] in said
+    complete(parse_config(dump_config(config)))
+    assert checkpoint_identity(config.model.hf_path) == checkpoint_identity(folders[0])
+    for other in ([f"model.hf_path={NAME}@main"], ["checkpoint.resume=never"]):
+        assert settle(compose_config(overrides=typed + other), typed + other).model.hf_path == f"{NAME}@{second}"
+
+
+def test_the_environment_names_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAB_MODEL", NAME)
+    typed = ["model.hf_path=${oc.env:LAB_MODEL}", "data=stdlib", "run_dir=run"]
+    config = settle(compose_config(overrides=typed), typed)
+    assert config.model.hf_path == f"{NAME}@{hub.main}" and local_folder(config.model.hf_path).is_dir()
+    text = dump_config(config)
+    assert f"${{oc.env:LAB_MODEL}}@{hub.main}" in text and NAME not in text
+    assert local_folder(parse_config(text).model.hf_path) == local_folder(config.model.hf_path)
+    longer = parse_config(text, environment={"LAB_MODEL": f"{NAME}@v1"}).model.hf_path
+    assert id_and_commit(longer) == (NAME, hub.main)
+
+
+def test_a_cache_that_was_copied_here_is_enough(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        pinned(KEY, NAME)
+    for needle in (f"{KEY}={NAME}", str(tmp_path / "cache"), "HF_HUB_OFFLINE", "HF_HOME", f"hf download {NAME}"):
+        assert needle in str(caught.value), needle
+    commit, place = "0123456789" * 4, tmp_path / "cache" / "models--lab--tiny"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(commit)
+    (place / "snapshots").mkdir()
+    (place / "snapshots" / commit).symlink_to(folders[0])
+    assert pinned(KEY, NAME) == f"{NAME}@{commit}"
+    assert checkpoint_identity(checkpoint_folder(NAME)) == checkpoint_identity(folders[0])
+
+
+def test_what_is_no_id_asks_nobody(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    for path in (NAME, "./lab/tiny", "/lab/tiny", "~/tiny", "tiny", "a/b/c", "byte"):
+        assert pinned(KEY, path) == path
+    assert hub.asked == []
+    assert pinned(KEY, f"{NAME}@main") == f"{NAME}@{hub.main}"  # a folder lab is here, and the revision says: the Hub
+    (tmp_path / NAME).mkdir()
+    assert pinned(KEY, NAME) == NAME
+    with pytest.raises(ConfigError, match="Correct the name"):
+        pinned(KEY, "nobody/nothing")
+
+
+@pytest.mark.faults
+def test_ranks_share_one_download_and_a_resume_needs_none(hub: Hub, tmp_path: Path) -> None:
+    environment = {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_TOKEN": "hf_this_is_a_secret",
+        "XDG_CACHE_HOME": str(tmp_path / "text"),
+    }
+    kept = [text for text in TINY if not text.startswith("model.")]
+    command = TrainCommand(
+        tmp_path / "run",
+        [*kept, f"model.hf_path={NAME}", "data=stdlib", "mesh.dp_shard=2", "mesh.ep=2", "mesh.pp=1", "lora.rank=4",
+         "checkpoint.every=1", "lora.export=adapter", "checkpoint.export_hf=true"],
+        environment,
+    )  # fmt: skip
+    status, _, said = command.run("train.steps=1")
+    assert status == 0, said
+    fetched = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(".safetensors")]
+    assert fetched and len(fetched) == len(set(fetched))
+    adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, hub.main)
+    command.env["HF_HUB_OFFLINE"] = "1"
+    before = len(hub.asked)
+    status, _, said = command.run("train.steps=2")
+    assert status == 0 and len(hub.asked) == before, said
+    assert f"{NAME}@{hub.main}" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "Bearer hf_this_is_a_secret" in hub.tokens
+    for file in (tmp_path / "run").rglob("*"):
+        assert file.is_dir() or b"hf_this_is_a_secret" not in file.read_bytes(), file
