@@ -24,7 +24,7 @@ doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
 target_delimiter: ""
-metric_list: [{{metric: acc}}]
+metric_list: [{{metric: acc}}, {{metric: brier_score}}]
 """
 
 
@@ -45,13 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_hand(folder: Path, chat: bool, count: int) -> float:
-    """The share of questions whose right choice has the largest sum of log probabilities of its tokens."""
+def by_hand(folder: Path, chat: bool, count: int) -> tuple[float, float]:
+    """The share of questions whose right choice is the likeliest, and the mean square distance to certainty of it.
+
+    A choice is as likely as the product of the probabilities of its tokens, the second number among the choices alone.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
     model = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
-    right = 0
+    right, distance = 0, 0.0
     for n in range(count):
         prompt = question(n)
         if chat:
@@ -64,7 +67,10 @@ def by_hand(folder: Path, chat: bool, count: int) -> float:
                 logs = model(ids).logits[0, len(asked) - 1 : -1].log_softmax(-1)
             scores.append(float(logs.gather(1, ids[0, len(asked) :, None]).sum()))
         right += scores.index(max(scores)) == n % 4
-    return right / count
+        shares = torch.tensor(scores).softmax(0)
+        shares[n % 4] -= 1
+        distance += float(shares.square().sum())
+    return right / count, distance / count
 
 
 def evaluate(folder: Path, *words: str) -> int:
@@ -75,9 +81,10 @@ def test_accuracy_is_what_transformers_gives_by_hand(folder: Path, capsys: pytes
     assert evaluate(folder, "--tasks", str(folder / "tasks" / "letters.yaml"), "--batch_size", "3") == 0
     found = json.loads((folder / "hf" / "eval.json").read_text())
     accuracy = found["results"]["letters"]["acc,none"]
-    assert 0 < accuracy < 1 and accuracy == pytest.approx(by_hand(folder, False, 20))
+    assert 0 < accuracy < 1
+    assert (accuracy, found["results"]["letters"]["brier_score,none"]) == pytest.approx(by_hand(folder, False, 20))
     assert found["n-samples"]["letters"]["effective"] == 20 and found["config"]["model"] == str(folder / "hf")
-    heading, row, results = capsys.readouterr().out.splitlines()[-3:]
+    heading, row, _, results = capsys.readouterr().out.splitlines()[-4:]
     error = (accuracy * (1 - accuracy) / 19) ** 0.5
     assert heading.split() == ["task", "metric", "shots", "value", "std.", "error"]
     assert row.split() == ["letters", "acc", "0", f"{accuracy:.4f}", f"{error:.4f}"] and len(row) <= 80
@@ -89,7 +96,8 @@ def test_a_folder_of_tasks_asked_through_the_chat_template(folder: Path) -> None
     words = ("--tasks", str(folder / "tasks"), "--limit", "10", "--apply_chat_template", "--out", str(out))
     assert evaluate(folder, *words) == 0
     found = json.loads(out.read_text())
-    assert found["results"]["letters"]["acc,none"] == pytest.approx(by_hand(folder, True, 10))
+    numbers = found["results"]["letters"]
+    assert (numbers["acc,none"], numbers["brier_score,none"]) == pytest.approx(by_hand(folder, True, 10))
     assert found["n-samples"]["letters"]["effective"] == 10 and found["config"]["apply_chat_template"]
 
 
