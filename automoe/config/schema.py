@@ -362,6 +362,7 @@ class LaunchConfig:
     grace_s: int = 120  # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
     max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
     threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly
+    gc_every: int = 50  # steps between collections of Python's garbage, on all ranks at once; 0: as Python likes
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,27 @@ class Loader:
         self.weights = self._mixture.weights.tolist()
         self._packed: dict[tuple[Split, int], PackedRows] = {}
         self.rows_per_epoch = sum(self._rows_of(split, source).num_rows for source in range(len(sources)))
-        self.consumed_rows = 0  # over all ranks, since the start of training
+        self.consumed_rows = (
+            0  # over all ranks, since the start of training; of steps that were taken, not of one ahead
+        )
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._ahead: tuple[int, Future[StepBatch]] | None = None  # rows consumed before it, the step after the last
 
     def next_step(self) -> StepBatch:
-        """This rank's rows of the next global batch; a new epoch starts where one ends."""
-        first = self.consumed_rows + self.dp_rank * self.rows_per_rank
-        batch = self._batch(self.split, first, *self._mixture.rows(first, self.rows_per_rank))
+        """This rank's rows of the next global batch; a new epoch starts where one ends.
+
+        The step after is made by a thread while this one trains.
+        """
+        ahead, self._ahead = self._ahead, None
+        fits = ahead is not None and ahead[0] == self.consumed_rows  # not after a resume or a fall back
+        batch = ahead[1].result() if ahead is not None and fits else self._step(self.consumed_rows)
         self.consumed_rows += self.config.train.global_batch_size
+        self._ahead = self.consumed_rows, self._thread.submit(self._step, self.consumed_rows)
         return batch
+
+    def _step(self, consumed_rows: int) -> StepBatch:
+        first = consumed_rows + self.dp_rank * self.rows_per_rank
+        return self._batch(self.split, first, *self._mixture.rows(first, self.rows_per_rank))
 
     def row(self, index: int) -> StepBatch:
         """One row of the endless sequence, [1, S]; the state stays as it is."""

@@ -24,6 +24,7 @@ from automoe.errors import AutomoeError, ConfigError, LaunchError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import check_backends, resolve_device, start_notes, visible_gpus
 from automoe.launch.prepare import check, check_num_ranks, compose, missing_data
+from automoe.launch.ranks import prepare_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -147,6 +148,7 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         ConfigError, LaunchError: on rank 0, what keeps the run from starting. The others exit with
             status 2 and say nothing, so that the reason is printed once.
     """
+    prepare_process()
     check_agent(launch)
     if launch.rank != 0:
         store = _open_store(launch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
 
 # Of the environment of ranks of one machine: gloo and NCCL listen on loopback alone.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter is the older name
+
+
+def prepare_process() -> None:
+    """What a rank needs of its process; called before torch is imported.
+
+    Segments of the CUDA allocator that grow, since sizes that change with every step's routing would leave holes; the
+    environment may say otherwise. And as many open files as the system allows: gloo's full meshes take two a rank.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -149,6 +149,8 @@ class StuckWatch:
             pending = pending_collectives(self._first_seen)
             standing = Standing(self.rank, place, communicates, pending, asked, saving[0] if saving else None)
             target.parent.mkdir(exist_ok=True)
+            for name, record in _records(False):
+                target.with_name(f"{name}_{self.rank}").write_bytes(record)
             scratch = target.with_suffix(".tmp")
             scratch.write_text(json.dumps(asdict(standing), indent=1))
             scratch.rename(target)
@@ -170,7 +172,10 @@ class StuckWatch:
         (self.run_dir / runs.STUCK_FILE).unlink(missing_ok=True)
 
     def _report(self, rank: int, message: str) -> None:
-        message += " Where every rank was is in logs/rank*.stuck.json; raise launch.timeout_s if one was only slow"
+        message += (
+            " Where every rank was is in logs/rank*.stuck.json, and its last collectives, as torch "
+            "records them, in logs/flight_*; raise launch.timeout_s if one was only slow"
+        )
         runs.record_failure(self.run_dir, runs.launch_failure(rank, message))
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
@@ -236,7 +241,6 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     """
     if "torch.distributed" not in sys.modules:  # nothing has begun before torch is there
         return []
-    import torch._C._distributed_c10d as c10d
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -245,12 +249,10 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     # A group has its name before its ranks, and the main thread may be making one.
     ranks = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for dump in ("_dump_fr_trace", "_dump_nccl_trace"):  # gloo's recorder, and NCCL's where torch has it
-        if hasattr(c10d, dump):
-            record = pickle.loads(getattr(c10d, dump)(True, False, True))
-            for entry in record.get("entries", []):
-                if not entry["retired"] and entry["state"] != "completed":
-                    found[dump, entry["record_id"]] = entry
+    for dump, record in _records(True):
+        for entry in pickle.loads(record).get("entries", []):
+            if not entry["retired"] and entry["state"] != "completed":
+                found[dump, entry["record_id"]] = entry
     now = time.monotonic()
     for key in first_seen.keys() - found.keys():
         first_seen.pop(key, None)
@@ -269,6 +271,20 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
         )
         pending.append(one)
     return pending
+
+
+def _records(active: bool) -> Iterator[tuple[str, bytes]]:
+    """(name, pickled record) of this process's flight recorders: gloo's, and NCCL's where torch has it.
+
+    Args:
+        active: only of collectives that have not ended.
+    """
+    if "torch.distributed" in sys.modules:
+        import torch._C._distributed_c10d as c10d
+
+        for name, dump in (("flight", "_dump_fr_trace"), ("flight_nccl", "_dump_nccl_trace")):
+            if hasattr(c10d, dump):
+                yield name, getattr(c10d, dump)(True, False, active)
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:

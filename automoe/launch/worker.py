@@ -101,6 +101,7 @@ def run_rank(
         launcher: process id of ``launch_local``'s process; None under torchrun and srun.
         run_dir_lost: what is wrong where the run directory is not the one that the run began in.
     """
+    ranks.prepare_process()
     terminal = _redirect(run_dir, rank)
     stop = StopRequest()
     _handle_signals(stop, launcher)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import resource
 import time
@@ -18,6 +19,7 @@ from automoe.config.schema import Config
 from automoe.cost.adapters import describe_training
 from automoe.cost.params import train_flops_per_token
 from automoe.errors import AutomoeError, SaveError
+from automoe.hf.headers import without_collection
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
@@ -54,6 +56,8 @@ def open_run(
             record_ends = resumed.step if resumed and resumed.own else None
             log = MetricsLog(context.run_dir, record_ends, console.warn)
             tracker = make_tracker(config, context.run_dir, console.warn)
+        if config.launch.gc_every:
+            opened.enter_context(without_collection())
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
         saver = Saver(store, config, console.note, console.warn)
         run = Run(config, shape, context, state, saver, resumed, console, log, tracker)
@@ -105,8 +109,14 @@ class Run:
             self.console.row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
-        """Start the step's clock; a background save that failed is reported here."""
+        """Start the step's clock; a background save that failed is reported here.
+
+        Python's garbage is collected at the same steps on all ranks: where each does when it likes, all wait for each.
+        """
         self.saver.poll()
+        every = self.config.launch.gc_every
+        if every and self.state.step % every == 0:
+            gc.collect(1)  # what a step leaves is young
         self._began = time.perf_counter()
 
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,44 @@ def test_resume_goes_on_exactly_under_any_dp_size(config, dp_before, dp_after):
     _, state = steps(config, 4, dp_before)
     rest, state = steps(config, 5, dp_after, state)
     assert equal(whole[4:], rest) and state == end
+
+
+def test_the_step_after_is_made_by_a_thread_and_counts_when_it_is_taken(config, monkeypatch):
+    loader, made, plain = Loader(config, 0, 1), [], Loader._step
+
+    def step(self, consumed_rows):
+        made.append((consumed_rows, threading.current_thread() is threading.main_thread()))
+        return plain(self, consumed_rows)
+
+    monkeypatch.setattr(Loader, "_step", step)
+    rows = config.train.global_batch_size
+    first = loader.next_step()
+    wait([loader._ahead[1]])
+    assert made == [(0, True), (rows, False)]
+    assert loader.state_dict()["consumed_rows"] == rows, "of what was taken alone"
+    assert loader.last_batch()[:2] == (0, rows - 1)
+    second = loader.next_step()
+    state = loader.state_dict()
+    wait([loader._ahead[1]])
+    loader.load_state_dict(state | {"consumed_rows": 0})  # gone back: what was made ahead is not taken
+    assert equal([loader.next_step()], [first]) and made[3] == (0, True)
+    assert equal([loader.next_step()], [second])
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_in_its_step(config, monkeypatch):
+    loader, plain, rows = Loader(config, 0, 1), Loader._step, config.train.global_batch_size
+
+    def step(self, consumed_rows):
+        if consumed_rows == rows:
+            raise DataError("a damaged row")
+        return plain(self, consumed_rows)
+
+    monkeypatch.setattr(Loader, "_step", step)
+    loader.next_step()
+    wait([loader._ahead[1]])
+    with pytest.raises(DataError, match="a damaged row"):
+        loader.next_step()
+    assert loader.consumed_rows == rows
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 1])

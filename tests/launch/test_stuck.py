@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,9 @@ def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> 
     lines = (RECIPES / "recipe_stays_away.py").read_text().splitlines()
     line = lines.index("            time.sleep(3600)") + 1
     assert f"it is at 3: {RECIPES}/recipe_stays_away.py:{line} in forward. Rank 0 waits in it, at 3: " in err
-    assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err
+    assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err and "logs/flight_*" in err
+    records = [pickle.loads((command.run_dir / "logs" / f"flight_{rank}").read_bytes()) for rank in (0, 1)]
+    assert all(any(entry["retired"] for entry in record["entries"]) for record in records)
     assert read_status(command.run_dir)["error"]["rank"] == 1
     assert command.pids() == []
 
