@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from automoe.config.mesh_shape import MeshShape, largest_divisor
+from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.schema import Config
 from automoe.cost.activations import BatchPlan, at_load, plan_batch
 from automoe.cost.memory import RankMemory, plan_memory
@@ -104,8 +105,8 @@ def _alternatives(config: Config, plan: Plan) -> list[tuple[str, float]]:
         rows = largest_divisor(train.micro_batch_size, train.micro_batch_size - 1)
         smaller = replace(config, train=replace(train, micro_batch_size=rows))
         changes.append((f"train.micro_batch_size={rows}", smaller, mesh))
-    if not parallel.recompute:
-        for name in ("moe", "full") if config.model.num_moe_layers else ("full",):
+    if FULL not in (names := recomputed_names(parallel)):
+        for name in ("moe", FULL) if config.model.num_moe_layers and not names else (FULL,):
             again = replace(config, parallel=replace(parallel, recompute=name))
             changes.append((f"parallel.recompute={name}", again, mesh))
     if mesh.dp_shard % 2 == 0 and train.seq_len % (4 * mesh.cp) == 0 and parallel.context == "gather":

@@ -96,6 +96,11 @@ def test_a_rank_that_does_not_fit_is_named_with_what_would_help() -> None:
     assert f"train.micro_batch_size=4 ({smaller.heaviest.peak / 2**30:.1f} GiB)" in warning
 
 
+def test_whole_layers_are_the_remedy_where_parts_are_recomputed_already() -> None:
+    (warning,) = plan_of("dsv3_671b", "parallel.recompute=[mla_up_proj,moe]").warnings
+    assert "parallel.recompute=full" in warning and "parallel.recompute=moe" not in warning
+
+
 def test_no_limit_no_verdict() -> None:
     assert plan_of("moonlight_16b_a3b", "train.micro_batch_size=8", "cluster=laptop").warnings == []
 
