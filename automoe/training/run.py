@@ -92,6 +92,7 @@ class Run:
         self._flops = train_flops_per_token(config.model, config.train.seq_len)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
+        self._answers: tuple[list[dict[str, str]], float] | None = None
         self._resumed, self._first_step, self._save_is_due = resumed, state.step, False
         self.stopping = False
         self.objective: float | None = None
@@ -165,15 +166,11 @@ class Run:
         train, step = self.config.train, self.state.step
         return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
 
-    def write_samples(self, sampler: Sampler) -> None:
-        """Print and record what the model answers to ``observe.samples``; nothing without them. Collective."""
-        if not sampler.texts:
-            return
-        began = time.perf_counter()
-        samples = sampler.generate()
-        self.console.samples(samples, time.perf_counter() - began)
-        if self._log is not None:
-            self._log.write_samples(self.state.step, samples)
+    def sample(self, sampler: Sampler) -> None:
+        """Let the model answer ``observe.samples``; ``write`` shows the answers below the step. Collective."""
+        if sampler.texts:
+            began = time.perf_counter()
+            self._answers = sampler.generate(), time.perf_counter() - began
 
     def saves(self) -> bool:
         """Whether the state is to be saved: every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``,
@@ -206,6 +203,7 @@ class Run:
             if self._log is not None and self._tracker is not None:
                 self._log.write(record, stats.expert_counts)
                 self._tracker.log(record)
+            self._write_answers()
         state, train = self.state, self.config.train
         over = state.skipped >= train.max_skipped
         if over or (state.step >= train.steps and not self._took_a_step()):
@@ -221,6 +219,13 @@ class Run:
                 f"optim.lr ({optim.lr}), raise optim.warmup_steps ({optim.warmup_steps}), or look at that data"
                 f"{gave_up if self.context.fell_back else ''}"
             )
+
+    def _write_answers(self) -> None:
+        if self._answers is not None:
+            (samples, seconds), self._answers = self._answers, None
+            self.console.samples(samples, seconds)
+            if self._log is not None:
+                self._log.write_samples(self.state.step, samples)
 
     def _took_a_step(self) -> bool:
         """Whether an update was made since the start, the resume or the last fall back."""
