@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from automoe.config.rules import Row
 from automoe.config.rules_kernels import ELEMENT_BYTES, ROW_BYTES
 from automoe.config.schema import Config, LoraConfig
-from automoe.cost.params import Param, layer_params, model_params
+from automoe.cost.params import Param, TokenFlops, layer_params, model_params, train_flops_per_token
 
 # For each part of a model the name of its group in ``lora.targets``, and what a single target begins with.
 _GROUPS = {
@@ -71,6 +72,12 @@ def with_adapters(params: list[Param], config: Config) -> list[Param]:
         if is_target(param, config.lora):
             made += adapters(param, config.lora.rank)
     return made
+
+
+def step_flops_per_token(config: Config) -> TokenFlops:
+    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are multiplied too."""
+    made = partial(with_adapters, config=config)
+    return train_flops_per_token(config.model, config.train.seq_len, made=made)
 
 
 # Parts of a layer that recomputation runs again, and the adapters in them.

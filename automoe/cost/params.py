@@ -4,15 +4,16 @@ Names and shapes are those of ``automoe.model``, which this package must not imp
 seconds, and a plan is printed before torch is imported.
 
 FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the backward pass costs
-twice the forward, so a weight that a token meets costs 6. A gated delta net counts as its recurrence: reading a head's
-state with a key, changing it, and reading it with a query are three products of Dk x Dv numbers a token. Router, norms,
-biases, softmax and recomputation are not counted.
+twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2 where nothing below it is trained. A
+gated delta net counts as its recurrence: reading a head's state with a key, changing it, and reading it with a query
+are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and recomputation are not counted.
 
 Letters: V vocabulary, H hidden, I expert width, E experts, K top-k, D head dim, R low rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -27,6 +28,22 @@ _TP_DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 _ADDED = ("bias", "b_gate_up", "b_down", "sinks", "dt_bias", "A_log")
 # Vectors of one number a head, which go with their heads.
 _BY_HEAD = ("sinks", "dt_bias", "A_log")
+
+# The modules of a layer in the order in which a token meets them; a place has those that do not wait for each other.
+_PLACES = (
+    "input_layernorm",
+    "q_proj k_proj v_proj q_a_proj kv_a_proj_with_mqa in_proj_qkvz in_proj_ba",
+    "q_norm k_norm q_a_layernorm kv_a_layernorm conv1d dt_bias A_log",
+    "q_b_proj kv_b_proj sinks",
+    "norm",
+    "o_proj out_proj",
+    "post_attention_layernorm",
+    "gate_proj up_proj w_gate_up b_gate_up A13 B13 router output_gate",
+    "down_proj w_down b_down A2 B2",
+)
+_SCORES = 3  # attention itself comes behind this place
+_PLACE_OF = {name: place for place, names in enumerate(_PLACES) for name in names.split()}
+_LORA_B = (".lora.B", ".lora.B13", ".lora.B2")  # adapters multiply by A first, which is trained
 
 Shapes = dict[str, tuple[int, ...]]  # name within its layer -> dims
 PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
@@ -72,6 +89,11 @@ class Param:
         """Whether tokens are multiplied by it as a matrix: not a bias, nor a convolution over a few positions."""
         module, last = self.name.split(".")[-2:]
         return last not in _ADDED and module != "conv1d"
+
+    @property
+    def place(self) -> int:
+        """Where in its layer a token meets it (``_PLACES``)."""
+        return next(_PLACE_OF[word] for word in reversed(self.name.split(".")) if word in _PLACE_OF)
 
     def tp_dim(self, tp: int) -> int | None:
         """The dim that ``tp`` ranks cut it on, or None where each keeps it whole."""
@@ -232,7 +254,9 @@ class TokenFlops:
         return (self.causal * tokens_per_second / peak_flops, self.full_attention * tokens_per_second / peak_flops)
 
 
-def train_flops_per_token(model: ModelConfig, seq_len: int, num_mtp: int = 0) -> TokenFlops:
+def train_flops_per_token(
+    model: ModelConfig, seq_len: int, num_mtp: int = 0, made: Callable[[list[Param]], list[Param]] = list
+) -> TokenFlops:
     """Forward and backward FLOPs per token of rows with ``seq_len`` tokens.
 
     Args:
@@ -240,36 +264,52 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, num_mtp: int = 0) ->
         seq_len: tokens a row; attention is taken over whole rows, whatever the documents in them.
         num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
             and another use of the head (arXiv 2412.19437, section 2.2).
+        made: of the model's parameters, what there is to multiply by: frozen ones, adapters.
     """
-    attention, layers = model.attention, [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]
-    matmul = sum(_layer_matmul_params(model, layer) for layer in layers)
+    attention, params = model.attention, made(model_params(model))
+    by_layer: dict[int | None, list[Param]] = {}
+    for param in params:
+        by_layer.setdefault(param.layer, []).append(param)
+    embedding, *tail = by_layer[None]
+    flows = embedding.trained  # whether what comes next is given something that has a gradient
+    matmul = causal = full = 0.0
+    for layer in [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]:
+        for place in range(len(_PLACES)):
+            here = [param for param in by_layer[layer] if param.place == place]
+            matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
+            flows = flows or any(param.trained for param in here)
+            if place != _SCORES:
+                continue
+            # Two products, forward and for both of their factors backward.
+            passes = 6 if flows else 2
+            if is_linear(attention, layer):
+                state = attention.linear_key_head_dim * attention.linear_value_head_dim
+                causal += passes * attention.linear_num_value_heads * state * 3
+                full += passes * attention.linear_num_value_heads * state * 3
+                continue
+            # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
+            keys = min(window_of(attention, layer) or seq_len, seq_len)
+            causal += passes * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
+            full += passes * _score_dims(attention) * keys
+    flows = flows or tail[0].trained
     head = model.hidden_size * model.vocab_size
-    matmul += head * (1 + num_mtp) + num_mtp * 2 * model.hidden_size**2
-    causal = full = 0.0
-    for layer in layers:
-        if is_linear(attention, layer):
-            state = attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
-            causal += 6 * state * 3
-            full += 6 * state * 3
-            continue
-        # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
-        keys = min(window_of(attention, layer) or seq_len, seq_len)
-        causal += 6 * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
-        full += 6 * _score_dims(attention) * keys
-    return TokenFlops(causal=6 * matmul + causal, full_attention=6 * matmul + full)
+    matmul += head * (1 + num_mtp) * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
+    matmul += num_mtp * 2 * model.hidden_size**2 * 6
+    return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
 
 
-def _layer_matmul_params(model: ModelConfig, layer: int) -> int:
-    """Weights of ``layer`` that one token is multiplied by."""
-    active = 0
-    for param in layer_params(model, layer):
-        if not param.multiplies:
-            continue
-        if param.part == "routed_experts":
-            active += param.numel * model.num_experts_per_token // model.num_experts
-        elif param.part in ("attention", "dense_ffn", "shared_experts"):
-            active += param.numel
-    return active
+def _passes(param: Param, flows: bool) -> int:
+    """FLOPs of one weight and token: forward, for the gradient of its input if that has one, for its own."""
+    return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
+
+
+def _active(model: ModelConfig, param: Param) -> int:
+    """Numbers of ``param`` that one token is multiplied by."""
+    if not param.multiplies:
+        return 0
+    if param.part == "routed_experts":
+        return param.numel * model.num_experts_per_token // model.num_experts
+    return param.numel if param.part in ("attention", "dense_ffn", "shared_experts") else 0
 
 
 def _score_dims(attention: AttentionConfig) -> int:

@@ -9,8 +9,9 @@ from automoe.config.mesh_shape import MeshShape, largest_divisor
 from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.schema import Config
 from automoe.cost.activations import BatchPlan, at_load, plan_batch
+from automoe.cost.adapters import step_flops_per_token
 from automoe.cost.memory import RankMemory, plan_memory
-from automoe.cost.params import ParamCount, TokenFlops, count_params, train_flops_per_token
+from automoe.cost.params import ParamCount, TokenFlops, count_params
 
 TIGHT = 0.92  # share of a GPU's memory above which fragmentation and NCCL buffers may not fit
 UNEVEN = 2.0  # times the even load of experts: where routers start, and at times stay
@@ -73,7 +74,7 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
         mesh=mesh,
         params=count_params(config.model),
         batch=batch,
-        flops=train_flops_per_token(config.model, config.train.seq_len),
+        flops=step_flops_per_token(config),
         ranks=plan_memory(config, mesh, batch),
         uneven_ranks=plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh)),
         bubble=idle / (1 + idle),

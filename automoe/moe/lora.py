@@ -156,12 +156,15 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
             del bias_grad_RH
 
-        grad_rows_RH = mm(grad_gate_up_RJ, w13_EJH, offsets_E)
         if a13_ErH is not None:
             grad_low_Rr = mm(grad_gate_up_RJ, b13_EJr, offsets_E).mul_(scale)
-            grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
             grad_b13 = mm(grad_gate_up_RJ.mT, low_Rr, offsets_E).mul_(scale)
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
-        grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
+        grad_x_TH = None
+        if ctx.needs_input_grad[0]:  # not where nothing below is trained
+            grad_rows_RH = mm(grad_gate_up_RJ, w13_EJH, offsets_E)
+            if a13_ErH is not None:
+                grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
+            grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         adapters = grad_a13, grad_b13, grad_a2, grad_b2
         return grad_x_TH, None, None, grad_probs_R, *[None] * 4, *adapters, *[None] * 3

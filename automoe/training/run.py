@@ -16,8 +16,7 @@ import torch
 from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.adapters import describe_training
-from automoe.cost.params import train_flops_per_token
+from automoe.cost.adapters import describe_training, step_flops_per_token
 from automoe.errors import AutomoeError, SaveError
 from automoe.hf.headers import without_collection
 from automoe.observe.console import Console
@@ -89,7 +88,7 @@ class Run:
     ) -> None:
         self.config, self.shape, self.context, self.state = config, shape, context, state
         self.saver, self.console, self.note, self._log, self._tracker = saver, console, console.note, log, tracker
-        self._flops = train_flops_per_token(config.model, config.train.seq_len)
+        self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
         self._answers: tuple[list[dict[str, str]], float] | None = None

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
+from automoe.cost.adapters import is_trained, step_flops_per_token, with_adapters
 from automoe.cost.params import PARTS, count_params, layer_params, model_params, train_flops_per_token
 from automoe.model.decoder import Decoder
+from automoe.model.lora import adapt
+from automoe.parallel.parallelize import allocate, build_decoder
 
 
 def preset(name: str) -> ModelConfig:
@@ -160,3 +164,48 @@ def test_dense_layers_cost_their_own_width() -> None:
     wider = replace(model, intermediate_size=model.intermediate_size + 1)
     extra = train_flops_per_token(wider, 1024).causal - train_flops_per_token(model, 1024).causal
     assert extra == 6 * 3 * model.hidden_size * model.first_k_dense
+
+
+def products_of_a_token(*overrides: str) -> tuple[float, float]:
+    """FLOPs of all matrix products of a token's step but those of attention scores: planned, and counted by torch."""
+    config = compose_config(overrides=[*overrides, "moe.experts=loop", "train.seq_len=64", "model.num_layers=2"])
+    model = config.model
+    part = build_decoder(model, config.moe, torch.float32)
+    adapt(part, config, torch.float32, torch.float32)
+    allocate({0: part}, torch.device("cpu"))
+    for parameter in part.parameters():
+        parameter.data.normal_(0, 0.02)
+    tokens = torch.arange(128).view(2, 64)
+    in_place = {torch.ops.aten.addmm_: lambda added, a, b, out_shape: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        part(tokens, labels=tokens).sum().backward()
+    flops = step_flops_per_token(config)
+    planned = flops.full_attention - 2 * (flops.full_attention - flops.causal)  # no windows: half of it is masked
+    below = is_trained("embed_tokens.weight", config)
+    for layer in range(model.num_layers):
+        params = with_adapters(layer_params(model, layer), config)
+        below = below or any(p.trained for p in params if p.part in ("attention", "norms"))
+        for param in params:
+            if param.part == "router":
+                planned += param.numel * (2 + 2 * below + 2 * param.trained)
+            if param.name.endswith("lora.A2"):  # x A.T of down is made again in the backward pass
+                planned += 2 * param.numel * model.num_experts_per_token / model.num_experts
+        below = below or any(p.trained for p in params)
+    return planned, counter.get_total_flops() / tokens.numel()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model=small_qwen3_moe",
+        "model=small_qwen3_moe lora.rank=8",
+        "model=small_dsv3 lora.rank=8",
+        "model=small_dsv3 lora.rank=8 lora.targets=[o_proj,experts.down_proj]",
+        "model=small_qwen3_moe lora.rank=8 lora.targets=[experts]",
+        "model=small_qwen3_moe train.freeze=[embed*,layers.0*]",
+        "model=small_dsv3 train.freeze=['*'] train.trainable=['layers.1.self_attn*']",
+    ],
+)
+def test_flops_of_what_is_trained_are_those_that_torch_counts(overrides: str) -> None:
+    planned, counted = products_of_a_token(*overrides.split())
+    assert planned == counted

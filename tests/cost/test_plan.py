@@ -101,6 +101,13 @@ def test_whole_layers_are_the_remedy_where_parts_are_recomputed_already() -> Non
     assert "parallel.recompute=full" in warning and "parallel.recompute=moe" not in warning
 
 
+def test_the_page_on_adapters_says_what_the_plan_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
+    [words] = [line.split()[2:] for line in page.splitlines() if line.startswith("automoe plan ")]
+    plan = plan_of(words[1], *words[2:])
+    assert f"needs {plan.heaviest.peak / 2**30:.0f} of 79 GiB" in page and plan.warnings == []
+
+
 def test_no_limit_no_verdict() -> None:
     assert plan_of("moonlight_16b_a3b", "train.micro_batch_size=8", "cluster=laptop").warnings == []
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import shutil
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hf_mesh_cases import MESHES, config_for, world_size
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from automoe.config.schema import Config, LoraConfig, MoEConfig
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, LoraConfig, MeshConfig, MoEConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import WEIGHTS_FILE, gathered_adapters, to_peft, verify_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
+from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
-from automoe.parallel.parallelize import allocate, build_decoder
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import allocate, build_decoder, build_parts
+from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -105,3 +112,47 @@ def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> N
         verify_peft(tmp_path / "out", config, LORA, fewer)
     with pytest.raises(ConfigError, match="auto, published, fused"):
         to_peft(model, tmp_path / "other", LORA, layout="other")
+
+
+def fill_b(parts: dict[int, Decoder]) -> None:
+    """Every B of whole values that the parameter's name alone decides, this rank's part of them."""
+    for part in parts.values():
+        for name, parameter in part.named_parameters():
+            if ".lora.B" in name:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                whole, local = torch.randn(parameter.shape, generator=generator) * 0.3, local_shard(parameter.data)
+                first = global_offset(parameter)
+                local.copy_(whole[tuple(slice(at, at + n) for at, n in zip(first, local.shape, strict=True))])
+
+
+def export_both(source: Path, mesh: MeshConfig, out: Path) -> bool:
+    """On a mesh: as an adapter, and then merged; whether the base is what it was in between."""
+    config = replace(config_for(source, mesh), lora=LORA)
+    parts = build_parts(config, build_meshes(resolve_mesh(mesh, None), torch.device("cpu")))
+    allocate(parts, torch.device("cpu"))
+    load_hf(parts, source)
+    fill_b(parts)
+    before = [local_shard(p).clone() for part in parts.values() for p in part.parameters()]
+    to_peft(parts, out / "adapter", LORA)
+    same = all(map(torch.equal, before, [local_shard(p) for part in parts.values() for p in part.parameters()]))
+    return same and to_hf(parts, out / "merged").checked
+
+
+EXPORTED_FROM = ["tp2_dp2_ep2_etp2", "tp2", "ep2", "pp2", "dp4_etp2"]
+
+
+@pytest.mark.parametrize(
+    "mesh", [EXPORTED_FROM[0], *(pytest.param(m, marks=pytest.mark.exhaustive) for m in EXPORTED_FROM[1:])]
+)
+def test_adapters_leave_a_mesh_as_they_leave_one_process(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
+    source = tmp_path / "source"
+    save_small_hf("dsv3", source)
+    whole = trained(source)
+    fill_b({0: whole})
+    expected = logits(whole)
+    assert all(ranks.run(export_both, world_size(MESHES[mesh]), source, MESHES[mesh], tmp_path))
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert off(logits(base.eval()), expected) > 1e-2
+    assert off(logits(PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()), expected) < 1e-5
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert off(logits(merged), expected) < 1e-5
