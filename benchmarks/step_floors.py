@@ -103,7 +103,7 @@ def elementwise_bytes(config: Config) -> int:
     for _, layer in part.moe_layers():
         layer.router.float()
     index = torch.empty(train.micro_batch_size, train.seq_len, dtype=torch.int64, device=META)
-    counts = TokenCounts(*torch.empty(2, dtype=torch.int64, device=META))
+    counts = TokenCounts(*torch.empty(3, dtype=torch.int64, device=META))
     other_inputs = dict(positions=index, index=index, row_ids=index, not_padding=index >= 0)
     with fake_world(0, 1), traffic(Elementwise) as counter:
         part(index, labels=index, token_counts=counts, **other_inputs).sum().backward()

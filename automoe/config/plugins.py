@@ -1,4 +1,4 @@
-"""Names that a user's package adds to the configuration: families, dispatchers, expert backends, data sources.
+"""Names that a user's package adds to the configuration: families, dispatchers, expert backends, data sources, losses.
 
     # my_package.py
     from automoe.config.plugins import register
@@ -26,6 +26,7 @@ KINDS = {
     "moe.dispatcher": "a function of a moe.dispatch.base.DispatchGroup that returns one of the number of experts",
     "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits",
     "data.kind": "automoe.data.corpora.Source",
+    "train.loss": "automoe.model.loss.Loss: a function of single tokens' losses and LossInputs",
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
 _loaded: set[str] = set()

@@ -201,6 +201,7 @@ class TrainConfig:
     # largest number, by that of the steps before, or blocks of it.
     fp8: Literal["off", "tensorwise", "delayed", "blockwise"] = "off"
     compile: bool = False  # attention with its norms, FFNs, router and loss by torch.compile; experts are not
+    loss: Literal["cross_entropy"] = "cross_entropy"  # or one that a plugin registers (docs/extend.md)
     grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
     max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up
     spike_factor: float = 0.0  # skip a step whose loss is this many deviations above recent ones; 0: never
@@ -268,7 +269,7 @@ class ChatConfig:
 
     # messages: role and content; sharegpt: conversations of from and value; alpaca: instruction, input and output
     format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-    # Other names in the data, such as {messages: dialogue, role: speaker, content: text, tools: functions}
+    # Other names in the data, such as {messages: dialogue, role: speaker, content: text, prompt: question}
     keys: dict[str, str] | None = None
     roles: dict[str, str] | None = None  # other names of roles, such as {bot: assistant}
     # A file with a chat template, or plain: "user: ...", "assistant: ..."; null: the tokenizer's own
@@ -279,7 +280,8 @@ class ChatConfig:
     pack: bool = True  # several samples in a row, each attending to itself alone; false: a sample a row
 
 
-CHAT_KINDS = ("chat", "stdlib_chat")
+PREFERENCE_KINDS = ("preference", "stdlib_preference")
+CHAT_KINDS = ("chat", "stdlib_chat", *PREFERENCE_KINDS)
 NO_TOKENIZER = "none"  # in the place of a tokenizer's name: there is no text
 
 
@@ -288,10 +290,22 @@ class DataConfig:
     """``stdlib`` is this Python's own library sources: real text that every machine has. ``benchmark`` is no text but
     synthetic ids of the model's vocabulary, to measure speed with.
 
-    ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that library.
+    ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that library; ``preference`` and
+    ``stdlib_preference`` are such with two answers, one of which is preferred (recipe=dpo).
     """
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "chat", "stdlib_chat", "benchmark"] = "stdlib"
+    kind: Literal[
+        "stdlib",
+        "text",
+        "jsonl",
+        "parquet",
+        "hub",
+        "chat",
+        "stdlib_chat",
+        "preference",
+        "stdlib_preference",
+        "benchmark",
+    ] = "stdlib"
     path: str | None = None  # file, directory or glob; of kind hub an id (org/name), or a directory saved by datasets
     sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
     subset: str | None = None  # hub: which of the data set's configurations
@@ -309,6 +323,11 @@ class DataConfig:
     def is_chat(self) -> bool:
         """Whether documents are conversations, of which answers alone are trained."""
         return self.kind in CHAT_KINDS
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether documents are pairs: a prompt with an answer that is preferred and one that is not."""
+        return self.kind in PREFERENCE_KINDS
 
     @property
     def is_synthetic(self) -> bool:

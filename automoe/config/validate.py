@@ -193,8 +193,9 @@ def _data_rows(config: Config) -> Iterator[Row]:
         yield (key, not 0 < weight < inf, f"{said}weight={weight}: a share of the rows, larger than 0",
                "Set its weight, or leave the source out")
         yield key, one.kind not in kinds, f"{said}kind={one.kind} is not known", f"There are: {', '.join(kinds)}"
-        yield (key, one.is_chat != data.is_chat, f"{said}kind={one.kind}, and data.kind={data.kind}: conversations and "
-               "text are not mixed", "Set data=chat for conversations, and give other sources no kind")
+        yield (key, (one.is_chat, one.is_preference) != (data.is_chat, data.is_preference),
+               f"{said}kind={one.kind}, and data.kind={data.kind}: conversations, pairs of them and text are not mixed",
+               "Set data=chat for conversations, data=preference for pairs, and give other sources no kind")
         made = one.kind.startswith("stdlib") or one.is_synthetic
         yield (key, one.is_synthetic and bool(data.sources),
                f"{said}kind={one.kind} is synthetic, and no source of text", "Set data=benchmark alone")
@@ -212,6 +213,16 @@ def _data_rows(config: Config) -> Iterator[Row]:
 
 def _chat_rows(config: Config) -> Iterator[Row]:
     data = config.data
+    yield ("data.kind", config.recipe in ("pretrain", "finetune") and data.is_preference,
+           f"recipe={config.recipe} learns every answer it reads, rejected ones too", "Set recipe=dpo")
+    if data.is_preference:
+        yield ("data.on_long", data.on_long == "truncate", "an answer without its end cannot be compared",
+               "Set data.on_long=drop, or error")
+        yield ("data.document_mask", not data.document_mask,
+               "both sequences of a pair share a row, each alone to itself", "Set data.document_mask=true")
+        yield ("data.chat.format", data.chat.format == "alpaca", "pairs have a prompt, chosen and rejected: text, or "
+               "messages of role and content (messages) or of from and value (sharegpt)",
+               "Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names")
     if not data.is_chat:
         yield ("data.on_long", data.on_long in ("drop", "truncate"),
                f"that is for conversations, and data.kind={data.kind} is text", "Set data.on_long=split, or error")

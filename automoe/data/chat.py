@@ -1,4 +1,5 @@
-"""Conversations out of files: messages, ShareGPT and Alpaca records, and questions about this Python's own library."""
+"""Conversations out of files: messages, ShareGPT and Alpaca records, pairs of answers of which one is preferred; and
+questions about this Python's own library."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ _KEYS = {  # what we call a thing -> what it is called in a record of each forma
     "sharegpt": {"messages": "conversations", "role": "from", "content": "value", "tools": "tools", "system": "system"},
     "alpaca": {"instruction": "instruction", "input": "input", "output": "output", "system": "system"},
 }
+_PAIR_KEYS = {name: name for name in ("prompt", "chosen", "rejected", "system")}
 _ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 _SHAREGPT_ROLES |= {"function_response": "tool", "function_call": "function_call"}
@@ -27,13 +29,17 @@ _SHAREGPT_ROLES |= {"function_response": "tool", "function_call": "function_call
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form that chat templates take, and where they stand."""
+    """Messages in the form that chat templates take, and where they stand.
+
+    ``prompt`` counts the first messages that are not trained, of a pair those that both of its conversations have.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     path: Path
     file: int  # index in the corpus's list of files
     line: int  # 1-based line or row
+    prompt: int = 0
 
     @property
     def where(self) -> str:
@@ -41,7 +47,7 @@ class Conversation:
 
 
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
-    """Every conversation in order, up to ``data.max_bytes`` of their contents.
+    """Every conversation in order, up to ``data.max_bytes`` of their contents; of a pair the preferred one comes first.
 
     Raises:
         DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a content that is not
@@ -53,9 +59,11 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
         try:
             for line, record in _records(path, data):
                 found = True
-                messages, tools = _Reader(data.chat, f"{path}:{line}").read(record)
+                reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
+                conversations, prompt = reader.read_pair(record) if data.is_preference else ([reader.read(record)], 0)
                 if left is not None:
-                    left -= sum(len(str(message.get("content") or "").encode()) for message in messages)
+                    texts = (message.get("content") for messages in conversations for message in messages)
+                    left -= sum(len(str(text or "").encode()) for text in texts)
                     if left < 0 and not some:
                         raise DataError(
                             f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first conversation. "
@@ -64,16 +72,19 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
                     if left < 0:
                         return
                 some = True
-                yield Conversation(messages, tools, path, index, line)
+                tools = reader.tools(record)
+                for messages in conversations:
+                    yield Conversation(messages, tools, path, index, line, prompt)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
-        if not found and data.kind == "chat":
+        if not found and data.path is not None:
             raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
 
 
 def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
-    if data.kind == "stdlib_chat":
-        yield from _docstring_records(path)
+    if data.kind.startswith("stdlib"):
+        records = _docstring_records(path)
+        yield from _backwards(records) if data.is_preference else records
     elif path.suffix == ".parquet":
         for row, record in parquet_records(path):
             yield row, _without_nulls(record)
@@ -91,19 +102,65 @@ def _without_nulls(value: Any) -> Any:
 class _Reader:
     """One record as messages and tools; every error names its place."""
 
-    def __init__(self, chat: ChatConfig, where: str) -> None:
+    def __init__(self, chat: ChatConfig, where: str, pairs: bool = False) -> None:
         self.chat, self.where = chat, where
-        self.keys = _KEYS[chat.format] | (chat.keys or {})
+        self.keys = _KEYS[chat.format] | (_PAIR_KEYS if pairs else {}) | (chat.keys or {})
         self.roles = _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
 
-    def read(self, record: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    def read(self, record: dict[str, Any]) -> list[Message]:
         if self.chat.format == "alpaca":
             messages = self._instruction(record)
         else:
             messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
+        return self._checked([*self._system(record), *messages])
+
+    def read_pair(self, record: dict[str, Any]) -> tuple[list[list[Message]], int]:
+        """The conversation with the preferred answer and the one with the other, and how many messages they share.
+
+        Messages before the answers are in ``prompt``, or both answers' columns begin with them; text is a question.
+        """
+        answers = [self._turns(record, key) for key in ("chosen", "rejected")]
+        prompt = self._turns(record, "prompt", "user") if self.keys["prompt"] in record else None
+        if whole := all(answer[0]["role"] != "assistant" for answer in answers):
+            if prompt is not None and not isinstance(record[self.keys["prompt"]], str):
+                raise self._wrong(
+                    "there is a prompt, and what follows it begins with no answer", "Leave one of them out"
+                )
+            shortest = min(map(len, answers)) - 1
+            same = (n for n in range(shortest) if answers[0][n] != answers[1][n])
+            shared = next(same, shortest)
+            prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+        if prompt is None:
+            self._value(record, "prompt")
+        for key, answer in zip(("chosen", "rejected"), answers, strict=True):
+            if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
+                where = f"behind the {len(prompt or ())} messages that both share " if whole else ""
+                raise self._wrong(
+                    f"{self.keys[key]!r} {where}is no answer: it begins or ends with "
+                    f"{answer[0]['role']!r}, {answer[-1]['role']!r}",
+                    "Both end in an assistant message",
+                )
+        before = [*self._system(record), *(prompt or ())]
+        return [self._checked(before + answer) for answer in answers], len(before)
+
+    def _turns(self, record: dict[str, Any], key: str, role: str = "assistant") -> list[Message]:
+        """The messages of a column; one of ``role`` where it is text."""
+        value, name = self._value(record, key), self.keys[key]
+        parsed = self._parsed(value)
+        if isinstance(parsed, dict):
+            parsed = [parsed]
+        if not isinstance(value, str) or _are_messages(parsed, self.keys["role"]):
+            reader = _Reader(self.chat, f"{self.where}: {name}", pairs=True)
+            if not isinstance(parsed, list) or not parsed:
+                raise self._wrong(f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it")
+            return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
+        return [{"role": role, "content": value}]
+
+    def _system(self, record: dict[str, Any]) -> list[Message]:
         system = record.get(self.keys.get("system", ""))
-        if system:
-            messages.insert(0, {"role": "system", "content": self._text(system, self.keys["system"])})
+        return [{"role": "system", "content": self._text(system, self.keys["system"])}] if system else []
+
+    def _checked(self, messages: list[Message]) -> list[Message]:
         try:
             json.dumps(messages, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -111,7 +168,7 @@ class _Reader:
                 f"half of a surrogate pair (\\u{ord(error.object[error.start]):04x}), which is not text",
                 "Correct the escape",
             ) from error
-        return messages, self._tools(record)
+        return messages
 
     def _instruction(self, record: dict[str, Any]) -> list[Message]:
         question = self._text(self._value(record, "instruction"), self.keys["instruction"])
@@ -151,7 +208,7 @@ class _Reader:
         message["content"] = "" if content is None else self._text(content, f"message {number}'s content")
         return message
 
-    def _tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
+    def tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
         tools = self._parsed(record.get(self.keys.get("tools", "tools")))
         if not tools:
             return None
@@ -186,6 +243,18 @@ class _Reader:
 
     def _wrong(self, what: str, remedy: str) -> DataError:
         return DataError(f"{self.where}: {what}. {remedy}.")
+
+
+def _are_messages(value: Any, role: str) -> bool:
+    """Whether text that was JSON is meant as messages, and not an answer that happens to be JSON."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and role in one for one in value)
+
+
+def _backwards(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each question with its answer, which is preferred, and with the answer's words in reverse."""
+    for line, record in records:
+        question, answer = record["messages"]
+        yield line, {"prompt": [question], "chosen": [answer], "rejected": " ".join(answer["content"].split()[::-1])}
 
 
 def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

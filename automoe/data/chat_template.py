@@ -130,7 +130,8 @@ class ChatTemplate:
         asked: list[tuple[list[Message], list[int]]] = []
         for conversation in conversations:
             messages = self._normal(conversation.messages, conversation.where)
-            answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > 0]
+            first = max(1, conversation.prompt)
+            answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= first]
             if not answers:
                 raise DataError(
                     f"{conversation.where}: no token to train on: no assistant message follows another one. Remove "

@@ -79,7 +79,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         from automoe.data.hub import hub_files
 
         return hub_files(data)
-    if data.kind in ("stdlib", "stdlib_chat"):
+    if data.kind == "stdlib" or data.kind in CHAT_KINDS and data.kind.startswith("stdlib"):
         root = Path(sysconfig.get_paths()["stdlib"])
         below = root.rglob("*.py") if data.kind == "stdlib" else root.glob("*.py")
         paths = [p for p in below if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
@@ -92,7 +92,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
             "Set data.path, or data.kind=stdlib for text that every machine has.",
         )
     elif (root := Path(data.path).expanduser()).is_dir():
-        suffix = _CHAT_PATTERN if data.kind == "chat" else source_of(data.kind).pattern
+        suffix = _CHAT_PATTERN if data.is_chat else source_of(data.kind).pattern
         paths = _files_below(root, data.kind, suffix)
         problem = f"no {suffix} file in this directory. Correct data.path or data.kind."
     else:

@@ -36,6 +36,8 @@ class StepBatch:
     doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
     num_bytes: int  # UTF-8 bytes that the trained labels stand for, for bits per byte
     first_row: int  # index of row 0 in the whole training stream
+    # [R, P] int64, of preference data: number of each pair of a row, whose documents are 2 p and 2 p + 1; -1: none
+    pairs: torch.Tensor | None = None
 
 
 class Loader:
@@ -49,18 +51,30 @@ class Loader:
         corpora: of the sources.
 
     Args:
+        pairs: the caller trains on pairs of answers; else on every answer.
         split: what ``next_step`` walks through.
         cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
 
     Raises:
-        ConfigError: a tokenizer larger than the embedding, or rows that do not divide over the ranks.
+        ConfigError: a tokenizer larger than the embedding, rows that do not divide over the ranks, or pairs where none
+            are expected, and the other way round.
         DataError: as ``prepare_data``.
     """
 
     def __init__(
-        self, config: Config, dp_rank: int, dp_size: int, split: Split = "train", cache_dir: Path | None = None
+        self,
+        config: Config,
+        dp_rank: int,
+        dp_size: int,
+        split: Split = "train",
+        cache_dir: Path | None = None,
+        pairs: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        if config.data.is_preference != pairs:
+            what = "compares two answers" if pairs else "learns every answer it reads, rejected ones too"
+            remedy = "Set data=preference data.path=FILE" if pairs else "Set recipe=dpo"
+            raise ConfigError("data.kind", config.data.kind, f"recipe={config.recipe} {what}", remedy)
         rows = config.train.global_batch_size
         if rows % dp_size:
             raise ConfigError(
@@ -78,9 +92,8 @@ class Loader:
         self.weights = self._mixture.weights.tolist()
         self._packed: dict[tuple[Split, int], PackedRows] = {}
         self.rows_per_epoch = sum(self._rows_of(split, source).num_rows for source in range(len(sources)))
-        self.consumed_rows = (
-            0  # over all ranks, since the start of training; of steps that were taken, not of one ahead
-        )
+        self.consumed_rows = 0  # over all ranks, since the start of training; of steps taken, not of one ahead
+        self._first_pairs = np.cumsum([0, *(len(corpus.lengths) for corpus in self.corpora)])
         self._thread = ThreadPoolExecutor(1, "batches")
         self._ahead: tuple[int, Future[StepBatch]] | None = None  # rows consumed before it, the step after the last
 
@@ -123,13 +136,31 @@ class Loader:
         The same rows at every call and for every training seed, none twice: there are fewer batches
         when the split ends early, the last filled up with rows of padding that train nothing.
         """
-        packed = self._rows_of("validation", source)
+        return self._batches("validation", source, n)
+
+    def every_pair(self, split: Split) -> Iterator[StepBatch]:
+        """This rank's part of global batches that hold every pair of a split once, filled up with rows of padding."""
+        for source in range(len(self.names)):
+            yield from self._batches(split, source, self._rows_of(split, source).num_rows)
+
+    def where_pair(self, number: int) -> str:
+        """``file:line`` of a pair."""
+        source = int(np.searchsorted(self._first_pairs, number, side="right")) - 1
+        return self.corpora[source].where(number - int(self._first_pairs[source]))
+
+    def _batches(self, split: Split, source: int, n: int) -> Iterator[StepBatch]:
+        packed = self._rows_of(split, source)
         step = self.config.train.global_batch_size
         for start in range(0, min(n * step, packed.num_rows), step):
             first = start + self.dp_rank * self.rows_per_rank
             indices = np.arange(first, first + self.rows_per_rank)
             sources, rows = np.full(len(indices), source), np.where(indices < packed.num_rows, indices, -1)
-            yield self._batch("validation", first, sources, rows)
+            yield self._batch(split, first, sources, rows)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of all sources; they are numbered one source after the other."""
+        return int(self._first_pairs[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, equal on every rank: the place in the data, and what the data was."""
@@ -192,9 +223,10 @@ class Loader:
             done = (
                 "left out" if self.config.data.on_long == "drop" else "cut, or left out where no answer begins before"
             )
-            lines.append(f"{long:,} samples are longer than train.seq_len={rows.seq_len}: {done}")
+            lines.append(f"{long:,} of them are longer than train.seq_len={rows.seq_len}: {done}")
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
-        lines.append(f"{len(rows.lengths):,} samples in {rows.num_rows:,} rows an epoch, {full:.1%} full")
+        what = "samples" if corpus.firsts is None else "pairs"
+        lines.append(f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full")
         return [part for line in lines for part in textwrap.wrap(line, 66)]  # behind a note's margin: 80 columns
 
     @property
@@ -216,6 +248,8 @@ class Loader:
                 self._packed[split, source] = PackedRows(corpus.tokens, starts, lengths, **options)
             else:
                 options |= {"trained": corpus.trained, "pack": one.data.chat.pack}
+                if corpus.firsts is not None:
+                    options["firsts"] = corpus.firsts[np.searchsorted(corpus.starts, starts)]
                 self._packed[split, source] = SampleRows(corpus.tokens, starts, lengths, **options)
         return self._packed[split, source]
 
@@ -230,7 +264,21 @@ class Loader:
                 arrays.setdefault(name, np.empty((len(indices), array.shape[1]), array.dtype))[places] = array
         num_bytes = self.tokenizer.num_bytes(arrays["labels"][arrays["labels"] != IGNORE])
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row)
+        pairs = self._pairs(split, sources, indices) if self.config.data.is_preference else None
+        return StepBatch(**tensors, num_bytes=num_bytes, first_row=first_row, pairs=pairs)
+
+    def _pairs(self, split: Split, sources: np.ndarray, indices: np.ndarray) -> torch.Tensor:
+        """Numbers of the pairs of each row, [R, P], -1 behind the last."""
+        found = []
+        for source, index in zip(sources, indices, strict=True):
+            packed, corpus = self._rows_of(split, source), self.corpora[source]
+            assert isinstance(packed, SampleRows)
+            starts = packed.starts[packed.samples(int(index)) if index >= 0 else []]
+            found.append(self._first_pairs[source] + np.searchsorted(corpus.starts, starts))
+        numbers = np.full((len(found), max(1, *map(len, found))), -1)
+        for row, of_row in zip(numbers, found, strict=True):
+            row[: len(of_row)] = of_row
+        return torch.from_numpy(numbers)
 
     def _where(self, source: int, start: int) -> str:
         """``file`` or ``file:line`` of the document at ``start`` of a source's tokens."""

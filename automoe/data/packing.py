@@ -6,6 +6,7 @@ Letters: N documents, R rows, S seq_len.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -160,6 +161,8 @@ class SampleRows(PackedRows):
     Args:
         tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no length above seq_len.
         trained: [sum of lengths] whether a token is one that a model has to generate.
+        firsts: [N] tokens of the first of the two sequences that each sample consists of: both are in its row, as
+            documents of their own. None: a sample is one sequence.
         pack: several samples to a row (``best_fit``); else one.
     """
 
@@ -170,6 +173,7 @@ class SampleRows(PackedRows):
         lengths: np.ndarray,
         *,
         trained: np.ndarray,
+        firsts: np.ndarray | None = None,
         seq_len: int,
         seed: int,
         pad_id: int,
@@ -180,15 +184,16 @@ class SampleRows(PackedRows):
             tokens, starts, lengths, seq_len=seq_len, seed=seed, pad_id=pad_id, document_mask=document_mask
         )
         assert lengths.max() <= seq_len and (document_mask or not pack)
-        self.trained, self.pack = trained, pack
+        self.trained, self.firsts, self.pack = trained, firsts, pack
         self.num_rows = len(self._epoch(0)[1])
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
         """Samples in the rows ``indices`` of the endless sequence, as sorted indices into ``starts``."""
-        found = [self._samples(int(index)) for index in indices[indices >= 0]]
+        found = [self.samples(int(index)) for index in indices[indices >= 0]]
         return np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
 
-    def _samples(self, index: int) -> np.ndarray:
+    def samples(self, index: int) -> np.ndarray:
+        """Samples of one row, in their order, as indices into ``starts``."""
         epoch, within = divmod(index, self.num_rows)
         order, row_starts, row_order = self._epoch(epoch)
         row = row_order[within]
@@ -205,8 +210,7 @@ class SampleRows(PackedRows):
     def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
         for row, index in zip(chosen, epoch * self.num_rows + within, strict=True):
             place = 0
-            for number, sample in enumerate(self._samples(int(index))):
-                start, length = int(self.starts[sample]), int(self.lengths[sample])
+            for number, (start, length) in enumerate(self._sequences(self.samples(int(index)))):
                 tokens = self.tokens[start : start + length].astype(np.int64)
                 here = slice(place, place + length)
                 rows.tokens[row, here] = tokens
@@ -215,3 +219,12 @@ class SampleRows(PackedRows):
                 rows.positions[row, here] = np.arange(length)
                 rows.doc_ids[row, here] = number
                 place += length
+
+    def _sequences(self, samples: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Start and length of every sequence of ``samples``, one or two each."""
+        for sample in samples:
+            start, length = int(self.starts[sample]), int(self.lengths[sample])
+            first = length if self.firsts is None else int(self.firsts[sample])
+            yield start, first
+            if first < length:
+                yield start + first, length - first

@@ -50,6 +50,7 @@ class TokenCorpus:
     paths: list[Path]  # of the files
     content: str  # digest of all tokens and document lengths, whatever the files are called
     text_bytes: int
+    firsts: np.ndarray | None = None  # [N] of pairs, which are documents here: tokens of the preferred one
     trained: np.ndarray | None = None  # [sum of lengths] bool, of conversations: tokens to generate; None: all are
     chat: dict[str, int] | None = None  # of conversations: counts of ``tokenise_chat``
 
@@ -80,7 +81,8 @@ def open_corpus(
 
     def write(folder: Path) -> dict[str, Any]:
         if template is not None:
-            return tokenise_chat(folder, read_conversations(data, paths), template, tokenizer.vocab_size)
+            read = read_conversations(data, paths)
+            return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return _tokenise(folder, read_documents(data, paths), tokenizer, paths)
 
     facts = open_entry(entry, write)
@@ -99,6 +101,7 @@ def open_corpus(
         paths=paths,
         content=facts["content"],
         text_bytes=facts["text_bytes"],
+        firsts=columns[4].astype(np.int64) if data.is_preference else None,
         trained=np.memmap(entry / "trained.bin", dtype=np.bool_, mode="r", shape=(size,)) if template else None,
         chat=facts.get("chat"),
     )
@@ -256,6 +259,8 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
         what, others = ("conversation", "drop or truncate") if data.is_chat else ("document", "split")
+        if data.is_preference:
+            what, others = "pair", "drop"
         counted = "" if data.is_chat else ", its end-of-text token counted,"
         raise DataError(
             f"{corpus.where(too_long[0])}: a {what} of {corpus.lengths[too_long[0]]} tokens{counted} does not fit "

@@ -87,8 +87,9 @@ def settle(config: Config, overrides: list[str]) -> Config:
     ):
         rule = f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
         kind = config.data.kind
-        own = "data=chat data.path=FILE" if config.data.is_chat else "data=jsonl data.path=FILE (or text, parquet)"
-        raise ConfigError("data.kind", f"{kind}, by default", rule, f"Set {own}, or data={kind} to train on it")
+        raise ConfigError(
+            "data.kind", f"{kind}, by default", rule, f"Set {_own_data(config)}, or data={kind} to train on it"
+        )
     return stored
 
 
@@ -102,7 +103,7 @@ def missing_data(config: Config) -> ConfigError | None:
         return None
     what = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
     kinds = [one.kind for _, _, one in sources_of(config.data) if one.kind.startswith("stdlib")]
-    own = "data=chat data.path=FILE" if config.data.is_chat else "data=jsonl data.path=FILE (or text, parquet, hub)"
+    own = _own_data(config)
     speed = "or data=benchmark for synthetic tokens"
     if kinds:
         rule = f"the demonstration corpus, 10 MB of Python, is nothing for {what}"
@@ -132,6 +133,13 @@ def _pinned(config: Config) -> Config:
     return replace(
         config, model=model, data=replace(config.data, tokenizer=pin("data.tokenizer", config.data.tokenizer))
     )
+
+
+def _own_data(config: Config) -> str:
+    """How data of one's own is named, in the place of a demonstration's."""
+    if config.data.is_chat:
+        return f"data={'preference' if config.data.is_preference else 'chat'} data.path=FILE"
+    return "data=jsonl data.path=FILE (or text, parquet, hub)"
 
 
 def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:

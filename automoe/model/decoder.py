@@ -15,11 +15,11 @@ from automoe.local_shard import local_shard
 from automoe.model.attention import AttentionContext
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear
-from automoe.model.loss import cross_entropy_sum
+from automoe.model.loss import LossInputs, cross_entropy_sum, token_losses
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
 from automoe.moe.layer import MoE
-from automoe.moe.tokens import TokenCounts, Tokens
+from automoe.moe.tokens import TokenCounts, Tokens, num_documents
 
 
 class Decoder(nn.Module):
@@ -33,6 +33,10 @@ class Decoder(nn.Module):
         embeds: holds the token embedding.
         predicts: holds the final norm and the vocabulary head.
         runtime: communicators and implementations; default: one rank and plain torch.
+
+    Attributes:
+        loss: what is made of single tokens' losses, that of the runtime; a recipe may set its own.
+        reported: sums of what the loss reports, by name.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.runtime = config, runtime or Runtime()
         self.embeds, self.predicts = embeds, predicts
+        self.loss, self.reported = self.runtime.loss, dict[str, torch.Tensor]()
         layers = range(config.num_layers) if layers is None else layers
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_embeddings
@@ -76,6 +81,7 @@ class Decoder(nn.Module):
         forced_ids: torch.Tensor | None = None,
         row_ids: torch.Tensor | None = None,
         not_padding: torch.Tensor | None = None,
+        **given: torch.Tensor,
     ) -> torch.Tensor:
         """Run this part.
 
@@ -85,10 +91,11 @@ class Decoder(nn.Module):
             token_counts: of the global batch, which the losses are divided by. Default: this micro-batch's own.
             positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults: positions are the
                 index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a row is one document.
+            given: [B, ...] what the loss takes besides.
 
         Returns:
             [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
-            labels; with labels, [1] this micro-batch's share of the mean cross-entropy in nats.
+            labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy in nats.
         """
         if index is None:
             index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -107,20 +114,28 @@ class Decoder(nn.Module):
         local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
             x = block(x, context, local_tokens)
-        return self._predict(x, labels, counts) if self.predicts else x
+        if not self.predicts:
+            return x
+        row = self.runtime.comms.context
+        return self._predict(
+            x, labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
+        )
 
-    def _predict(self, x_BsH: torch.Tensor, labels_BS: torch.Tensor | None, counts: TokenCounts) -> torch.Tensor:
+    def _predict(self, x_BsH: torch.Tensor, inputs: LossInputs | None) -> torch.Tensor:
         """Logits, or with labels the loss, of hidden states from the last layer."""
         assert self.norm is not None
         sequence, weight_VH = self.runtime.comms.sequence, local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
-        if labels_BS is None:
+        if inputs is None:
             return nn.functional.linear(x_BSH, weight_VH)
-        x_TH, labels_T = x_BSH.flatten(0, 1), labels_BS.flatten()
+        x_TH, labels_T = x_BSH.flatten(0, 1), inputs.labels.flatten()
+        if self.loss is not None:
+            nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
+            return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])
         loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.runtime.chunk_loss)
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
-        return torch.stack([loss / counts.trained.clamp_min(1)])
+        return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -131,6 +146,8 @@ class Decoder(nn.Module):
 
     @staticmethod
     def _own_counts(index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None) -> TokenCounts:
-        trained = torch.zeros((), dtype=torch.int64, device=index.device) if labels is None else (labels >= 0).sum()
+        none = torch.zeros((), dtype=torch.int64, device=index.device)
         valid = torch.tensor(index.numel(), device=index.device) if doc_ids is None else (doc_ids >= 0).sum()
-        return TokenCounts(trained, valid)
+        if labels is None:
+            return TokenCounts(none, valid, none)
+        return TokenCounts((labels >= 0).sum(), valid, num_documents(labels, doc_ids))

@@ -1,17 +1,18 @@
-"""Cross-entropy of the vocabulary head without ever holding all logits.
+"""Losses of the vocabulary head without ever holding all logits: cross-entropy, and what ``train.loss`` makes of it.
 
-Letters: T tokens, H hidden, V vocabulary (this rank's part of it).
+Letters: T tokens, H hidden, V vocabulary (this rank's part of it), B rows, S positions of this rank, D documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from automoe.config.schema import chunk_tokens
 from automoe.moe.communicators import SINGLE_RANK, Communicator
-from automoe.moe.tokens import IGNORE
+from automoe.moe.tokens import IGNORE, TokenCounts
 
 ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # ``chunk_loss``, or what computes the same
 
@@ -28,11 +29,7 @@ def chunk_loss(
 
     x, labels [T] and the rest as ``cross_entropy_sum`` takes them.
     """
-    trained_T1 = (labels_T != IGNORE).unsqueeze(1)
-    # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
-    target_T1 = (labels_T - first_id).unsqueeze(1)
-    here_T1 = trained_T1 & (target_T1 >= 0) & (target_T1 < weight_VH.shape[0])
-    target_T1 = target_T1.clamp(0, weight_VH.shape[0] - 1)
+    trained_T1, target_T1, here_T1 = _targets(labels_T, weight_VH, first_id)
     logits_TV = x_TH @ weight_VH.T
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
@@ -47,6 +44,34 @@ def chunk_loss(
     target_grad_T1 = grad_TV.gather(1, target_T1) * factor_T1 - here_T1.to(wide)
     grad_TV = torch.mul(grad_TV, factor_T1, out=logits_TV)
     return loss, grad_TV.scatter_(1, target_T1, target_grad_T1.to(grad_TV.dtype))
+
+
+def _targets(
+    labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[T, 1] each: whether a token is trained, its label's row of this rank's weight, whether this rank has it."""
+    trained_T1 = (labels_T != IGNORE).unsqueeze(1)
+    # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
+    target_T1 = (labels_T - first_id).unsqueeze(1)
+    here_T1 = trained_T1 & (target_T1 >= 0) & (target_T1 < weight_VH.shape[0])
+    return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
+
+
+def _add_gradients(
+    grad_TV: torch.Tensor,
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    grad_x_TH: torch.Tensor | None,
+    grad_weight_VH: torch.Tensor | None,
+    start: int,
+) -> None:
+    """Of a chunk that begins at token ``start``: fill its part of x's gradient, add to the weight's."""
+    if grad_x_TH is not None:
+        torch.mm(grad_TV, weight_VH, out=grad_x_TH[start : start + len(x_TH)])
+    if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
+        grad_weight_VH.addmm_(grad_TV.T, x_TH)
+    elif grad_weight_VH is not None:
+        grad_weight_VH += grad_TV.T @ x_TH
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -69,12 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             if grad_TV is None:
                 continue
-            if grad_x_TH is not None:
-                torch.mm(grad_TV, weight_VH, out=grad_x_TH[start : start + step])
-            if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
-                grad_weight_VH.addmm_(grad_TV.T, chunk)
-            elif grad_weight_VH is not None:
-                grad_weight_VH += grad_TV.T @ chunk
+            _add_gradients(grad_TV, chunk, weight_VH, grad_x_TH, grad_weight_VH, start)
         ctx.save_for_backward(grad_x_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None)
         return total
 
@@ -107,3 +127,105 @@ def cross_entropy_sum(
         Scalar in at least float32, in nats; not divided by any count.
     """
     return _ChunkedCrossEntropy.apply(x_TH, weight_VH, labels_T, first_id, vocab, chunk_fn)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Keeps each token's log-sum-exp, and makes the logits again in backward, a chunk at a time."""
+
+    @staticmethod
+    def forward(ctx, x_TH, weight_VH, labels_T, first_id: int, vocab: Communicator) -> torch.Tensor:
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        loss_T, log_sum_T = (x_TH.new_empty(len(x_TH), dtype=wide) for _ in range(2))
+        step = chunk_tokens(*x_TH.shape)
+        for start in range(0, len(x_TH), step):
+            chunk = slice(start, start + step)
+            trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, first_id)
+            logits_TV = x_TH[chunk] @ weight_VH.T
+            largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
+            target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
+            sum_T1 = vocab.all_reduce((logits_TV - largest_T1).exp_().sum(-1, keepdim=True))
+            log_sum_T1 = sum_T1.log() + largest_T1
+            log_sum_T[chunk] = log_sum_T1.squeeze(1)
+            loss_T[chunk] = ((log_sum_T1 - target_logit_T1) * trained_T1).squeeze(1)
+        ctx.save_for_backward(x_TH, weight_VH, labels_T, log_sum_T)
+        ctx.first_id = first_id
+        return loss_T
+
+    @staticmethod
+    def backward(ctx, grad_T: torch.Tensor):
+        x_TH, weight_VH, labels_T, log_sum_T = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x_TH = torch.empty_like(x_TH) if needs_x else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
+        step = chunk_tokens(*x_TH.shape)
+        for start in range(0, len(x_TH), step):
+            chunk = slice(start, start + step)
+            trained_T1, target_T1, here_T1 = _targets(labels_T[chunk], weight_VH, ctx.first_id)
+            grad_TV = (x_TH[chunk] @ weight_VH.T - log_sum_T[chunk].unsqueeze(1)).exp_()
+            grad_TV.scatter_add_(1, target_T1, -here_T1.to(grad_TV.dtype))
+            grad_TV.mul_(grad_T[chunk].unsqueeze(1) * trained_T1)
+            _add_gradients(grad_TV.to(x_TH.dtype), x_TH[chunk], weight_VH, grad_x_TH, grad_weight_VH, start)
+        return grad_x_TH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+def token_losses(
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_T: torch.Tensor,
+    first_id: int = 0,
+    vocab: Communicator = SINGLE_RANK,
+) -> torch.Tensor:
+    """-log softmax(x @ weight.T)[label] of every token, [T] in at least float32, nats; 0 where none is trained.
+
+    Arguments as of ``cross_entropy_sum``. A step takes a third of the head's products more than with that.
+    """
+    return _TokenLosses.apply(x_TH, weight_VH, labels_T, first_id, vocab)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss is given beside ``nll_BS``, the losses of single tokens: this rank's part of one micro-batch.
+
+    Attributes:
+        labels: [B, S]; ``IGNORE`` where no token is trained, and the loss of the token is 0.
+        doc_ids: [B, S] document within the row, -1 for padding; None: a row is one document.
+        counts: of the whole global batch: ``trained`` tokens, ``documents`` with such a token.
+        context: the ranks that hold the other positions of these rows.
+        given: [B, ...] tensors by name, which the recipe adds to the inputs of a step.
+        reported: takes ``report``'s sums.
+    """
+
+    labels: torch.Tensor
+    doc_ids: torch.Tensor | None
+    counts: TokenCounts
+    context: Communicator = SINGLE_RANK
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    reported: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def sum_by_document(self, x_BS: torch.Tensor, num_documents: int | None = None) -> torch.Tensor:
+        """[B, D] sums of x over each document of a row, on whichever ranks its tokens are; differentiable.
+
+        Every rank of ``context`` has the same sums, so what is made of them counts once for all: see ``share``.
+
+        Args:
+            num_documents: D; by default as many as a row could have, most of them empty.
+        """
+        num_documents = num_documents or x_BS.shape[1] * self.context.num_ranks
+        doc_ids = torch.zeros_like(self.labels) if self.doc_ids is None else self.doc_ids
+        within = torch.where(doc_ids < 0, num_documents, doc_ids)
+        sums = x_BS.new_zeros(len(x_BS), num_documents + 1).scatter_add(1, within, x_BS)
+        return self.context.sum(sums[:, :-1])
+
+    def share(self, loss: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a number that all ranks of ``context`` have alike."""
+        return loss / self.context.num_ranks
+
+    def report(self, name: str, share: torch.Tensor) -> None:
+        """Add this rank's share of a number of the step to its record; the loss lists the name in ``metrics``."""
+        self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
+
+
+# ``(nll_BS, inputs) -> scalar``: this rank's share of the step's loss, so that the sum over ranks and micro-batches is
+# the loss. It may have two attributes: ``metrics``, names that it reports, and ``mean_over="documents"`` where
+# it is a mean over those and not over tokens (so is its validation).
+Loss = Callable[[torch.Tensor, LossInputs], torch.Tensor]

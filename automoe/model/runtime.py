@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from automoe.model.attention_kernels import AttentionFn, attend
-from automoe.model.loss import ChunkLoss, chunk_loss
+from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.communicators import Communicators
@@ -25,7 +25,8 @@ class Runtime:
         attend: softmax attention.
         rope: rotation of heads.
         norm: makes a norm, with the arguments of ``RMSNorm``.
-        chunk_loss: the loss of a chunk of tokens.
+        chunk_loss: the cross-entropy of a chunk of tokens.
+        loss: what is made of single tokens' losses; None: their mean, the cross-entropy.
         always_masked: rows with document ids get a mask whatever the ids are (``attention_mask``).
         seed: of the router's jitter.
     """
@@ -37,5 +38,6 @@ class Runtime:
     rope: Rope = field(default_factory=Rope)
     norm: Callable[..., RMSNorm] = RMSNorm
     chunk_loss: ChunkLoss = chunk_loss
+    loss: Loss | None = None
     always_masked: bool = False
     seed: int = 0

@@ -16,17 +16,27 @@ IGNORE = -100  # label of a position that is not trained
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of the whole global batch, two int64 scalars: what a step's losses are divided by.
+    """Tokens of the whole global batch, int64 scalars: what a step's losses are divided by.
 
     No tensor itself and no container that torch knows, so pipeline schedules hand it to every micro-batch as it is.
 
     Attributes:
         trained: tokens with a label; the divisor of the cross-entropy.
         non_padding: tokens that are not padding; the divisor of balance losses.
+        documents: those with a label; the divisor of losses that are means over them.
     """
 
     trained: torch.Tensor
     non_padding: torch.Tensor
+    documents: torch.Tensor
+
+
+def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.Tensor:
+    """Documents of whole rows, labels and doc_ids [B, S], that have a label: an int64 scalar."""
+    trained = (labels >= 0).long()
+    if doc_ids is None:
+        return trained.amax(1).sum()
+    return torch.zeros_like(trained).scatter_reduce_(1, doc_ids.clamp_min(0), trained, "amax").sum()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ COLUMNS = (  # heading, width; the step column grows with the number of steps
     ("left", 9),
 )
 MFU = ("MFU", 8)  # in the place of the time, which tokens/s says too, where the peak of the device is known
+# Of a loss over preferences: by how much, and how often, the preferred answer is; in the place of two columns.
+REWARDS = {"memory": ("margin", "rewards/margins"), "load": ("right", "rewards/accuracies")}
 
 
 class Console:
@@ -107,17 +109,25 @@ class Console:
             duration(left) if step < steps else "-",
         ]
         columns = [MFU if name == "time" and mfu is not None else (name, width) for name, width in COLUMNS]
+        for place, (name, width) in enumerate(COLUMNS):
+            heading, key = REWARDS.get(name, ("", ""))
+            if key in record:
+                columns[place], cells[place] = (heading, width), f"{float(record[key]):.3g}"
         self._line(f"{step}/{steps}", columns, cells, None if finite else "bold red")
         if validates:
             text = f"{'validation':>{self._step_width}}{loss_text(record['val_loss']):>{COLUMNS[0][1]}}"
             if (bits := record.get("val_bits_per_byte")) is not None:
                 text += f"   {float(bits):.3f} bits per byte"
-            text += f"   perplexity {perplexity_text(record['val_loss'])}"
+            if "val_perplexity" in record:
+                text += f"   perplexity {perplexity_text(record['val_loss'])}"
+            for heading, key in REWARDS.values():
+                text += f"   {heading} {float(record[f'val_{key}']):.3g}" if f"val_{key}" in record else ""
             if (averaged := record.get("val_loss_ema")) is not None:
                 text += f"   ema {loss_text(averaged)}"
             self._print(text, "bold green")
             for name, loss in losses_by_source(record):
-                numbers = f"{loss_text(loss):>{COLUMNS[0][1]}}   perplexity {perplexity_text(loss)}"
+                numbers = f"{loss_text(loss):>{COLUMNS[0][1]}}"
+                numbers += f"   perplexity {perplexity_text(loss)}" if "val_perplexity" in record else ""
                 self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:

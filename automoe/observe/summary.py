@@ -65,11 +65,12 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
     facts = {
         "training loss": number(last.get("loss"), 4),
         "validation loss": number(val_loss[-1], 4) if len(val_loss) else None,
-        "validation perplexity": perplexity_text(val_loss[-1]) if len(val_loss) else None,
+        "validation perplexity": perplexity_text(val_loss[-1]) if "val_perplexity" in validated else None,
         "validation bits per byte": number(bits[-1], 3) if len(bits) else None,
         "validation loss, averages": number(averaged, 4) if averaged is not None else None,
         **{
-            f"validation loss of {name}": f"{number(loss, 4)}, perplexity {perplexity_text(loss)}"
+            f"validation loss of {name}": number(loss, 4)
+            + (f", perplexity {perplexity_text(loss)}" if "val_perplexity" in validated else "")
             for name, loss in losses_by_source(validated)
         },
         "trained tokens": short_number(last.get("tokens")),

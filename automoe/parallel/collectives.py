@@ -51,6 +51,17 @@ def wait_tensor(x: Any) -> Any:
     return _Wait.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        ctx.communicator = communicator
+        return communicator.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.communicator.all_reduce(grad), None
+
+
 class GroupCommunicator(Communicator):
     """That of a process group: the r-th shard of the positions is on its rank r."""
 
@@ -69,6 +80,9 @@ class GroupCommunicator(Communicator):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(x, self)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
         return self._all_reduce(x, dist.ReduceOp.MAX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
+from automoe.config.plugins import registered
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from automoe.interop import quack, transformer_engine
 from automoe.model.attention_kernels import attention_fn
@@ -63,6 +64,7 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
+        loss=None if config.train.loss == "cross_entropy" else registered("train.loss")[config.train.loss],
         always_masked=config.train.compile,
         seed=config.train.seed,
     )

@@ -5,6 +5,7 @@ Shapes: M micro-batches of B rows, S positions of this rank.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
 from automoe.local_shard import local_shard
 from automoe.model.decoder import Decoder
+from automoe.model.loss import Loss
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes
 
@@ -85,20 +87,58 @@ def _whole_over_tp(parameter: torch.Tensor) -> bool:
     return dense and "tp" not in axes
 
 
-class SingleStageRunner:
-    """The whole model on this rank: a loop over micro-batches."""
+class StepRunner(ABC):
+    """Runs this rank's stages over the micro-batches of a step.
 
-    def __init__(self, part: Decoder, meshes: Meshes, config: Config) -> None:
-        self.part, self.config = part, config
-        self.shared = SharedGradients({0: part}, meshes)
+    Attributes:
+        parts: this rank's stages.
+    """
+
+    def __init__(self, parts: dict[int, Decoder], meshes: Meshes, device: torch.device) -> None:
+        self.parts, self.device = parts, device
+        self.shared = SharedGradients(parts, meshes)
         self.reports_loss = meshes.coordinate("tp") == 0
 
+    @property
+    def loss(self) -> Loss | None:
+        """Of the model, the same on all its stages; None: cross-entropy."""
+        return next(iter(self.parts.values())).loss
+
+    def set_loss(self, loss: Loss | None) -> None:
+        """Train, and evaluate, on another loss from now on."""
+        for part in self.parts.values():
+            part.loss = loss
+
+    @abstractmethod
     def train(self, inputs: Inputs) -> torch.Tensor:
         """Forward and backward; gradients are summed over the global batch when it returns.
 
         Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and on
         all tp ranks but the first, which have the same.
         """
+
+    @abstractmethod
+    def evaluate(self, inputs: Inputs) -> torch.Tensor:
+        """Forward alone, no gradient, nothing counted; the loss share as ``train``."""
+
+    def take_reported(self) -> dict[str, torch.Tensor]:
+        """This rank's shares of what the loss has reported since the last call, by every name that it may report."""
+        zero, found = torch.zeros((), dtype=torch.float64, device=self.device), dict[str, torch.Tensor]()
+        for part in self.parts.values():
+            for name in getattr(part.loss, "metrics", ()):
+                found[name] = found.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
+            assert not part.reported, f"a loss lists in metrics what it reports: {sorted(part.reported)}"
+        return found
+
+
+class SingleStageRunner(StepRunner):
+    """The whole model on this rank: a loop over micro-batches."""
+
+    def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
+        super().__init__(parts, meshes, device)
+        self.part, self.config = parts[0], config
+
+    def train(self, inputs: Inputs) -> torch.Tensor:
         micro_batches = self._split(inputs)
         total = torch.zeros((), dtype=torch.float64, device=inputs["tokens"].device)
         for i, micro_batch in enumerate(micro_batches):
@@ -111,7 +151,6 @@ class SingleStageRunner:
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        """Forward alone, no gradient, nothing counted; the loss share as ``train``."""
         self.part.eval()
         losses = [self.part(micro_batch.pop("tokens"), **micro_batch).sum() for micro_batch in self._split(inputs)]
         self.part.train()
@@ -125,17 +164,15 @@ class SingleStageRunner:
         return [counts | {name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
 
 
-class PipelineRunner:
-    """This rank's stages under one of torch's pipeline schedules; methods as of ``SingleStageRunner``.
+class PipelineRunner(StepRunner):
+    """This rank's stages under one of torch's pipeline schedules.
 
     Stages get static metadata: left to infer it, torch would run a real forward and backward on
     uninitialised activations and pollute the expert counts.
     """
 
     def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
-        self.parts, self.device = parts, device
-        self.shared = SharedGradients(parts, meshes)
-        self.reports_loss = meshes.coordinate("tp") == 0
+        super().__init__(parts, meshes, device)
         num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
 
@@ -188,9 +225,6 @@ class PipelineRunner:
         return torch.stack(losses).detach().to(torch.float64).sum()
 
 
-StepRunner = SingleStageRunner | PipelineRunner
-
-
 def _reshard(parts) -> None:
     # A forward without a backward leaves gathered weights behind, and a checkpoint would save those.
     for part in parts:
@@ -201,5 +235,5 @@ def _reshard(parts) -> None:
 def build_runner(parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> StepRunner:
     """The runner for this rank's stages."""
     if meshes.shape.pp == 1:
-        return SingleStageRunner(parts[0], meshes, config)
+        return SingleStageRunner(parts, meshes, config, device)
     return PipelineRunner(parts, meshes, config, device)

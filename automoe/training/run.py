@@ -145,6 +145,7 @@ class Run:
             "peak_memory_bytes": int(memory),
             "step_seconds": seconds,
             **stats.balance_losses,
+            **stats.metrics,
             "skipped": state.skipped,
         }
         if update.skipped:

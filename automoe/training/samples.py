@@ -160,11 +160,11 @@ def _asking(parts: Iterable[Decoder], found: dict[int, int]) -> Iterator[None]:
             found.update(zip(labels_T[asked_T].tolist(), tokens_N1.flatten().tolist(), strict=True))
         return torch.zeros((), dtype=wide, device=x_TH.device), None
 
-    own = [(part, part.runtime) for part in parts]
-    for part, runtime in own:
-        part.runtime = replace(runtime, chunk_loss=ask)
+    own = [(part, part.runtime, part.loss) for part in parts]
+    for part, runtime, _ in own:
+        part.runtime, part.loss = replace(runtime, chunk_loss=ask), None
     try:
         yield
     finally:
-        for part, runtime in own:
-            part.runtime = runtime
+        for part, runtime, loss in own:
+            part.runtime, part.loss = runtime, loss

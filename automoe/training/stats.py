@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ class StepStats:
     """Equal on every rank.
 
     Attributes:
-        loss: mean cross-entropy over the global batch's trained tokens, nats.
+        loss: mean cross-entropy over the global batch's trained tokens, nats; or that of ``train.loss``.
         balance_losses: by the names in ``LOSSES``, summed over layers, coefficients included.
         expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert, before
             any is dropped.
         dropped_share: [L] share of the choices that found no room.
         device_counts: [L, 2, E] float64 where the model is: the same, and tokens that plain top-k of the scores
             would give each expert.
+        metrics: what the loss reports, by name.
     """
 
     loss: float
@@ -40,20 +41,28 @@ class StepStats:
     expert_counts: torch.Tensor
     dropped_share: list[float]
     device_counts: torch.Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Config) -> StepStats:
+def gather_stats(
+    loss_share: torch.Tensor, parts: Iterable[Decoder], config: Config, reported: Mapping[str, torch.Tensor]
+) -> StepStats:
     """Sum loss shares and every layer's counters over all ranks, and zero the counters.
 
     Each rank fills in its own stages' layers, so one sum serves dp, cp and pp at once.
+
+    Args:
+        reported: this rank's shares of what the loss reports, the same names on every rank.
     """
     model = config.model
     num_layers, num_experts = model.num_moe_layers, model.num_experts
     device = loss_share.device
     size = LoadCounter.size(num_experts)  # spelled out below: a dense model has no layer to tell it by
-    sums = torch.zeros(num_layers * size + 1, dtype=torch.float64, device=device)
-    sums[-1] = loss_share
-    table = sums[:-1].view(num_layers, size)
+    end = num_layers * size
+    sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
+    for place, share in enumerate((loss_share, *reported.values()), start=end):
+        sums[place] = share
+    table = sums[:end].view(num_layers, size)
     for part in parts:
         for _, layer in part.moe_layers():
             table[layer.router.moe_index] += layer.router.load.totals
@@ -61,15 +70,16 @@ def gather_stats(loss_share: torch.Tensor, parts: Iterable[Decoder], config: Con
     dist.all_reduce(sums)
     device_counts = table[:, : 2 * num_experts].unflatten(1, (2, num_experts))
     sums = sums.cpu()  # the host waits for the step's forward and backward here
-    table = sums[:-1].view(num_layers, size)
+    table = sums[:end].view(num_layers, size)
     losses = table[:, 2 * num_experts : -1].sum(0).tolist()
     chosen = table[:, :num_experts]
     return StepStats(
-        loss=float(sums[-1]),
+        loss=float(sums[end]),
         balance_losses=dict(zip(LOSSES, losses, strict=True)),
         expert_counts=chosen,
         dropped_share=(table[:, -1] / chosen.sum(1).clamp_min(1)).tolist(),
         device_counts=device_counts,
+        metrics=dict(zip(reported, sums[end + 1 :].tolist(), strict=True)),
     )
 
 

@@ -10,7 +10,7 @@ Shapes: B rows of this data-parallel rank, S positions of this rank (R of the wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
-from automoe.moe.tokens import TokenCounts
+from automoe.moe.tokens import TokenCounts, num_documents
 from automoe.observe.metrics import perplexity
 from automoe.optim.adamw import learning_rate, set_learning_rate
 from automoe.optim.ema import averaged_weights, update_averages
@@ -71,7 +71,8 @@ def prepare_inputs(
     """
     num_rows, seq_len = batch.tokens.shape
     # Summed where they are, over gloo: on the device, reading them would wait for the step before.
-    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum())])
+    documents = num_documents(batch.labels, batch.doc_ids)
+    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)])
     for axis in ("dp_shard", "dp_replicate"):
         if (group := meshes.group(axis)) is not None:
             dist.all_reduce(counts, group=group)
@@ -84,11 +85,11 @@ def prepare_inputs(
         whole["doc_ids"] = batch.doc_ids
     if forced_ids is not None:
         whole["forced_ids"] = forced_ids
-    inputs: Inputs = {name: _send(tensor[:, index], device) for name, tensor in whole.items()}
-    inputs["index"] = _send(index.expand(num_rows, -1), device)
+    inputs: Inputs = {name: send(tensor[:, index], device) for name, tensor in whole.items()}
+    inputs["index"] = send(index.expand(num_rows, -1), device)
     row_ids = torch.arange(batch.first_row, batch.first_row + num_rows).unsqueeze(1)
-    inputs["row_ids"] = _send(row_ids.expand(-1, len(index)), device)
-    inputs["token_counts"] = TokenCounts(*_send(counts, device))
+    inputs["row_ids"] = send(row_ids.expand(-1, len(index)), device)
+    inputs["token_counts"] = TokenCounts(*send(counts, device))
     return inputs, int(counts[0])
 
 
@@ -102,7 +103,7 @@ def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, conf
         set_dropout_step(parts, state.step)
     with phase("forward_backward", state.step + 1), record_routing(config, parts, state.step):
         loss_share = runner.train(inputs)
-    return gather_stats(loss_share, parts, config)
+    return gather_stats(loss_share, parts, config, runner.take_reported())
 
 
 def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Meshes, config: Config) -> Update:
@@ -182,59 +183,84 @@ def validate(
     meshes: Meshes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
+    beside: Callable[[StepBatch], Inputs] = lambda batch: {},
 ) -> Mapping[str, float]:
     """``val_loss``, mean nats a token, ``val_perplexity``, its exp, and ``val_bits_per_byte`` of text. Collective.
 
     Empty without validation data. Of several sources each has a ``val_loss.NAME``; the numbers above are those of their
     mixture, by weight. With ``optim.ema_decay``, ``val_loss_ema`` is the mixture's with the averages of ``optimizer``.
+    Of another loss than cross-entropy ``val_loss`` is its mean, and what it reports follows as ``val_NAME``.
+
+    Args:
+        beside: what a loss takes besides, as the recipe adds it to the inputs of a step.
     """
-    losses = _validation_losses(config, runner, loader, meshes, device)
+    losses = _validation_losses(config, runner, loader, meshes, device, beside)
     if losses and optimizer is not None and config.optim.ema_decay:
         with averaged_weights(optimizer):
-            averaged = _validation_losses(config, runner, loader, meshes, device)
+            averaged = _validation_losses(config, runner, loader, meshes, device, beside)
         losses["val_loss_ema"] = averaged["val_loss"]
     return losses
 
 
 def _validation_losses(
-    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, device: torch.device
+    config: Config,
+    runner: StepRunner,
+    loader: Loader,
+    meshes: Meshes,
+    device: torch.device,
+    beside: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
     found = {}
     for source, name in enumerate(loader.names):
         batches = loader.validation_batches(config.train.val_batches, source)
-        sums = _validation_sums(config, runner, batches, meshes, device)
-        if sums[1]:
-            found[name] = loader.weights[source], *sums
-    total = sum(tokens for _, _, tokens, _ in found.values())
-    nats = loss_tokens = text_bytes = 0.0
-    for weight, *of_source in found.values():
-        factor = weight * total / of_source[1]  # 1 for a single source
-        nats, loss_tokens, text_bytes = (
-            so_far + factor * sum_ for so_far, sum_ in zip((nats, loss_tokens, text_bytes), of_source, strict=True)
-        )
-    if not total:
+        sums = _validation_sums(config, runner, batches, meshes, device, beside)
+        if sums["count"]:
+            found[name] = loader.weights[source], sums
+    if not found:
         return {}
-    loss = nats / loss_tokens
-    each = {f"val_loss.{name}": nats / tokens for name, (_, nats, tokens, _) in found.items() if name}
-    of_text = {"val_bits_per_byte": nats / math.log(2) / text_bytes} if text_bytes else {}  # synthetic ids have none
-    return {"val_loss": loss, "val_perplexity": perplexity(loss)} | of_text | each
+    total = sum(sums["count"] for _, sums in found.values())
+    mixed: dict[str, float] = {}
+    for weight, sums in found.values():
+        factor = weight * total / sums["count"]  # 1 for a single source
+        mixed = {key: mixed.get(key, 0.0) + factor * value for key, value in sums.items()}
+    nats, count, text_bytes = (mixed.pop(key) for key in ("nats", "count", "bytes"))
+    record = {"val_loss": nats / count}
+    if runner.loss is None:
+        record["val_perplexity"] = perplexity(nats / count)
+        record |= (
+            {"val_bits_per_byte": nats / math.log(2) / text_bytes} if text_bytes else {}
+        )  # synthetic ids have none
+    record |= {f"val_{key}": value / count for key, value in mixed.items()}
+    return record | {f"val_loss.{name}": sums["nats"] / sums["count"] for name, (_, sums) in found.items() if name}
 
 
 def _validation_sums(
-    config: Config, runner: StepRunner, batches: Iterator[StepBatch], meshes: Meshes, device: torch.device
-) -> tuple[float, float, float]:
-    """Nats, trained tokens and bytes of their text, over all ranks."""
-    nats = tokens = text_bytes = 0.0
+    config: Config,
+    runner: StepRunner,
+    batches: Iterator[StepBatch],
+    meshes: Meshes,
+    device: torch.device,
+    beside: Callable[[StepBatch], Inputs],
+) -> dict[str, float]:
+    """Over all ranks: ``nats``, the ``count`` of tokens or documents, ``bytes``, and what the loss reports."""
+    sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:
         inputs, trained = prepare_inputs(batch, meshes, config, device)
-        share = runner.evaluate(inputs)
-        loss, num_bytes = sum_over_ranks(share, float(batch.num_bytes * reads_text), device=device)
-        nats, tokens, text_bytes = nats + loss * trained, tokens + trained, text_bytes + num_bytes
-    return nats, tokens, text_bytes
+        share = runner.evaluate(inputs | beside(batch))
+        if getattr(runner.loss, "mean_over", "tokens") == "documents":
+            trained = int(inputs["token_counts"].documents)
+        reported = runner.take_reported()
+        loss, num_bytes, *more = sum_over_ranks(
+            share, float(batch.num_bytes * reads_text), *reported.values(), device=device
+        )
+        added = {"nats": loss * trained, "count": trained, "bytes": num_bytes}
+        added |= {name: value * trained for name, value in zip(reported, more, strict=True)}
+        sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
+    return sums
 
 
-def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():

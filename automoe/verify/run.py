@@ -14,7 +14,7 @@ from automoe.config.compose import parse_arguments
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
-from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
+from automoe.config.schema import Config, DataConfig, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.cost.params import count_params
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check, check_here, compose
@@ -169,6 +169,11 @@ def _for_a_cpu(config: Config) -> Config:
         kernels = replace(kernels, attention="sdpa")
     if kernels.rope == "triton" and not triton_is_interpreted():
         kernels = replace(kernels, rope="torch")
+    if config.data.is_preference:  # meshes are compared by the cross-entropy of rows, which conversations have too
+        config = replace(
+            config, recipe="finetune", recipe_args={}, data=DataConfig(kind="stdlib_chat", on_long="truncate")
+        )
+        config.data.chat.template = "plain"
     return replace(
         config,
         model=replace(config.model, hf_path=None),

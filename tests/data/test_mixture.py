@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,10 +138,10 @@ def test_validation_of_a_source_is_that_of_the_source_alone(config):
 
 def test_validation_loss_by_source_and_of_the_mixture(config, monkeypatch):
     loader = Loader(config, 0, 1)
-    sums = {0: (300.0, 100, 250.0), 1: (20.0, 10, 30.0), 2: (0.0, 0, 0.0)}  # nats, tokens, bytes; the last has no label
-    given_sums = iter(sums.values())
+    sums = [(300.0, 100, 250.0), (20.0, 10, 30.0), (0.0, 0, 0.0)]  # the last has no label
+    given_sums = iter(dict(zip(("nats", "count", "bytes"), of_one, strict=True)) for of_one in sums)
     monkeypatch.setattr(step, "_validation_sums", lambda *_: next(given_sums))
-    record = step.validate(config, None, loader, None, torch.device("cpu"))
+    record = step.validate(config, SimpleNamespace(loss=None), loader, None, torch.device("cpu"))
     assert record.keys() == {"val_loss", "val_perplexity", "val_bits_per_byte", "val_loss.code", "val_loss.web"}
     assert record["val_perplexity"] == math.exp(record["val_loss"])
     assert (record["val_loss.code"], record["val_loss.web"]) == (3.0, 2.0)

@@ -45,7 +45,7 @@ def run(folder: Path, *words: str) -> list[dict]:
 
 
 def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(texts: Path, tmp_path: Path) -> None:
-    """Same numbers from the package's data source, expert backend and dispatcher as from automoe's own."""
+    """Same numbers from the package's data source, loss, expert backend and dispatcher as from automoe's own."""
     (tmp_path / "lines.jsonl").write_text(
         "".join(json.dumps({"body": row["body"]}) + "\n" for row in csv.DictReader((texts / "lines.csv").open()))
     )
@@ -66,10 +66,12 @@ def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(tex
         f"data.path={texts}",
         "moe.experts=bmm",
         "moe.dispatcher=ring",
+        "train.loss=plain",
     )
     for mine, other in zip(own, theirs, strict=True):
         assert other["loss"] == pytest.approx(mine["loss"], rel=1e-12)
         assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-10)
+        assert other["unsure"] == pytest.approx(1.0)
     with pytest.raises(ConfigError, match=r"no reason to import code.*--plugins house"):
         load_config(tmp_path / "theirs")  # as `automoe export` does
 

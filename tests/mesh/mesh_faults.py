@@ -35,7 +35,7 @@ from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
-from automoe.moe.tokens import IGNORE, TokenCounts
+from automoe.moe.tokens import IGNORE
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.parallel.pipeline import SharedGradients
@@ -157,7 +157,8 @@ def loss_divided_by_own_tokens():
 def tokens_counted_once_per_cp_rank():
     def change(inputs, batch, meshes):
         counts = inputs["token_counts"]
-        inputs["token_counts"] = TokenCounts(counts.trained * meshes.shape.cp, counts.non_padding * meshes.shape.cp)
+        larger = {name: getattr(counts, name) * meshes.shape.cp for name in ("trained", "non_padding")}
+        inputs["token_counts"] = replace(counts, **larger)
 
     return _change_inputs(change)
 

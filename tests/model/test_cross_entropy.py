@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import automoe.config.schema
 from automoe.config.schema import chunk_tokens
-from automoe.model.loss import cross_entropy_sum
-from automoe.moe.tokens import IGNORE
+from automoe.model.loss import LossInputs, cross_entropy_sum, token_losses
+from automoe.moe.tokens import IGNORE, TokenCounts, num_documents
 
 T, H, V = 30, 8, 21
 
@@ -80,3 +80,40 @@ def test_bfloat16_sums_in_float32() -> None:
     exact.backward()
     for mine, theirs in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
         assert (mine.double() - theirs).norm() < 2e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("ignored", [0, 11, T])
+@pytest.mark.parametrize("chunk", [7, 1024])
+def test_losses_of_single_tokens_and_their_gradients_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int
+) -> None:
+    monkeypatch.setattr(automoe.config.schema, "CHUNK_TOKENS", chunk)
+    x, weight, labels = inputs(torch.float64, ignored)
+    got = token_losses(x, weight, labels)
+    expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="none")
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+    each = torch.linspace(-1, 2, T, dtype=torch.float64)  # every token's loss counts otherwise
+    for mine, theirs in zip(
+        torch.autograd.grad((got * each).sum(), (x, weight)),
+        torch.autograd.grad((expected * each).sum(), (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    weight.requires_grad_(False)
+    token_losses(x, weight, labels).sum().backward()
+    assert weight.grad is None and x.grad is not None
+
+
+def test_sums_by_document_leave_padding_out() -> None:
+    doc_ids = torch.tensor([[0, 0, 1, 2, 2, -1], [0, 1, 1, 1, -1, -1]])
+    labels = torch.where((torch.arange(6) % 2 == 0) & (doc_ids >= 0), 5, IGNORE)
+    zero = torch.zeros((), dtype=torch.int64)
+    x = torch.arange(12.0).view(2, 6).requires_grad_()
+    sums = LossInputs(labels, doc_ids, TokenCounts(zero, zero, zero)).sum_by_document(x, 3)
+    assert sums.tolist() == [[1.0, 2.0, 7.0], [6.0, 24.0, 0.0]]
+    (sums * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert x.grad.tolist() == [[1, 1, 2, 3, 3, 0], [1, 2, 2, 2, 0, 0]]
+    assert num_documents(labels, doc_ids) == 5 and num_documents(labels, None) == 2
+    labels = labels.clone()
+    labels[0, 2], labels[1, :1] = IGNORE, IGNORE
+    assert num_documents(labels, doc_ids) == 3

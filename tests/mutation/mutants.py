@@ -112,7 +112,7 @@ _TRAINING = [
     ("step.py", "state.tokens += trained", "state.tokens += 0 if skipped else trained", DSV3),
     ("step.py", "state.skipped + 1 if skipped", "1 if skipped", STREAK),
     ("step.py", "update_balance_state(stats, parts, config)", "pass", DSV3),
-    ("step.py", "nats + loss * trained", "nats + loss", LLAMA),
+    ("step.py", '"nats": loss * trained', '"nats": loss', LLAMA),
     ("step.py", "nats / math.log(2)", "nats * math.log(2)", LLAMA),
     ("step.py", "state.step += 1", "state.step += 0 if skipped else 1", DSV3),
     ("step.py", "state.optimizer.zero_grad()", "pass", LLAMA),

@@ -62,6 +62,7 @@ def test_a_validation_shows_perplexity_averages_and_sources(tmp_path):
     config = small_config(tmp_path, steps=9999)
     console, out = console_of(config)
     losses = {"val_loss": 1.25, "val_loss.code": 800.0, "val_loss_ema": 12.125, "val_bits_per_byte": 12.0}
+    losses["val_perplexity"] = 3.49
     console.step(record_of(9999, config, np.random.default_rng(0)) | {"expert_max_load": 1.0} | losses)
     mixture, code = out.getvalue().splitlines()[-2:]
     assert mixture.split() == "validation 1.2500 12.000 bits per byte perplexity 3.49 ema 12.1250".split()
@@ -170,3 +171,15 @@ def test_units_read_well_at_their_borders():
     ]
     assert [bytes_text(n) for n in (2**20 - 1, 1.5 * 2**30, 2**40)] == ["1.00 MiB", "1.50 GiB", "1.00 TiB"]
     assert [duration(s) for s in (0.4, 59.6, 3661, 180_000, math.nan)] == ["0:00", "1:00", "1:01:01", "2d 02h", "-"]
+
+
+def test_a_loss_over_preferences_shows_margins_and_no_perplexity(tmp_path):
+    config = small_config(tmp_path, steps=9999)
+    console, out = console_of(config)
+    rewards = {"expert_max_load": 1.0, "rewards/margins": -0.0123456, "rewards/accuracies": 0.625, "val_loss": 0.6543}
+    rewards |= {"val_rewards/margins": 1.5, "val_rewards/accuracies": 0.75}
+    console.step(record_of(9999, config, np.random.default_rng(0)) | rewards)
+    heading, line, validation = out.getvalue().splitlines()[-3:]
+    assert "margin" in heading and "right" in heading and "memory" not in heading and len(heading) <= 80
+    assert "-0.0123" in line and "0.625" in line
+    assert validation.split() == "validation 0.6543 margin 1.5 right 0.75".split()

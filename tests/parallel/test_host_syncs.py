@@ -57,7 +57,7 @@ def places_of_a_step(config: Config) -> Counter[str]:
         finder = stack.enter_context(HostSyncFinder())
         inputs, trained = prepare_inputs(batch, meshes, config, DEVICE)
         state = TrainState({0: part}, optimizer)
-        stats = forward_backward(state, SingleStageRunner(part, meshes, config), inputs, config)
+        stats = forward_backward(state, SingleStageRunner({0: part}, meshes, config, DEVICE), inputs, config)
         assert all(p.grad is not None for p in part.parameters())
         assert not optimizer_step(state, stats, trained, meshes, config).skipped
     return finder.places

@@ -1,0 +1,200 @@
+"""Direct preference optimisation (DPO, arXiv 2305.18290): the loss of a pair of answers, and what it is measured from.
+
+Letters: B rows, S positions of this rank, P pairs of a row, N pairs of the data, whose preferred answer comes first.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from automoe.checkpoint.agreement import Ranks
+from automoe.config.convert import config_to_dict
+from automoe.config.schema import Config
+from automoe.data.loader import Loader, StepBatch
+from automoe.data.prepare import Split
+from automoe.errors import DataError
+from automoe.hf.identity import checkpoint_identity
+from automoe.model.loss import LossInputs
+from automoe.parallel.mesh import Meshes
+from automoe.parallel.pipeline import Inputs, StepRunner
+from automoe.sealed import SEAL, replace_json, unsealed
+from automoe.training.context import RunContext
+from automoe.training.step import prepare_inputs, send
+
+REFERENCE_FILE = "reference.json"
+
+
+def pair_log_probs(nll_BS: torch.Tensor, inputs: LossInputs, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of both answers of every pair: the log-probability, and how many tokens it is the sum of; [B, P, 2] each."""
+    shape = (len(nll_BS), num_pairs, 2)
+    trained = (inputs.labels >= 0).to(nll_BS.dtype)
+    sums, lengths = (inputs.sum_by_document(x, 2 * num_pairs).view(shape) for x in (nll_BS, trained))
+    return -sums, lengths
+
+
+class PreferenceLoss:
+    """A ``Loss`` over pairs: -log sigmoid of beta times how much more the model gained on one answer than on the other.
+
+    It takes ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) is the squared distance of that margin, of mean and not
+    summed log-probabilities, to 1 / (2 beta). Both are those of TRL's ``DPOTrainer``. The mean is over all pairs of the
+    global batch.
+
+    Args:
+        beta: how closely the model is held to its reference: larger, closer.
+    """
+
+    metrics = tuple(
+        "rewards/chosen rewards/rejected rewards/accuracies rewards/margins logps/chosen logps/rejected".split()
+    )
+    mean_over = "documents"
+
+    def __init__(self, beta: float, kind: str) -> None:
+        self.beta, self.kind = beta, kind
+
+    def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+        reference = inputs.given["reference"].to(nll_BS.dtype)
+        log_probs, lengths = pair_log_probs(nll_BS, inputs, reference.shape[1])
+        there_BP, num_pairs = lengths[..., 0] > 0, (inputs.counts.documents // 2).clamp_min(1)
+        gained = torch.where(there_BP.unsqueeze(-1), log_probs - reference, 0.0)
+
+        def mean(x_BP: torch.Tensor) -> torch.Tensor:
+            return inputs.share(torch.where(there_BP, x_BP, 0.0).sum() / num_pairs)
+
+        rewards = self.beta * gained.detach()
+        margins = rewards[..., 0] - rewards[..., 1]
+        of_each = (rewards[..., 0], rewards[..., 1], margins > 0, margins, log_probs[..., 0], log_probs[..., 1])
+        for name, x_BP in zip(self.metrics, of_each, strict=True):
+            inputs.report(name, mean(x_BP.to(nll_BS.dtype)))
+        if self.kind == "ipo":
+            gained = gained / lengths.clamp_min(1)
+            return mean((gained[..., 0] - gained[..., 1] - 1 / (2 * self.beta)) ** 2)
+        return mean(-F.logsigmoid(self.beta * (gained[..., 0] - gained[..., 1])))
+
+
+class Reference:
+    """What the weights that training starts from say of every pair: log-probabilities [N, 2], float64 on the CPU."""
+
+    def __init__(self, log_probs: torch.Tensor, device: torch.device) -> None:
+        self.log_probs, self.device = log_probs, device
+
+    def inputs(self, batch: StepBatch) -> Inputs:
+        """What ``PreferenceLoss`` takes besides, for a batch; 0 where a row has no pair."""
+        assert batch.pairs is not None
+        found = torch.where((batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0)
+        return {"reference": send(found, self.device)}
+
+
+def open_reference(
+    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, context: RunContext, ranks: Ranks
+) -> Reference | None:
+    """That of the run, kept in its directory; computed where it is not there, or of another run. Collective.
+
+    Call it before a checkpoint is loaded: the model still has the weights that training starts from. A file that is
+    damaged, or of other weights or data, is said and replaced.
+
+    Returns:
+        None: the run was asked to stop meanwhile, and is ``preempted``.
+    """
+    path = context.run_dir / REFERENCE_FILE
+    splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
+
+    def look() -> tuple[dict[str, Any], Any]:
+        belongs = _belongs(config, loader, splits)
+        return belongs, _read(path, belongs, loader.num_pairs)
+
+    belongs, kept = ranks.lead(look)
+    if isinstance(kept, np.ndarray):
+        return Reference(torch.from_numpy(kept), context.device)
+    if context.rank == 0:
+        if kept is not None:
+            print(f"warning: {path}: {kept}; what the starting weights say of the pairs is computed anew", flush=True)
+        print(f"one pass over {loader.num_pairs:,} pairs: what the starting weights say of them", flush=True)
+    table = _compute(config, runner, loader, meshes, context, splits)
+    if table is not None:
+        ranks.lead(lambda: _write(path, belongs, table.numpy()))
+    return None if table is None else Reference(table, context.device)
+
+
+def _belongs(config: Config, loader: Loader, splits: list[Split]) -> dict[str, Any]:
+    """What decides the numbers, in plain JSON values."""
+    model = config_to_dict(config)["model"]
+    path = model.pop("hf_path")
+    weights = checkpoint_identity(path) if path else f"random, train.seed={config.train.seed}"
+    facts: dict[str, Any] = {"weights": weights, "splits": splits, "dtype": config.train.dtype, "fp8": config.train.fp8}
+    facts |= {"capacity": [config.moe.capacity_factor, config.moe.drop_policy, config.moe.drop_scope]}
+    return json.loads(json.dumps(facts | {"model": model, "data": loader.fingerprint()}))
+
+
+def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | str | None:
+    """The log-probabilities; what is wrong with the file; None where there is none."""
+    try:
+        raw = path.read_bytes()
+        content = unsealed(raw)
+        values = np.frombuffer(base64.b64decode(content["log_probs"], validate=True), "<f8").reshape(num_pairs, 2)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, IsADirectoryError) as error:
+        return f"it is damaged ({error})"
+    then = content.get("belongs")
+    if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):
+        return f"it is damaged (no {SEAL} of what was written)"
+    differing = sorted(key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key))
+    return f"it belongs to other {', '.join(differing)}" if differing else values.astype(np.float64)
+
+
+def _write(path: Path, belongs: dict[str, Any], values: np.ndarray) -> None:
+    raw = values.astype("<f8").tobytes()
+    facts = {"log_probs": base64.b64encode(raw).decode(), "checksum": zlib.crc32(raw)}
+    replace_json(path, {"belongs": belongs} | facts)
+
+
+class _Collector:
+    """In the place of a loss: keeps what every micro-batch says of its pairs."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+        numbers_BP = inputs.given["pairs"]
+        log_probs, _ = pair_log_probs(nll_BS, inputs, numbers_BP.shape[1])
+        there_BP = numbers_BP >= 0
+        self.seen.append((numbers_BP[there_BP].cpu(), log_probs[there_BP].detach().double().cpu()))
+        return nll_BS.sum()
+
+
+def _compute(
+    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, context: RunContext, splits: list[Split]
+) -> torch.Tensor | None:
+    """Log-probabilities of every pair of the splits, [N, 2]; 0 of others. None where the run is to stop."""
+    collector, before = _Collector(), runner.loss
+    runner.set_loss(collector)
+    for batch in (batch for split in splits for batch in loader.every_pair(split)):
+        if context.any_rank_stops():
+            context.preempted = True
+            return None
+        inputs, _ = prepare_inputs(batch, meshes, config, context.device)
+        assert batch.pairs is not None
+        runner.evaluate(inputs | {"pairs": send(batch.pairs, context.device)})
+    runner.set_loss(before)
+    table = torch.zeros((loader.num_pairs, 2), dtype=torch.float64)
+    # Ranks of tp and cp have the same numbers; one of each counts.
+    if all(meshes.coordinate(axis) == 0 for axis in ("cp", "tp")):
+        for numbers, log_probs in collector.seen:
+            table[numbers] = log_probs
+    dist.all_reduce(table)
+    if not torch.isfinite(table).all():
+        places = torch.nonzero(~torch.isfinite(table).all(1)).flatten().tolist()
+        raise DataError(
+            f"The starting weights give {len(places)} of {len(table)} pairs no finite log-probability, "
+            f"first {loader.where_pair(places[0])}. Check the checkpoint, or that data."
+        )
+    return table

@@ -1,0 +1,111 @@
+"""Direct preference optimisation: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy dpo``).
+
+    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> what these weights say of them
+        -> optimizer -> steps -> checkpoint
+
+What differs from fine-tuning is in the loss: a pair's two answers lie in one row, and the model is to say more of the
+preferred one, and less of the other, than the weights did that it started from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from automoe.checkpoint.store import CheckpointStore
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.data.loader import Loader
+from automoe.errors import ConfigError
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.pipeline import build_runner
+from automoe.trace import phase
+from automoe.training.context import RunContext
+from automoe.training.preference import PreferenceLoss, open_reference
+from automoe.training.routing import replayed_routing
+from automoe.training.run import open_run
+from automoe.training.samples import Sampler
+from automoe.training.state import TrainState
+from automoe.training.stats import same_on_all_ranks
+from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
+from automoe.training.weights import export_weights, first_weights
+
+
+@dataclass
+class Args:
+    """Direct preference optimisation (``docs/dpo.md``)."""
+
+    beta: float = 0.1  # larger: the model stays closer to the weights that it started from
+    # sigmoid: DPO's own; ipo: margins of mean log-probabilities, drawn to 1 / (2 beta)
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+
+    def check(self, config: Config) -> None:
+        if not self.beta > 0:
+            raise ConfigError("recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1")
+        if not config.data.is_preference:
+            rule = f"recipe={config.recipe} compares two answers"
+            raise ConfigError("data.kind", config.data.kind, rule, "Set data=preference data.path=FILE")
+
+
+def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
+    """Train ``config`` on this rank; returns the last validation loss, else the last training loss."""
+    device, train, args = context.device, config.train, config.recipe_args
+
+    # ---------------------------------------------------------------- a checkpoint's model on both meshes
+    meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
+    store = CheckpointStore(config, shape, context.run_dir)
+    store.check()  # fail now, not at the first save
+    parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
+    runner = build_runner(parts, meshes, config, device)
+
+    # ---------------------------------------------------------------- pairs, what the first weights say of them, state
+    loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
+    same_on_all_ranks(loader.fingerprint(), "the training data")
+    reference = open_reference(config, runner, loader, meshes, context, store.ranks)
+    if reference is None:
+        return None  # asked to stop
+    runner.set_loss(PreferenceLoss(args.beta, args.loss))
+    optimizer = build_optimizer(list(parts.values()), config.optim, train.seed)
+    state = TrainState(parts, optimizer, loader)
+    resumed = store.load_latest(state)
+    sampler = Sampler(config, parts, runner, loader.tokenizer, meshes, device)
+
+    # ---------------------------------------------------------------- the loop
+    with open_run(config, shape, context, state, store, resumed) as run:
+        run.note(str(loaded or "from random weights, since model.hf_path is not set"))
+        for line in loader.describe():
+            run.note(line)
+        run.show_row()  # which tokens are trained, and which are not
+        while state.step < train.steps and not run.stopping:
+            run.begin_step()
+
+            # one optimizer step over the global batch
+            with phase("step", state.step + 1):
+                batch = loader.next_step()
+                forced_ids = replayed_routing(config, batch, state.step)
+                inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+                stats = forward_backward(state, runner, inputs | reference.inputs(batch), config)
+                update = optimizer_step(state, stats, trained, meshes, config)
+
+            # record
+            record = run.end_step(stats, update)
+            if run.validates():
+                record |= validate(config, runner, loader, meshes, device, optimizer, reference.inputs)
+                run.write_samples(sampler)
+            run.write(record, stats)  # may go back to the checkpoint before
+
+            # save
+            if run.saves():
+                run.saver.save(state, record.get("val_loss"), run.stopping)
+
+        # ------------------------------------------------------------ leave
+        exports, paths = config.checkpoint.export_hf, {}
+        # A run that stops in its last step leaves the export for the next start.
+        context.preempted = state.step < train.steps or (run.stopping and exports)
+        run.check_result()
+        if exports and not run.stopping:
+            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir, optimizer)
+        run.finish(paths)
+    return run.objective
