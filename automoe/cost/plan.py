@@ -85,18 +85,20 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
 
 
 def _memory_warnings(config: Config, plan: Plan) -> list[str]:
-    limit, need = config.cluster.memory_bytes, plan.heaviest.peak
+    limit, need, load = config.cluster.memory_bytes, plan.heaviest.peak, 1.0
+    where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
+    if limit and need <= TIGHT * limit < limit < plan.uneven_peak:
+        need, load, where = plan.uneven_peak, UNEVEN, "a rank whose experts get twice their even share of tokens"
     if not limit or need <= TIGHT * limit:
         return []
-    where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
     verdict = "does not fit" if need > limit else "leaves little for fragmentation and communication buffers"
     text = f"{where} needs {gib(need)} of the {gib(limit)} that {config.cluster.name} has: {verdict}."
-    remedies = [f"{change} ({gib(peak)})" for change, peak in _alternatives(config, plan) if peak < need]
+    remedies = [f"{change} ({gib(peak)})" for change, peak in _alternatives(config, plan, load) if peak < need]
     return [f"{text} Single changes that need less: {'; '.join(remedies)}" if remedies else text]
 
 
-def _alternatives(config: Config, plan: Plan) -> list[tuple[str, float]]:
-    """Single changes that lower memory on the same ranks, with the peak that each leads to."""
+def _alternatives(config: Config, plan: Plan, load: float) -> list[tuple[str, float]]:
+    """Single changes that lower memory on the same ranks, with the peak that each leads to at so much the even load."""
     mesh, parallel, train = plan.mesh, config.parallel, config.train
     changes: list[tuple[str, Config, MeshShape]] = []
     if mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
@@ -107,19 +109,22 @@ def _alternatives(config: Config, plan: Plan) -> list[tuple[str, float]]:
         smaller = replace(config, train=replace(train, micro_batch_size=rows))
         changes.append((f"train.micro_batch_size={rows}", smaller, mesh))
     if FULL not in (names := recomputed_names(parallel)):
-        for name in ("moe", FULL) if config.model.num_moe_layers and not names else (FULL,):
-            again = replace(config, parallel=replace(parallel, recompute=name))
-            changes.append((f"parallel.recompute={name}", again, mesh))
+        more = [*(name for name in names if name != "moe_act"), "moe"]  # which runs the activation again, too
+        for again in (more, [FULL]) if config.model.num_moe_layers and "moe" not in names else ([FULL],):
+            text = again[0] if len(again) == 1 else f"[{','.join(again)}]"
+            changed = replace(config, parallel=replace(parallel, recompute=again))
+            changes.append((f"parallel.recompute={text}", changed, mesh))
     if mesh.dp_shard % 2 == 0 and train.seq_len % (4 * mesh.cp) == 0 and parallel.context == "gather":
         split = replace(mesh, dp_shard=mesh.dp_shard // 2, cp=2 * mesh.cp)
         changes.append((f"mesh.dp_shard={split.dp_shard} mesh.cp={split.cp}", config, split))
     if mesh.ep_shard % 2 == 0 and config.model.num_experts % (2 * mesh.ep) == 0:
         folded = replace(mesh, ep_shard=mesh.ep_shard // 2, ep=2 * mesh.ep)
         changes.append((f"mesh.ep={folded.ep} mesh.ep_shard={folded.ep_shard}", config, folded))
-    return [
-        (text, max(rank.peak for rank in plan_memory(changed, shape, plan_batch(changed, shape))))
-        for text, changed, shape in changes
-    ]
+    peaks = []
+    for text, changed, shape in changes:
+        batch = at_load(plan_batch(changed, shape), load, changed, shape)
+        peaks.append((text, max(rank.peak for rank in plan_memory(changed, shape, batch))))
+    return peaks
 
 
 def _speed_warnings(config: Config, plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ from automoe.config.compose import compose_config, list_options
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.validate import validate
 from automoe.cost.activations import at_load
-from automoe.cost.plan import Plan, make_plan
+from automoe.cost.plan import TIGHT, Plan, gib, make_plan
 from automoe.observe.plan_view import print_plan
 from automoe.plan import main
 from automoe.shipped import load_file
@@ -106,6 +106,19 @@ def test_the_page_on_adapters_says_what_the_plan_says() -> None:
     [words] = [line.split()[2:] for line in page.splitlines() if line.startswith("automoe plan ")]
     plan = plan_of(words[1], *words[2:])
     assert f"needs {plan.heaviest.peak / 2**30:.0f} of 79 GiB" in page and plan.warnings == []
+
+
+def test_a_plan_that_fits_at_even_load_alone_says_what_helps() -> None:
+    batch = "train.global_batch_size=256"
+    lists = ("[layernorm]", "[layernorm,moe]")
+    plan, mended = (plan_of("mixtral_8x22b", batch, f"parallel.recompute={names}") for names in lists)
+    assert mended.warnings == [] and plan.heaviest.peak < 85e9 * TIGHT < 85e9 < plan.uneven_peak
+    (warning,) = plan.warnings
+    assert warning.startswith(
+        f"a rank whose experts get twice their even share of tokens needs {gib(plan.uneven_peak)}"
+    )
+    assert f"does not fit. Single changes that need less: parallel.recompute={lists[1]}" in warning
+    assert f"({gib(mended.uneven_peak)})" in warning
 
 
 def test_no_limit_no_verdict() -> None:
