@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench-cpu-step bench-moe-layer bench-main-job bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench-cpu-step bench-sft bench-moe-layer bench-main-job bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -81,6 +81,9 @@ types: $(SETUP) ## Type-check the public surface
 
 bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, compared with other trainers
 	@$(PY) benchmarks/cpu_step.py $(ARGS)
+
+bench-sft: $(SETUP) ## Fine-tuning beside TRL's SFTTrainer: losses, tokens per CPU second, how full packed rows are
+	@$(PY) benchmarks/sft_step.py $(ARGS)
 
 bench-moe-layer: $(SETUP) ## Latency of a MoE layer by stage and mapping, 8 ranks
 	@$(PY) benchmarks/moe_layer.py $(ARGS)
