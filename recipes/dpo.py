@@ -93,7 +93,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             record = run.end_step(stats, update)
             if run.validates():
                 record |= validate(config, runner, loader, meshes, device, optimizer, reference.inputs)
-                run.write_samples(sampler)
+                run.sample(sampler)
             run.write(record, stats)  # may go back to the checkpoint before
 
             # save
