@@ -45,6 +45,12 @@ def test_every_primary_composes_and_validates(name: str) -> None:
     assert validate(config, config.launch.num_ranks, "cpu").world_size >= 1
 
 
+def test_what_primaries_share_is_no_primary() -> None:
+    assert "dsv3_671b" in list_options() and not any(name.startswith("_") for name in list_options())
+    with pytest.raises(ConfigError, match="no such primary configuration"):
+        compose_config("_large")
+
+
 def test_the_flagship_is_1024_ranks() -> None:
     config = compose_config("dsv3_671b")
     shape = validate(config, None)
