@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automoe.hf.api import from_hf as from_hf
     from automoe.hf.api import to_hf as to_hf
+    from automoe.launch.from_python import train as train
 
 __version__ = "0.1.0"
-__all__ = ["from_hf", "to_hf"]
+__all__ = ["from_hf", "to_hf", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # imported when asked for: entry points must start before torch does
+    # Imported when asked for: entry points must start before torch does.
+    if name == "train":
+        return importlib.import_module("automoe.train")  # which can be called
+    if name in __all__:
         import automoe.hf.api
 
         return getattr(automoe.hf.api, name)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
@@ -55,6 +56,19 @@ class DataError(AutomoeError, ValueError):
 
 class LaunchError(AutomoeError, RuntimeError):
     """Ranks could not be started, or one of them failed; carries the first error only."""
+
+
+class TrainingError(AutomoeError, RuntimeError):
+    """A run that ``automoe.train`` started has not come to its end.
+
+    Args:
+        message: the first error of a rank, with the lines that led there.
+        run_dir: of the run: its logs, records and checkpoints.
+    """
+
+    def __init__(self, message: str, run_dir: Path) -> None:
+        super().__init__(message)
+        self.run_dir = run_dir
 
 
 class CheckpointError(AutomoeError, RuntimeError):

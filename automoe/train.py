@@ -1,5 +1,7 @@
 """``python -m automoe.train``: parse, check, hand over. Torch is not imported before the configuration is valid.
 
+``automoe.train(...)`` of Python is this module too, called: ``automoe.launch.from_python`` has what it does.
+
 Exit status: 0 done, 1 a rank failed, 2 the configuration or the launch is wrong, 3 the hardware is not
 here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP.
 """
@@ -8,14 +10,36 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from automoe.errors import exit_status
 
 if TYPE_CHECKING:
     from automoe.config.compose import Arguments
+    from automoe.config.schema import Config
+    from automoe.launch.from_python import TrainResult
 
 EXIT_NO_HARDWARE = 3
+
+
+class _Called(ModuleType):
+    """A module and a function of one name: whichever of them was imported first, ``automoe.train`` is both."""
+
+    def __call__(
+        self,
+        config: Config | Mapping[str, Any] | Sequence[str] = (),
+        config_name: str = "config",
+        config_dir: str | os.PathLike[str] | None = None,
+    ) -> TrainResult:
+        """Train from Python: see ``automoe.launch.from_python.train``."""
+        from automoe.launch.from_python import train
+
+        return train(config, config_name, config_dir)
+
+
+sys.modules[__name__].__class__ = _Called
 
 
 def main(argv: list[str] | None = None) -> int:

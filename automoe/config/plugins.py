@@ -20,13 +20,21 @@ from automoe.config import schema
 from automoe.errors import ConfigError
 from automoe.shipped import load_file
 
-# What may be registered under a key. docs/architecture.md has the lines that each of them takes.
+# Functions that every rank calls; none of them is chosen by name. automoe.training.hooks says how.
+RUN_POINTS = {
+    "run.start": "a function of the automoe.training.run.Run, called before the first step",
+    "run.step": "a function of the Run and the step's record, which returns a dictionary of more numbers, or None",
+    "run.save": "a function of the Run and the folder of a checkpoint that was saved",
+    "run.finish": "a function of the Run, called after the last step and the export",
+}
+# What may be registered under a key. docs/extend.md has the lines that each of them takes.
 KINDS = {
     "model.family": "automoe.hf.families.family.Family whose model_type is the name",
     "moe.dispatcher": "a function of a moe.dispatch.base.DispatchGroup that returns one of the number of experts",
     "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits",
     "data.kind": "automoe.data.corpora.Source",
     "train.loss": "automoe.model.loss.Loss: a function of single tokens' losses and LossInputs",
+    **RUN_POINTS,
 }
 _registered: dict[str, dict[str, Any]] = {key: {} for key in KINDS}
 _loaded: set[str] = set()
@@ -46,7 +54,7 @@ def register(key: str, name: str, value: Any) -> None:
     if key not in KINDS:
         raise ConfigError("plugins", key, "nothing can be registered under this key", f"Keys: {', '.join(KINDS)}")
     section, _, leaf = key.partition(".")
-    if name in get_args(get_type_hints(get_type_hints(schema.Config)[section])[leaf]):
+    if key not in RUN_POINTS and name in get_args(get_type_hints(get_type_hints(schema.Config)[section])[leaf]):
         raise ConfigError(key, name, "the name is taken by automoe itself", "Register it under another name")
     earlier = _registered[key].setdefault(name, value)
     if earlier is not value and earlier != value:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from math import inf, isfinite
 from operator import attrgetter
 
-from automoe.config.convert import leaf_keys
+from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
@@ -87,6 +87,11 @@ def number_rows(config: Config) -> Iterator[Row]:
     for key in leaf_keys():
         value = attrgetter(key)(config)
         yield key, isinstance(value, float) and not isfinite(value), "must be a finite number", "Write one"
+    uri = config.observe.mlflow
+    if not isinstance(uri, FromEnvironment) and "@" in uri.partition("://")[2].partition("/")[0]:
+        rule = "a login in it would be kept in config.yaml and shown"
+        raise ConfigError("observe.mlflow", uri.partition("://")[0] + "://...", rule,
+            "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or observe.mlflow='${oc.env:NAME}'")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
            "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")

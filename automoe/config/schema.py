@@ -368,6 +368,12 @@ class ObserveConfig:
     report: bool = True  # report.html and PNG plots at the end, or when the run dies
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     wandb_project: str = "automoe"
+    tensorboard: bool = False  # event files in run_dir/tensorboard
+    mlflow: str = ""  # MLflow's tracking URI: a server, or a folder; empty: no MLflow
+    mlflow_experiment: str = "automoe"
+    run_name: str | None = None  # in trackers; null: that of run_dir
+    run_group: str | None = None  # in trackers; null: the sweep that the run is a job of
+    run_tags: list[str] = field(default_factory=list)  # in trackers
     profile_steps: str = ""  # "10-12": torch profiler traces of these steps under run_dir/profile
 
 

@@ -128,12 +128,25 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
         raise BackendError(
             f"moe.dispatcher=deepep needs CUDA, and this run is on {device}. Set moe.dispatcher=alltoall"
         )
-    for key, package, remedy in _foreign(config, device, deepep):
+    for key, package, remedy in (*_tracker_packages(config), *_foreign(config, device, deepep)):
         if importlib.util.find_spec(package) is None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
     if device == "cuda":
         for key, instead in _launching_triton(config, device):
             _check_compiler(key, device, f"or set {instead}")
+
+
+def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(key=value, package, remedy) of the packages that trackers need on the machine of rank 0."""
+    observe = config.observe
+    if observe.wandb != "off":
+        yield f"observe.wandb={observe.wandb}", "wandb", "pip install wandb, or set observe.wandb=off"
+    if observe.tensorboard:
+        yield "observe.tensorboard=true", "tensorboard", "pip install tensorboard, or set observe.tensorboard=false"
+    if observe.mlflow:
+        yield "observe.mlflow", "mlflow", "pip install mlflow-skinny, or set observe.mlflow=''"
+    if re.match(r"(sqlite|postgresql|mysql|mssql)\b", observe.mlflow):  # mlflow-skinny has no database
+        yield "observe.mlflow with a database", "sqlalchemy", "pip install mlflow, or name a server or a folder"
 
 
 def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, str, str]]:

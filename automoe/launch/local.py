@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
@@ -144,6 +145,7 @@ class _Launch:
         self.gave_up = False  # on ranks that were asked to stop: they were killed
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.killed: set[int] = set()  # ranks that were ended from here
+        self.printer: threading.Thread | None = None
         self.env = without_rendezvous(os.environ) | LOOPBACK
         self.env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         share = str(max(1, (os.cpu_count() or 1) // num_ranks))
@@ -166,6 +168,8 @@ class _Launch:
             try:
                 self._start(store)
                 self._wait()
+                if self.printer is not None:
+                    self.printer.join(timeout=5)  # a process that rank 0 left behind may hold the pipe
             finally:
                 self._kill()
         if (lost := self.run_dir_lost()) is not None:
@@ -174,14 +178,20 @@ class _Launch:
 
     def _start(self, store: Path) -> None:
         command = [sys.executable, "-m", "automoe.launch.worker", str(self.run_dir), str(os.getpid()), str(store)]
+        command += sys.path  # where this process finds recipes and plugins, ranks do
+        first_out = None if _is_terminal_or_file() else subprocess.PIPE
         # Blocked, a signal waits in a rank that has no handler for it yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for rank in range(self.num_ranks):
                 env = self.env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 # A session of its own: Ctrl-C in the terminal reaches this process alone.
-                process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+                out, no_input = None if rank else first_out, subprocess.DEVNULL
+                process = subprocess.Popen(command, env=env, stdin=no_input, stdout=out, start_new_session=True)
                 self.ranks.append(process)
+                if process.stdout is not None:
+                    self.printer = threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True)
+                    self.printer.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self.signum is not None:
@@ -276,6 +286,22 @@ class _Launch:
                 what += ", often by the kernel for want of memory: see dmesg, or lower train.micro_batch_size"
             return runs.launch_failure(number, what)
         return None
+
+
+def _is_terminal_or_file() -> bool:
+    """Whether ``print`` of this process ends where a child's standard output does; a notebook's cell is no file."""
+    try:
+        return sys.stdout.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _pass_on(lines: IO[bytes]) -> None:
+    """Print what rank 0 says, until it ends."""
+    with lines:
+        for line in lines:
+            sys.stdout.write(line.decode(errors="replace"))
+            sys.stdout.flush()
 
 
 def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:

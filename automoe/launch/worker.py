@@ -76,8 +76,9 @@ def outlive_streams() -> None:
 
 
 def main() -> int:
-    """Run the rank that the environment describes; run directory, launcher and store are on the command line."""
-    run_dir, launcher, store = sys.argv[1:]
+    """Run the rank that the environment describes; run directory, launcher, store and paths are on the command line."""
+    run_dir, launcher, store, *paths = sys.argv[1:]
+    sys.path += [path for path in paths if path not in sys.path]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return run_rank(Path(run_dir), rank, world_size, rank, store=Path(store), launcher=int(launcher))
 

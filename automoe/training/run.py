@@ -23,9 +23,10 @@ from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
-from automoe.observe.trackers import Tracker, make_tracker
+from automoe.observe.trackers import Trackers, make_trackers
 from automoe.trace import phase
 from automoe.training.context import RunContext
+from automoe.training.hooks import Hooks
 from automoe.training.samples import Sampler
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
@@ -49,18 +50,20 @@ def open_run(
     for line in describe_training(config):
         console.note(line)
     with ExitStack() as opened:
-        log = tracker = None
+        log = trackers = None
         if context.rank == 0:
             # Another run's record is not this one's.
             record_ends = resumed.step if resumed and resumed.own else None
             log = MetricsLog(context.run_dir, record_ends, console.warn)
-            tracker = make_tracker(config, context.run_dir, console.warn)
+            trackers = make_trackers(config, context.run_dir, record_ends, console.warn)
         if config.launch.gc_every:
             opened.enter_context(without_collection())
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
-        saver = Saver(store, config, console.note, console.warn)
-        run = Run(config, shape, context, state, saver, resumed, console, log, tracker)
-        opened.callback(run.close_log)
+        hooks = Hooks()
+        saver = Saver(store, config, console.note, console.warn, lambda folder: hooks.call("run.save", run, folder))
+        run = Run(config, shape, context, state, saver, resumed, console, log, trackers, hooks)
+        opened.push(run.close_record)
+        hooks.call("run.start", run)
         yield run
 
 
@@ -84,10 +87,12 @@ class Run:
         resumed: Resumed | None,
         console: Console,
         log: MetricsLog | None,
-        tracker: Tracker | None,
+        trackers: Trackers | None,
+        hooks: Hooks,
     ) -> None:
         self.config, self.shape, self.context, self.state = config, shape, context, state
-        self.saver, self.console, self.note, self._log, self._tracker = saver, console, console.note, log, tracker
+        self.saver, self.console, self.note, self._log, self._trackers = saver, console, console.note, log, trackers
+        self._hooks = hooks
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
@@ -189,7 +194,7 @@ class Run:
         return due
 
     def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
-        """Print, record and track a step's record, in which a validation is by now.
+        """Print, record and track a step's record, in which a validation is by now, with what plugins measure.
 
         Where every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the state goes back
         to the checkpoint before.
@@ -200,9 +205,10 @@ class Run:
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
             self.console.step(record)
-            if self._log is not None and self._tracker is not None:
+            record = {**record, **self._hooks.numbers(self, record)}
+            if self._log is not None and self._trackers is not None:
                 self._log.write(record, stats.expert_counts)
-                self._tracker.log(record)
+                self._trackers.log(record)
             self._write_answers()
         state, train = self.state, self.config.train
         over = state.skipped >= train.max_skipped
@@ -242,15 +248,17 @@ class Run:
             f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
         )
         self.console.warn(f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end")
-        if self._log is not None:
+        if self._log is not None and self._trackers is not None:
             self._log.close()
             self._log = MetricsLog(self.context.run_dir, self.state.step, self.console.warn)
+            self._trackers.rewind(self.state.step)
         return True
 
-    def close_log(self) -> None:
-        """Write what of the record waits; also on the way out of an error."""
-        if self._log is not None:
+    def close_record(self, error: object, *_: object) -> None:
+        """Write what of the record waits, on every way out; ``error`` is what ended the run, None where nothing did."""
+        if self._log is not None and self._trackers is not None:
             self._log.close()
+            self._trackers.finish("failed" if error else "done")
 
     def check_result(self) -> None:
         """Refuse to call a run done whose result is no number.
@@ -266,10 +274,11 @@ class Run:
 
     def finish(self, paths: Mapping[str, str | Path]) -> None:
         """Close the record and print the summary, with the ``paths`` of results by their names."""
-        if self._log is not None and self._tracker is not None:
+        self._hooks.call("run.finish", self)
+        if self._log is not None and self._trackers is not None:
             self._log.close()
-            self._tracker.finish()
-            paths = {**paths, **self._tracker.places}
+            self._trackers.finish("preempted" if self.context.preempted else "done")
+            paths = {**paths, **self._trackers.places}
         self.console.finish(paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
@@ -293,12 +302,18 @@ class Saver:
 
     Args:
         note, warn: take a line for the user.
+        saved: takes the folder of every checkpoint that is there in full.
     """
 
     def __init__(
-        self, store: CheckpointStore, config: Config, note: Callable[[str], object], warn: Callable[[str], object]
+        self,
+        store: CheckpointStore,
+        config: Config,
+        note: Callable[[str], object],
+        warn: Callable[[str], object],
+        saved: Callable[[Path], object] = lambda folder: None,
     ) -> None:
-        self.store, self.config, self.note, self.warn = store, config, note, warn
+        self.store, self.config, self.note, self.warn, self._saved = store, config, note, warn, saved
         self.failures = 0  # saves that could not be written, since this process began
         self._blocked_s = 0.0
         self._began = time.monotonic()  # the newest save, or this process
@@ -357,6 +372,7 @@ class Saver:
     def _committed(self, step_dir: Path | None) -> None:
         if step_dir is not None:
             self.note(f"checkpoint {step_dir}")
+            self._saved(step_dir)
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:

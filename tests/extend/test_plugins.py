@@ -1,10 +1,11 @@
-"""What docs/architecture.md says can be added from outside the package, really added: ``tests/extend/house``."""
+"""What docs/extend.md says can be added from outside the package, really added: every block of it is run."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,76 +20,125 @@ from automoe.config.frozen import load_config
 from automoe.config.plugins import register
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import known_families
+from automoe.observe.metrics import read_metrics
 
-HERE = Path(__file__).parent
+ROOT = Path(automoe.__file__).parents[1]
+PAGE = ROOT / "docs" / "extend.md"
 TINY = ["train.steps=3", "train.seq_len=32", "train.global_batch_size=4", "train.val_every=0", "observe.report=false"]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    with (folder / "lines.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["id", "body"])
-        rows.writerows([i, f"line {i} of a text, said {'again and ' * (i % 5)}again"] for i in range(200))
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every block of docs/extend.md as the file that it names, and texts."""
+    folder = tmp_path_factory.mktemp("page")
+    blocks = re.findall(r"^```(\w*)\n# (\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    assert len(blocks) == PAGE.read_text().count("\n```\n") and {kind for kind, _, _ in blocks} == {"python"}
+    for _, name, text in blocks:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "texts").mkdir()
+    rows = [{"id": i, "body": f"line {i} of a text, said {'again and ' * (i % 5)}again"} for i in range(200)]
+    with (folder / "texts" / "lines.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "body"])
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "lines.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
 
 
-def run(folder: Path, *words: str) -> list[dict]:
-    """Train by the command that a user types, with the package ``house`` in the working directory."""
-    path = os.pathsep.join([str(HERE), str(Path(automoe.__file__).parents[1])])
-    command = [sys.executable, "-m", "automoe.train", *TINY, *words, f"run_dir={folder}"]
-    done = subprocess.run(command, cwd=HERE, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+def python(folder: Path, *words: str, **options: str) -> str:
+    """Run Python in ``folder``, with nothing of this process's paths but automoe; what it printed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = folder / "metrics.jsonl"  # which a recipe of one's own may leave out
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return done.stdout
 
 
-def test_a_run_with_everything_from_outside_equals_one_with_what_is_built_in(texts: Path, tmp_path: Path) -> None:
-    """Same numbers from the package's data source, loss, expert backend and dispatcher as from automoe's own."""
-    (tmp_path / "lines.jsonl").write_text(
-        "".join(json.dumps({"body": row["body"]}) + "\n" for row in csv.DictReader((texts / "lines.csv").open()))
-    )
-    common = [
-        "train.steps=2",
-        "train.dtype=float64",
-        "mesh.pp=1",
-        "mesh.ep=2",
-        "launch.num_ranks=2",
-        "data.text_key=body",
-    ]
-    own = run(tmp_path / "own", *common, "data.kind=jsonl", f"data.path={tmp_path}/lines.jsonl", "moe.experts=loop")
-    theirs = run(
-        tmp_path / "theirs",
-        *common,
-        "plugins=[house]",
-        "data.kind=csv",
-        f"data.path={texts}",
-        "moe.experts=bmm",
-        "moe.dispatcher=ring",
-        "train.loss=plain",
-    )
-    for mine, other in zip(own, theirs, strict=True):
-        assert other["loss"] == pytest.approx(mine["loss"], rel=1e-12)
-        assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-10)
-        assert other["unsure"] == pytest.approx(1.0)
+# As in a notebook: no file, and a standard output that is none.
+CELL = """
+import io, sys, time
+import automoe.train
+from automoe import train
+assert train is automoe.train and "torch" not in sys.modules
+terminal, sys.stdout = sys.stdout, io.StringIO()
+source = open("my_script.py").read()
+exec(compile(source, "<cell>", "exec"))
+text, sys.stdout = sys.stdout.getvalue(), terminal
+try:
+    train(["mesh.ep=3", "launch.num_ranks=2"])
+except automoe.errors.ConfigError as error:
+    text += f"refused: {error}"
+print(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def from_python(page: Path) -> tuple[Path, str]:
+    """The script of the page, run as a cell: the run's directory, and what it printed."""
+    said = python(page, input=CELL)
+    [run_dir] = (page / "runs").glob("default-*")
+    return run_dir, said
+
+
+def test_every_block_of_the_page_in_one_run_that_equals_one_with_what_is_built_in(
+    page: Path, from_python: tuple[Path, str]
+) -> None:
+    """Same numbers from the page's recipe on automoe's own parts as from its loop on the page's parts."""
+    words = ["recipe=my_recipe.py", "recipe_args.file=own.txt", "moe.experts=loop", "run_dir=own", *TINY]
+    words += ["train.steps=2", "train.dtype=float64", "mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2"]
+    python(page, "-m", "automoe.train", *words, "data.kind=jsonl", "data.path=lines.jsonl", "data.text_key=body")
+    own = [list(map(float, line.split())) for line in (page / "own" / "own.txt").read_text().splitlines()]
+    theirs = read_metrics(from_python[0])
+    assert len(own) == len(theirs) == 2
+    for (loss, grad_norm), record in zip(own, theirs, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-12)
+        assert record["grad_norm"] == pytest.approx(grad_norm, rel=1e-10)
+        assert record["unsure"] == pytest.approx(1.0)
     with pytest.raises(ConfigError, match=r"no reason to import code.*--plugins house"):
-        load_config(tmp_path / "theirs")  # as `automoe export` does
+        load_config(from_python[0])  # as `automoe export` does
+
+
+def test_what_a_plugin_measures_is_in_the_record_and_the_tracker(
+    page: Path, from_python: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, said = from_python
+    first, last = read_metrics(run_dir)
+    assert 0.05 < first["largest_weight"] < 10 and "val_gap" not in first
+    assert last["val_gap"] == last["val_loss"] - last["loss"]
+    assert (run_dir / "saved.txt").read_text() == "step-2\n"
+    assert said.count("the largest of all came to an end at step 2") == 1
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(str(page / "tracked"))
+    [run] = client.search_runs([client.get_experiment_by_name("automoe").experiment_id])
+    assert run.data.metrics["largest_weight"] == last["largest_weight"] and run.info.status == "FINISHED"
+    assert run.info.run_name == run_dir.name and run.data.tags["small"] == "true"
+
+
+def test_a_cell_prints_what_rank_0_prints_and_holds_its_result(from_python: tuple[Path, str]) -> None:
+    run_dir, said = from_python
+    first, last = read_metrics(run_dir)
+    assert said.index("starting 2 ranks on cpu") < said.index("step") < said.index(f"{last['loss']} {last['val_loss']}")
+    assert f"{run_dir} {run_dir / 'hf'}" in said and (run_dir / "hf" / "config.json").exists()
+    assert "refused: mesh." in said
 
 
 @pytest.mark.exhaustive
-def test_a_recipe_from_outside_trains_as_the_shipped_one(texts: Path, tmp_path: Path) -> None:
-    words = ["mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2", "data.kind=text", f"data.path={texts}"]
-    shipped = run(tmp_path / "shipped", *words, "checkpoint.export_hf=false")
-    run(tmp_path / "own", *words, "recipe=my_recipe.py")
-    losses = [float(line) for line in (tmp_path / "own" / "losses.txt").read_text().splitlines()]
-    assert losses == [record["loss"] for record in shipped]
+def test_a_recipe_from_outside_trains_as_the_shipped_one(page: Path) -> None:
+    words = [*TINY, "mesh.pp=1", "mesh.ep=2", "launch.num_ranks=2", "data.kind=text", "data.path=texts/lines.csv"]
+    python(page, "-m", "automoe.train", *words, "run_dir=shipped", "checkpoint.export_hf=false")
+    python(page, "-m", "automoe.train", *words, "run_dir=mine", "recipe=my_recipe.py")
+    lines = (page / "mine" / "losses.txt").read_text().splitlines()
+    assert [float(line.split()[0]) for line in lines] == [record["loss"] for record in read_metrics(page / "shipped")]
 
 
-def test_a_family_from_outside_is_read_and_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_from_outside_is_read_and_equals_transformers(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.syspath_prepend(page)
     monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
     monkeypatch.delitem(sys.modules, "house", raising=False)
     plugins.load_plugins(["house"])
@@ -135,9 +185,9 @@ def test_a_name_stays_registered_after_its_first_use(monkeypatch: pytest.MonkeyP
     register("moe.experts", "mine", "math:sqrt")
 
 
-def test_a_family_is_registered_under_its_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_is_registered_under_its_model_type(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
-    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.syspath_prepend(page)
     register("model.family", "dots", "house.dots1:FAMILY")
     with pytest.raises(ConfigError, match="model_type=dots1"):
         known_families()

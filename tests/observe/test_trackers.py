@@ -1,7 +1,9 @@
-"""Weights & Biases as it really behaves, each case in a process of its own, with no login from outside."""
+"""Each tracker read back by its own library; W&B in processes of its own, with no login from outside."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -9,24 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from automoe.config.convert import FromEnvironment
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.rules import check_rows, number_rows
+from automoe.config.schema import Config
+from automoe.errors import BackendError, ConfigError
+from automoe.launch.hardware import check_backends
+from automoe.observe.trackers import make_trackers
+
 PROGRAM = """
 import sys
 from pathlib import Path
 from automoe.config.schema import Config
-from automoe.observe.trackers import make_tracker
+from automoe.observe.trackers import make_trackers
 
 config = Config()
 config.observe.wandb = sys.argv[1]
-tracker = make_tracker(config, Path(sys.argv[2]))
-started = tracker._run is not None
-for step in (1, 2, 3):
+config.observe.run_tags, config.observe.run_group = ["small"], "mine"
+resumed = "resumed" in sys.argv
+tracker = make_trackers(config, Path(sys.argv[2]), 2 if resumed else None)
+started = tracker.places
+for step in (3, 4) if resumed else (1, 2, 3):
     tracker.log({"step": step, "loss": 5.0 / step, "mfu": None})
     if sys.argv[3:] == ["kill-service"] and step == 1:
         import psutil
         for child in psutil.Process().children(recursive=True):
             child.kill()
             child.wait()
-tracker.finish()
+tracker.finish("done")
 print("trained to step", step, "with", "W&B" if started else "nothing", "wandb" in sys.modules)
 print(*tracker.places.values())
 """
@@ -50,6 +62,30 @@ def recorded(directory: Path) -> list[Path]:
     return [path for path in directory.glob("wandb/offline-run-*/run-*.wandb") if path.stat().st_size > 0]
 
 
+def read_wandb(path: Path) -> tuple[tuple, list[tuple[int, float]]]:
+    """Id, name, group and tags of a file's run, and (step, loss) of its rows, in their order."""
+    from wandb.proto import wandb_internal_pb2
+
+    about, rows, waiting, at, data = (), [], b"", 7, path.read_bytes()  # LevelDB's log format, after 7 bytes
+    while at < len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]  # 1 whole, 2 first, 3 middle, 4 last
+        waiting, at = waiting + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind not in (1, 4):
+            continue
+        record = wandb_internal_pb2.Record.FromString(waiting)
+        waiting = b""
+        if record.HasField("run") and not about:
+            about = (record.run.run_id, record.run.display_name, record.run.run_group, list(record.run.tags))
+        if record.HasField("history"):
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            rows.append((row["step"], row["loss"]))
+            assert "mfu" not in row
+    return about, rows
+
+
 def test_off_does_not_import_wandb(tmp_path):
     done = run(tmp_path, "off")
     assert done.stdout == "trained to step 3 with nothing False\n\n", done.stderr
@@ -62,8 +98,12 @@ def test_offline_records_the_steps(tmp_path):
     assert done.stderr == ""
     (path,) = recorded(tmp_path / "elsewhere")
     assert done.stdout.splitlines()[1] == str(path.parent)
-    content = path.read_bytes()
-    assert content.count(b"loss") >= 3 and b"mfu" not in content.split(b"_step")[1]
+    done = run(tmp_path, "offline", "resumed", WANDB_DIR=str(tmp_path / "elsewhere"))
+    assert done.stdout.startswith("trained to step 4 with W&B"), done.stderr
+    runs, rows = zip(*map(read_wandb, sorted(recorded(tmp_path / "elsewhere"))), strict=True)
+    # One run, whose repeated step 3 is a second point and not dropped.
+    assert rows == ([(1, 5.0), (2, 2.5), (3, 5 / 3)], [(3, 5 / 3), (4, 1.25)])
+    assert runs[0] == runs[1] and runs[0][1:] == (tmp_path.name, "mine", ["small"])
 
 
 def test_online_without_a_login_records_offline_after_one_warning(tmp_path):
@@ -87,3 +127,102 @@ def test_training_outlives_the_service_process(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "trained to step 3" in done.stdout
     assert done.stderr.count("W&B stopped working") == 1
+
+
+def record_twice(config: Config, run_dir: Path, said: list[str]) -> None:
+    """Steps 1 to 5 and a failure; on from step 3, and at step 5 back to step 4."""
+    trackers = make_trackers(config, run_dir, None, said.append)
+    for step in range(1, 6):
+        trackers.log({"step": step, "loss": float(step), "val_loss/a+b": float("nan"), "max_share": [1.0], "mfu": None})
+    trackers.finish("failed")
+    trackers = make_trackers(config, run_dir, 3, said.append)
+    for step in (4, 5):
+        trackers.log({"step": step, "loss": 10.0 * step})
+    trackers.rewind(4)
+    trackers.log({"step": 5, "loss": 100.0})
+    trackers.finish("done")
+    trackers.log({"step": 6, "loss": 0.0})  # closed: nothing
+
+
+def test_tensorboard_and_mlflow_go_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run_dir, said = tmp_path / "sweep" / "lr0.1", []
+    run_dir.mkdir(parents=True)
+    (tmp_path / "sweep" / "sweep.json").touch()
+    config, secret = Config(), "sesame"
+    config.observe.tensorboard, config.observe.run_tags = True, ["small", "first"]
+    config.observe.mlflow = FromEnvironment(str(tmp_path / secret), "${oc.env:STORE}")
+    record_twice(config, run_dir, said)
+    assert said == []
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 100.0)]
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert texts["tags/text_summary"] == "small, first" and "hidden_size: 256" in texts["config/text_summary"]
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(str(tmp_path / secret))
+    [run] = client.search_runs([client.get_experiment_by_name("automoe").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.tags["group"]) == ("lr0.1", "FINISHED", "sweep")
+    assert run.data.tags["small"] == "true" and run.data.params["model.hidden_size"] == "256"
+    values = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
+    assert sorted(values) == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 40), (5, 5), (5, 50), (5, 100)]
+    assert dict(values)[5] == 100, "the later point of a step is last"
+    assert run.data.params["observe.mlflow"] == "${oc.env:STORE}"
+    assert "val_loss/a_b" in run.data.metrics
+    assert not [path for path in run_dir.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+    # A run that starts over leaves the earlier one alone.
+    make_trackers(config, run_dir, None, said.append).finish("preempted")
+    assert (run_dir / "tensorboard.1").is_dir()
+    runs = client.search_runs([run.info.experiment_id])
+    assert sorted(one.info.status for one in runs) == ["FINISHED", "KILLED"] and said == []
+
+
+def test_a_server_that_is_not_there_costs_a_warning_without_its_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config, said = Config(), []
+    config.observe.mlflow = FromEnvironment("http://me:ses@me@127.0.0.1:9/hidden", "${oc.env:STORE}")
+    trackers = make_trackers(config, tmp_path, None, said.append)
+    trackers.log({"step": 1, "loss": 1.0})
+    trackers.finish("done")
+    assert len(said) == 1 and "MLflow does not work" in said[0] and "training goes on without it" in said[0]
+    assert "ses" not in said[0] and "hidden" not in said[0] and not (tmp_path / "trackers.json").exists()
+
+
+def test_a_login_in_an_address_is_refused_without_being_shown() -> None:
+    config = Config()
+    config.observe.mlflow = "https://me:sesame@tracking.org/x"
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as raised:
+        check_rows(config, number_rows(config))
+    assert "sesame" not in str(raised.value)
+    config.observe.mlflow = "https://tracking.org/@me"
+    check_rows(config, number_rows(config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "package"),
+    [
+        ("wandb", "offline", "wandb"),
+        ("tensorboard", True, "tensorboard"),
+        ("mlflow", "folder", "mlflow-skinny"),
+        ("mlflow", "sqlite:///a.db", "mlflow"),
+    ],
+)
+def test_a_missing_package_is_an_error_before_training(
+    key: str, value: object, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config()
+    setattr(config.observe, key, value)
+    absent = {"wandb", "tensorboard", "sqlalchemy" if "sqlite" in str(value) else "mlflow"}
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+    with pytest.raises(BackendError, match=f"observe.{key}.*is not installed here. pip install {package}"):
+        check_backends(config, MeshShape(*[1] * 9), "cpu")

@@ -59,7 +59,7 @@ LAYERS = (
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MAX_FILES, MAX_LINES = 183, 28_800
+MAX_FILES, MAX_LINES = 192, 29_400
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 60, 120
 
 
@@ -229,7 +229,7 @@ def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, extras = project["dependencies"], project["optional-dependencies"]
     names = {group: {Requirement(line).name for line in lines} for group, lines in {"": needed, **extras}.items()}
-    assert third_party_imports("automoe") <= names[""] | names["gpu"] | names["eval"]
+    assert third_party_imports("automoe") <= names[""] | names["gpu"] | names["eval"] | names["mlflow"]
     assert third_party_imports("tests") | third_party_imports("benchmarks") <= names[""] | names["dev"]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from automoe.launch.run_dir import read_status
 from automoe.observe.metrics import REQUIRED_KEYS, read_jsonl, read_metrics
@@ -61,7 +62,7 @@ SAMPLES = ("observe.samples=['<b>def ','import os']", "observe.sample_tokens=12"
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of a run that nobody interrupts, and what it printed."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    return run_dir, train(run_dir, *MESH, *SAMPLES, "observe=wandb_offline")
+    return run_dir, train(run_dir, *MESH, *SAMPLES, "observe=wandb_offline", "observe.tensorboard=true")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def resumed(straight: tuple[Path, str]) -> tuple[Path, str]:
     (run_dir / "checkpoints" / "LATEST").write_text("step-3\n")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(lines[:5]))
-    return run_dir, train(run_dir, *MESH, *SAMPLES, "observe.report=false")
+    return run_dir, train(run_dir, *MESH, *SAMPLES, "observe.report=false", "observe.tensorboard=true")
 
 
 def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path, str]) -> None:
@@ -118,6 +119,9 @@ def test_a_resumed_pipeline_run_is_the_uninterrupted_one(straight: tuple[Path, s
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(straight[0] / "samples.jsonl")
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"LATEST", "step-3", "step-6"}
     assert read_status(run_dir)["objective"] == expected[-1]["val_loss"]
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert shown == [(record["step"], pytest.approx(record["loss"])) for record in expected], "each step once"
 
 
 @pytest.mark.exhaustive

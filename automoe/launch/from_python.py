@@ -1,0 +1,150 @@
+"""``automoe.train(...)``: the command's run from a script, a notebook or a prompt; a result, or an exception."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from automoe.config.compose import DEFAULT_PRIMARY, Arguments
+from automoe.config.convert import config_from_dict, leaf_keys
+from automoe.config.plugins import load_plugins
+from automoe.config.schema import Config
+from automoe.errors import ConfigError, LaunchError, TrainingError
+from automoe.launch import run_dir as runs
+from automoe.launch.external import detect_external
+from automoe.launch.hardware import missing_hardware
+from automoe.launch.local import train_here
+from automoe.launch.prepare import check_here, compose, settle
+
+# Text that Hydra's grammar reads as that text without quotes.
+_PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|nan|inf)$)[A-Za-z_./~][\w./~-]*", re.I)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A run that is done.
+
+    Attributes:
+        config: as it was checked.
+        run_dir: with all that the run left (``docs/launch.md``).
+        objective: the last validation loss, else the last training loss; None of a recipe that has none.
+        export: the HuggingFace checkpoint, or the adapter; None without one.
+    """
+
+    config: Config
+    run_dir: Path
+    objective: float | None
+    export: Path | None
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """One dictionary a step, from ``metrics.jsonl``; empty of a recipe that keeps none."""
+        from automoe.observe.metrics import read_metrics
+
+        return read_metrics(self.run_dir)
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss of the last step."""
+        return float(self.records[-1]["loss"]) if self.records else None
+
+
+def train(
+    config: Config | Mapping[str, Any] | Sequence[str] = (),
+    config_name: str = DEFAULT_PRIMARY,
+    config_dir: str | os.PathLike[str] | None = None,
+) -> TrainResult:
+    """Train on this machine, in rank processes of its own, and wait for the end.
+
+    Nothing of the calling program runs again in the ranks, so a script needs no ``if __name__ == "__main__"``; what
+    they are to run besides automoe is named: ``recipe`` and ``plugins``. Ctrl-C lets them save and leave; a second one
+    ends them.
+
+    Args:
+        config: overrides as on the command line (``["mesh.ep=2", "model=small_mixtral"]``), as a dictionary
+            (``{"mesh": {"ep": 2}, "train.steps": 50}``), or a whole ``Config``.
+        config_name, config_dir: as ``--config-name`` and ``--config-dir``; not for a whole ``Config``.
+
+    Raises:
+        ConfigError, DataError, BackendError, LaunchError: the run could not be started.
+        TrainingError: a rank failed, or a signal ended the run before its last step.
+        KeyboardInterrupt: Ctrl-C; the run has saved, and the same call goes on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("automoe.train runs in the main thread alone: ranks end with the thread that started them")
+    external = detect_external(os.environ)
+    if external is not None:
+        raise LaunchError(
+            f"automoe.train starts ranks itself, and {external.launcher} has already started this process as one. "
+            f"Start the script without {external.launcher}, or python -m automoe.train with it"
+        )
+    checked = _composed(config, config_name, config_dir)
+    shape, device = check_here(checked)
+    if (missing := missing_hardware(shape, device)) is not None:
+        raise LaunchError(f"the configuration is valid; it cannot train here: {missing}")
+    run_dir = Path(checked.run_dir).absolute()
+    result = train_here(checked, shape, device)
+    if result.state == "preempted":
+        if result.signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise TrainingError(f"stopped before the last step, by signal {result.signum}. The same call goes on", run_dir)
+    if result.state != "done":
+        said = runs.describe_error(result.error) if result.error else "it ended without a result"
+        raise TrainingError(f"{said}\nlogs of every rank: {run_dir / runs.LOG_FOLDER}", run_dir)
+    adapter = bool(checked.lora.rank) and checked.lora.export == "adapter"
+    export = run_dir / ("adapter" if adapter else "hf")
+    exported = checked.checkpoint.export_hf and export.is_dir()
+    return TrainResult(checked, run_dir, result.objective, export if exported else None)
+
+
+def _composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
+    if isinstance(config, Config):
+        if config_name != DEFAULT_PRIMARY or config_dir is not None:
+            raise ConfigError("config_name", config_name, "a Config is composed already", "Leave config_name out")
+        load_plugins(config.plugins)
+        return settle(config_from_dict(asdict(config)), [])  # as strict as with what is typed
+    if isinstance(config, Mapping):
+        overrides = list(_overrides(config, ""))
+    elif isinstance(config, Sequence) and not isinstance(config, str) and all(isinstance(one, str) for one in config):
+        overrides = list(config)
+    else:
+        rule = "expected a list of overrides, a dictionary or a Config"
+        raise ConfigError("config", config, rule, 'For example automoe.train(["train.steps=50"])')
+    folder = None if config_dir is None else os.fspath(config_dir)
+    return compose(Arguments(config_name.removesuffix(".yaml"), folder, overrides=overrides))
+
+
+def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """``{"mesh": {"ep": 2}}`` as ``mesh.ep=2``."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in _WHOLE:
+            yield from _overrides(value, f"{key}.")
+        else:
+            yield f"{key}={_text(value)}"
+
+
+_WHOLE = frozenset(leaf_keys())  # some are mappings themselves
+
+
+def _text(value: object) -> str:
+    """A value in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(float(value) if isinstance(value, float) else int(value))  # NumPy's floats are floats too
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_text(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_text, value)) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"

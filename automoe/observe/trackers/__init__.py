@@ -1,0 +1,110 @@
+"""Experiment trackers: Weights & Biases, TensorBoard and MLflow, a file each; several at once, or none.
+
+A tracker is a convenience: once training begins, no service that dies and no network costs the run more than a warning.
+What trackers show is in ``metrics.jsonl`` in any case. A package that is missing is an error before ranks start
+(``automoe.launch.hardware``). The ids by which a run goes on are in ``run_dir/trackers.json``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from automoe.config.convert import config_to_dict
+from automoe.config.schema import Config
+from automoe.errors import AutomoeError
+from automoe.observe.trackers.base import WITHOUT, About, Outcome, Tracker, one_line
+from automoe.sealed import read_json, replace_json
+
+IDS_FILE = "trackers.json"
+SWEEP_FILE = "sweep.json"  # in the folder above that of a sweep's job
+
+
+class Trackers:
+    """Every tracker that a run has, as one; in the one process that records it (rank 0)."""
+
+    def __init__(self, opened: dict[str, Tracker], config: Config, warn: Callable[[str], object]) -> None:
+        self._open, self._config, self._warn = opened, config, warn
+        self.places = {name: place for tracker in opened.values() for name, place in tracker.places.items()}
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send the numbers of a step's record (the keys of ``metrics.jsonl``)."""
+        numbers = {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}
+        self._each(lambda tracker: tracker.log(record["step"], numbers))
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to the end of ``step``."""
+        self._each(lambda tracker: tracker.rewind(step))
+
+    def finish(self, outcome: Outcome) -> None:
+        """Close all; whatever is called later does nothing."""
+        self._each(lambda tracker: tracker.finish(outcome))
+        self._open.clear()
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # its service died, its disk is full: nothing of training depends on it
+                self._warn(f"{name} stopped working ({one_line(error, self._config)}); {WITHOUT}")
+                del self._open[name]
+
+
+def make_trackers(
+    config: Config, run_dir: Path, resume_step: int | None = None, warn: Callable[[str], object] | None = None
+) -> Trackers:
+    """Open the trackers that ``config.observe`` asks for.
+
+    Args:
+        resume_step: the last step of this run that stays; None is a new run, for which trackers begin anew.
+        warn: told, in one line, what does not work; prints to standard error by default.
+
+    Raises:
+        BackendError: a package does not import. Nothing else that a tracker's library raises comes through.
+    """
+    warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
+    ids = _read_ids(run_dir) if resume_step is not None else {}
+    observe, absolute = config.observe, run_dir.resolve()
+    group = observe.run_group or (absolute.parent.name if (absolute.parent / SWEEP_FILE).is_file() else "")
+    opened: dict[str, Tracker] = {}
+    for name, module in _asked(config):
+        about = About(
+            name=observe.run_name or absolute.name,
+            group=group,
+            tags=observe.run_tags,
+            config=config_to_dict(config),
+            run_dir=run_dir,
+            resume_step=resume_step,
+            earlier=ids.get(name, ""),
+            warn=warn,
+        )
+        try:
+            opened[name] = import_module(f"automoe.observe.trackers.{module}").start(config, about)
+        except AutomoeError:
+            raise
+        except Exception as error:  # a service that is not there, a login, a full disk
+            warn(f"{name} does not work ({one_line(error, config)}); {WITHOUT}")
+    ids |= {name: tracker.id for name, tracker in opened.items() if tracker.id}
+    if ids:
+        replace_json(run_dir / IDS_FILE, ids)
+    return Trackers(opened, config, warn)
+
+
+def _asked(config: Config) -> Iterator[tuple[str, str]]:
+    if config.observe.wandb != "off":
+        yield "W&B", "wandb"
+    if config.observe.tensorboard:
+        yield "TensorBoard", "tensorboard"
+    if config.observe.mlflow:
+        yield "MLflow", "mlflow"
+
+
+def _read_ids(run_dir: Path) -> dict[str, str]:
+    """Tracker -> id; empty where none is known, or the file is damaged: then each begins a run of its own."""
+    try:
+        return {name: str(one) for name, one in read_json(run_dir / IDS_FILE).items()}
+    except (OSError, ValueError):
+        return {}

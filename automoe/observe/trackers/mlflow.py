@@ -1,0 +1,69 @@
+"""MLflow: a server, or a folder (``observe.mlflow=URI``)."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automoe.config.convert import FromEnvironment
+from automoe.config.frozen import flat
+from automoe.config.schema import Config
+from automoe.errors import import_backend
+from automoe.observe.trackers.base import About, Outcome, hidden, one_line
+
+STATUS: dict[Outcome, str] = {"done": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+# For one request while training waits; MLflow's own are two minutes and seven retries.
+WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+
+class MlflowTracker:
+    """A run on a server or in a folder. Of a step that is repeated MLflow keeps both points; the later one is last."""
+
+    def __init__(self, client: Any, run: Any, place: str) -> None:
+        self._client, self.id = client, str(run.info.run_id)
+        self.places = {"MLflow": f"{place}, run {self.id}"}
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        named = {re.sub(r"[^\w\-./ :]", "_", key): value for key, value in numbers.items() if key != "step"}
+        self._client.log_batch(self.id, metrics=[Metric(key, value, now, step) for key, value in named.items()])
+
+    def rewind(self, step: int) -> None:
+        """Nothing: points cannot be taken back."""
+
+    def finish(self, outcome: Outcome) -> None:
+        self._client.set_terminated(self.id, STATUS[outcome])
+
+
+def start(config: Config, about: About) -> MlflowTracker:
+    """Begin the run, or go on with it; where the server does not know it any more, begin it, with a warning."""
+    uri = config.observe.mlflow
+    shown = uri.written if isinstance(uri, FromEnvironment) else hidden(uri)
+    for name, value in (WAITS | {"MLFLOW_DISABLE_TELEMETRY": "true"}).items():
+        os.environ.setdefault(name, value)
+    if "://" not in uri:  # MLflow asks to be told that a folder is meant
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        uri = str(Path(uri).expanduser().absolute())
+    mlflow = import_backend("mlflow", f"observe.mlflow={shown}", "pip install mlflow-skinny")
+    client = mlflow.MlflowClient(tracking_uri=str(uri))
+    if about.earlier:
+        try:
+            client.update_run(about.earlier, status="RUNNING")
+            return MlflowTracker(client, client.get_run(about.earlier), shown)
+        except mlflow.exceptions.MlflowException as error:
+            about.warn(f"MLflow does not have run {about.earlier} ({one_line(error, config)}); it begins another one")
+    title = config.observe.mlflow_experiment
+    experiment = client.get_experiment_by_name(title)
+    number = experiment.experiment_id if experiment is not None else client.create_experiment(title)
+    tags = {tag: "true" for tag in about.tags} | ({"group": about.group} if about.group else {})
+    run = client.create_run(number, run_name=about.name, tags=tags)
+    values = [mlflow.entities.Param(key, str(value)) for key, value in flat(about.config).items()]
+    for first in range(0, len(values), 100):  # as many as one request may have
+        client.log_batch(run.info.run_id, params=values[first : first + 100])
+    return MlflowTracker(client, run, shown)

@@ -1,0 +1,53 @@
+"""TensorBoard: event files in ``run_dir/tensorboard`` (``observe.tensorboard``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from automoe.config.schema import Config
+from automoe.errors import import_backend
+from automoe.observe.trackers.base import About, Outcome
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """An open event file. A file that begins with a purge step makes readers forget later steps of those before it."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        needed = "pip install tensorboard"
+        self._writer = import_backend("torch.utils.tensorboard", "observe.tensorboard=true", needed).SummaryWriter
+        self._folder, self.id, self.places = folder, "", {"TensorBoard": str(folder)}
+        self.events = self._writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for key, value in numbers.items():
+            if key != "step":
+                self.events.add_scalar(key, value, step)
+        self.events.flush()  # a run that is killed has its steps
+
+    def rewind(self, step: int) -> None:
+        self.events.close()
+        self.events = self._writer(str(self._folder), purge_step=step + 1)
+
+    def finish(self, outcome: Outcome) -> None:
+        self.events.close()
+
+
+def start(config: Config, about: About) -> TensorBoardTracker:
+    """Begin the run, an earlier one's files set aside as ``tensorboard.1``, or go on with it."""
+    folder, number = about.run_dir / FOLDER, 1
+    if about.resume_step is None and folder.exists():
+        while (aside := folder.with_name(f"{FOLDER}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+    tracker = TensorBoardTracker(folder, about.resume_step)
+    if about.resume_step is None:
+        facts = {"name": about.name, "group": about.group, "tags": ", ".join(about.tags)}
+        for key, value in (facts | {"config": f"```\n{yaml.safe_dump(about.config, sort_keys=False)}```"}).items():
+            if value:
+                tracker.events.add_text(key, value)
+    return tracker

@@ -1,0 +1,77 @@
+"""Weights & Biases, online or offline (``observe.wandb``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automoe.config.schema import Config
+from automoe.errors import import_backend
+from automoe.observe.trackers.base import About, Outcome, one_line
+
+INIT_TIMEOUT_S = 30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default would hold up a run for 90
+FINISH_TIMEOUT_S = 60  # upload of what is left at the end
+
+
+class WandbTracker:
+    """A started W&B run. Steps are a metric of their own, since W&B drops a step that it has seen before."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self.id = str(run.id)
+        self.places = {"W&B": run.url} if getattr(run, "url", None) else {}
+        self.places["W&B folder"] = str(Path(run.dir).parent)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def rewind(self, step: int) -> None:
+        """Nothing: a repeated step is a second point at its place."""
+
+    def finish(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+def start(config: Config, about: About) -> WandbTracker:
+    """Begin the run, or go on with it.
+
+    Online without a login or a network becomes offline, with a warning: its files can be sent later with ``wandb
+    sync``. Never asks.
+    """
+    wandb = import_backend("wandb", f"observe.wandb={config.observe.wandb}", "pip install wandb")
+    if config.observe.wandb == "online":
+        try:
+            return WandbTracker(_init(wandb, config, about, "online"))
+        # Whatever its service process, the network or a full disk makes it raise: its own errors, and OSErrors,
+        # timeouts and assertions from its client.
+        except Exception as error:
+            then = "recording offline, send it later with `wandb sync`"
+            about.warn(f"W&B does not work online ({one_line(error, config)}); {then}")
+    return WandbTracker(_init(wandb, config, about, "offline"))
+
+
+def _init(wandb: Any, config: Config, about: About, mode: str) -> Any:
+    settings: dict[str, Any] = {"silent": True, "console": "off"}  # its lines would break the aligned ones
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        settings["init_timeout"] = INIT_TIMEOUT_S
+    settings |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}
+    wandb.setup(wandb.Settings(silent=True))
+    # Asked before init, which would stop and prompt in a terminal.
+    if mode == "online" and not wandb.login(prompt=False):
+        raise LookupError("no login: set WANDB_API_KEY or run `wandb login`")
+    return wandb.init(
+        project=config.observe.wandb_project,
+        name=about.name,
+        group=about.group or None,
+        tags=about.tags or None,
+        id=about.earlier or None,
+        resume="allow" if about.earlier else None,
+        dir=os.environ.get("WANDB_DIR") or str(about.run_dir),
+        mode=mode,
+        config=about.config,
+        settings=wandb.Settings(**settings),
+    )
