@@ -217,14 +217,15 @@ class _Launch:
         if self.signum is not None and signum == signal.SIGINT:
             self._give_up()
             return
-        if self.signum is None:
+        # Before the line is written: whoever reads it may send the second signal into this call.
+        first, self.signum = self.signum is None, signum
+        if first:
+            self.kill_at = time.monotonic() + self.config.launch.grace_s
             name = signal.Signals(signum).name
             # Not print(): a handler may interrupt one.
             then = "save" if self.config.checkpoint.saves else "leave without saving (checkpoint.every=0)"
             with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
                 os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
-            self.kill_at = time.monotonic() + self.config.launch.grace_s
-        self.signum = signum
         self._ask_to_stop()
 
     def _end_grace(self) -> None:
