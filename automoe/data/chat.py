@@ -103,7 +103,7 @@ class _Reader:
     """One record as messages and tools; every error names its place."""
 
     def __init__(self, chat: ChatConfig, where: str, pairs: bool = False) -> None:
-        self.chat, self.where = chat, where
+        self.chat, self.where, self.formats = chat, where, "messages or sharegpt" if pairs else ", ".join(_KEYS)
         self.keys = _KEYS[chat.format] | (_PAIR_KEYS if pairs else {}) | (chat.keys or {})
         self.roles = _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
 
@@ -230,7 +230,7 @@ class _Reader:
         if name not in record:
             raise self._wrong(
                 f"{of}no key {name!r}; there is {listed(record, 10) or 'none'} (data.chat.format={self.chat.format})",
-                f"Set data.chat.format to messages, sharegpt or alpaca, or data.chat.keys={{{key}: NAME}}",
+                f"Set data.chat.format ({self.formats}), or data.chat.keys={{{key}: NAME}}",
             )
         return record[name]
 
