@@ -230,8 +230,9 @@ class Run:
         if self._answers is not None:
             (samples, seconds), self._answers = self._answers, None
             self.console.samples(samples, seconds)
-            if self._log is not None:
+            if self._log is not None and self._trackers is not None:
                 self._log.write_samples(self.state.step, samples)
+                self._trackers.texts(self.state.step, "samples", samples)
 
     def _took_a_step(self) -> bool:
         """Whether an update was made since the start, the resume or the last fall back."""

@@ -38,6 +38,7 @@ for step in (3, 4) if resumed else (1, 2, 3):
         for child in psutil.Process().children(recursive=True):
             child.kill()
             child.wait()
+tracker.texts(step, "samples", [{"prompt": "Who?", "text": "<b>I"}])
 tracker.finish("done")
 print("trained to step", step, "with", "W&B" if started else "nothing", "wandb" in sys.modules)
 print(*tracker.places.values())
@@ -81,7 +82,7 @@ def read_wandb(path: Path) -> tuple[tuple, list[tuple[int, float]]]:
             about = (record.run.run_id, record.run.display_name, record.run.run_group, list(record.run.tags))
         if record.HasField("history"):
             row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            rows.append((row["step"], row["loss"]))
+            rows += [(row["step"], row["loss"])] if "loss" in row else []
             assert "mfu" not in row
     return about, rows
 
@@ -98,6 +99,8 @@ def test_offline_records_the_steps(tmp_path):
     assert done.stderr == ""
     (path,) = recorded(tmp_path / "elsewhere")
     assert done.stdout.splitlines()[1] == str(path.parent)
+    [table] = path.parent.rglob("*.table.json")
+    assert json.loads(table.read_text()) == {"columns": ["prompt", "text"], "data": [["Who?", "<b>I"]]}
     done = run(tmp_path, "offline", "resumed", WANDB_DIR=str(tmp_path / "elsewhere"))
     assert done.stdout.startswith("trained to step 4 with W&B"), done.stderr
     runs, rows = zip(*map(read_wandb, sorted(recorded(tmp_path / "elsewhere"))), strict=True)
@@ -138,6 +141,7 @@ def record_twice(config: Config, run_dir: Path, said: list[str]) -> None:
     trackers = make_trackers(config, run_dir, 3, said.append)
     for step in (4, 5):
         trackers.log({"step": step, "loss": 10.0 * step})
+        trackers.texts(step, "samples", [{"prompt": "Who?", "text": "# I\n\n<b>"}, {"prompt": "Why?", "text": ""}])
     trackers.rewind(4)
     trackers.log({"step": 5, "loss": 100.0})
     trackers.finish("done")
@@ -163,6 +167,7 @@ def test_tensorboard_and_mlflow_go_on_with_the_same_run(tmp_path: Path, monkeypa
     assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 100.0)]
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert texts["tags/text_summary"] == "small, first" and "hidden_size: 256" in texts["config/text_summary"]
+    assert texts["samples/text_summary"] == "    Who?\n\n    # I\n    \n    <b>\n\n---\n\n    Why?\n\n"
 
     from mlflow import MlflowClient
 
@@ -175,6 +180,10 @@ def test_tensorboard_and_mlflow_go_on_with_the_same_run(tmp_path: Path, monkeypa
     assert dict(values)[5] == 100, "the later point of a step is last"
     assert run.data.params["observe.mlflow"] == "${oc.env:STORE}"
     assert "val_loss/a_b" in run.data.metrics
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == [
+        "samples/step-4.json",
+        "samples/step-5.json",
+    ]
     assert not [path for path in run_dir.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
     # A run that starts over leaves the earlier one alone.

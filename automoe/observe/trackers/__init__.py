@@ -8,7 +8,7 @@ What trackers show is in ``metrics.jsonl`` in any case. A package that is missin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ class Trackers:
         """Send the numbers of a step's record (the keys of ``metrics.jsonl``)."""
         numbers = {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}
         self._each(lambda tracker: tracker.log(record["step"], numbers))
+
+    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """Send a table of texts, such as answers to ``observe.samples``."""
+        self._each(lambda tracker: tracker.texts(step, name, rows))
 
     def rewind(self, step: int) -> None:
         """The run goes back to the end of ``step``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -50,6 +50,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record a step; one that is there already is repeated after a fall back, and the later one counts."""
+
+    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """Record a table of texts; every row has the same columns."""
 
     def rewind(self, step: int) -> None:
         """Steps after ``step`` are run again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ class MlflowTracker:
         now = int(1000 * time.time())
         named = {re.sub(r"[^\w\-./ :]", "_", key): value for key, value in numbers.items() if key != "step"}
         self._client.log_batch(self.id, metrics=[Metric(key, value, now, step) for key, value in named.items()])
+
+    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        self._client.log_dict(self.id, {"step": step, name: [dict(row) for row in rows]}, f"{name}/step-{step}.json")
 
     def rewind(self, step: int) -> None:
         """Nothing: points cannot be taken back."""

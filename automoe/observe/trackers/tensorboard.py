@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -28,6 +29,12 @@ class TensorBoardTracker:
             if key != "step":
                 self.events.add_scalar(key, value, step)
         self.events.flush()  # a run that is killed has its steps
+
+    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """As indented blocks: what the text says is not Markdown."""
+        shown = ["\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values()) for row in rows]
+        self.events.add_text(name, "\n\n---\n\n".join(shown), step)
+        self.events.flush()
 
     def rewind(self, step: int) -> None:
         self.events.close()

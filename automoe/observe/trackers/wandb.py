@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,12 @@ class WandbTracker:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({**numbers, "step": step})
+
+    def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({name: table, "step": step})
 
     def rewind(self, step: int) -> None:
         """Nothing: a repeated step is a second point at its place."""
