@@ -276,6 +276,8 @@ class ChatConfig:
     template: str | None = None
     # What the template takes besides messages, such as {enable_thinking: false}
     template_args: dict[str, str | bool | int | float] | None = None
+    # What templates that ask for the date are told, such as 2026-11-23; null: the day on which the run began
+    date: str | None = None
     turns: Literal["all", "last"] = "all"  # answers that are trained
     pack: bool = True  # several samples in a row, each attending to itself alone; false: a sample a row
 

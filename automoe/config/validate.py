@@ -230,6 +230,8 @@ def _chat_rows(config: Config) -> Iterator[Row]:
     yield ("data.on_long", data.on_long == "split",
            "half a conversation answers no question, so none is split",
            "Set data=chat (or data.on_long=error), data.on_long=drop or data.on_long=truncate")
+    yield ("data.chat.date", not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", data.chat.date or "2026-11-23"),
+           "no date", "Write it as 2026-11-23")
     yield ("data.document_mask", not data.document_mask and data.chat.pack,
            "samples that share a row attend to themselves alone",
            "Set data.document_mask=true, or data.chat.pack=false")

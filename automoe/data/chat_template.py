@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from automoe.errors import ConfigError, DataError
 from automoe.hub import local_folder
 from automoe.shipped import shipped_folder
 
+_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _PROBE = "probe_name", "probe_key", "probe value"
 
 
@@ -102,6 +105,8 @@ class ChatTemplate:
         self.chat, self.tokenizer, stored = chat, tokenizer, stored_template(chat, tokenizer)
         self.own = stored if chat.template is not None else None
         settings = [chat.format, chat.keys, chat.roles, chat.template_args, chat.turns, stored]
+        if "strftime_now" in stored:
+            settings.append(chat.date)
         self.digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
         self._tool_form: tuple[bool, Any] | None = None
         self._openers: dict[bool, int | None] = {}
@@ -257,6 +262,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.own if self.own is not None else self._hf.get_chat_template(None, tools)
+        if self.chat.date is not None:  # transformers hands no function of ours to a template
+            day = date.fromisoformat(self.chat.date)
+            template = _DATE.sub(lambda found: json.dumps(day.strftime(found[2])), template)
         given = self._hf.special_tokens_map | (self.chat.template_args or {})
         [text], _ = render_jinja_template(
             conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=prompt, **given
@@ -314,6 +322,17 @@ class ChatTemplate:
 def chat_template_of(config: Config) -> ChatTemplate | None:
     """The chat template of a configuration that trains on conversations, else None. Raises ConfigError."""
     return ChatTemplate(config.data.chat, tokenizer_of(config)) if config.data.is_chat else None
+
+
+def with_date(config: Config) -> Config:
+    """``config`` with today as the date that its chat template writes, if it writes one and none is given.
+
+    It would otherwise make other text of the same conversations tomorrow. Raises as ``stored_template``.
+    """
+    chat = config.data.chat
+    if chat.date is None and config.data.is_chat and "strftime_now" in stored_template(chat, tokenizer_of(config)):
+        chat = replace(chat, date=date.today().isoformat())
+    return replace(config, data=replace(config.data, chat=chat))
 
 
 def _end_of_prompt(head: str, before: str) -> int:

@@ -115,11 +115,12 @@ def missing_data(config: Config) -> ConfigError | None:
 
 
 def _pinned(config: Config) -> Config:
-    """``config`` with a commit in each Hub id; a run that goes on stays with the one that it began with."""
-    then: dict[str, Any] = {}
-    if config.checkpoint.resume != "never":
+    """``config`` with a commit in each Hub id, and a day; a run that goes on stays with those that it began with."""
+    resume, then = Path(config.checkpoint.resume).expanduser(), dict[str, Any]()
+    begun = {"never": [], "auto": [Path(config.run_dir)]}.get(str(resume), [resume, resume.parent.parent])
+    for folder in begun:
         with suppress(OSError, ValueError):  # none, or one that the run itself will speak of
-            then = flat(read_config(Path(config.run_dir)))
+            then = then or flat(read_config(folder))
 
     def pin(key: str, spec: str | None) -> str | None:
         if spec is None:
@@ -129,10 +130,18 @@ def _pinned(config: Config) -> Config:
             return FromEnvironment(found, f"{spec.written}@{found.rpartition('@')[2]}")
         return found
 
-    model = replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
-    return replace(
-        config, model=model, data=replace(config.data, tokenizer=pin("data.tokenizer", config.data.tokenizer))
+    data, model = config.data, replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
+    chat = replace(data.chat, date=data.chat.date or then.get("data.chat.date"))
+    config = replace(
+        config, model=model, data=replace(data, tokenizer=pin("data.tokenizer", data.tokenizer), chat=chat)
     )
+    if then or not data.is_chat:
+        return config
+    from automoe.data.chat_template import with_date
+
+    with suppress(ConfigError):  # no tokenizer, no template: that is checked later
+        return with_date(config)
+    return config
 
 
 def _own_data(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import automoe.data.chat_template
+from automoe.config.compose import compose_config
+from automoe.config.frozen import dump_config
 from automoe.config.schema import ChatConfig
 from automoe.data.chat import Conversation
 from automoe.data.chat_template import ChatTemplate, Sample, stored_template
 from automoe.errors import ConfigError, DataError
+from automoe.launch.prepare import settle
 from tests.support.chat import TEMPLATES, messages, save_tokenizer
 
 Load = Callable[..., ChatTemplate]
@@ -85,10 +90,11 @@ def test_a_prompt_is_that_of_inference_and_an_answer_is_trained_once(load, name:
 
 def test_what_merges_with_the_prompt_is_tokenised_apart(load: Load) -> None:
     template = load("chatml")
+    before = template.counts["apart"]  # of tests that have used it
     [sample] = samples(template, messages("a", "\n\nb"))
     start = sample.spans[0][0]
     assert template.decode(sample.ids[start - 1 : start]) == "\n", "and not two of the three line ends"
-    assert template.counts["apart"] == 1
+    assert template.counts["apart"] == before + 1
 
 
 def test_reasoning_is_trained_where_it_is_written(load: Load) -> None:
@@ -179,3 +185,35 @@ def test_template_arguments_reach_the_template_and_its_digest(load: Load, tmp_pa
         "<|im_start|>b",
     ]
     assert len({template.digest for template in (*given, load("chatml"), load("thinks"))}) == 4
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tomorrow a run goes on with the text that it began with; a run that begins then has another one."""
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date(2031, 5, 17)
+
+    folder, run_dir = save_tokenizer(tmp_path / "tokenizer", "chatml"), tmp_path / "run"
+    path = folder / "chat_template.jinja"
+    path.write_text("It is {{ strftime_now('%d %b %Y') }}.\n" + stored_template(ChatConfig(), str(folder)))
+    typed = [f"data.tokenizer={folder}", f"run_dir={run_dir}", "data.chat.template=null"]
+    config = settle(compose_config("sft_small", typed), typed)
+    assert config.data.chat.date == date.today().isoformat()
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+
+    monkeypatch.setattr(automoe.data.chat_template, "date", Tomorrow)
+    again = settle(compose_config("sft_small", typed), typed)
+    other = [*typed, "run_dir=other", f"checkpoint.resume={run_dir}"]
+    assert settle(compose_config("sft_small", other), other).data.chat.date == config.data.chat.date
+    new = settle(compose_config("sft_small", [*typed, "checkpoint.resume=never"]), typed)
+    assert again == config and new.data.chat.date == "2031-05-17"
+    first, second = (ChatTemplate(one.data.chat, str(folder)) for one in (config, new))
+    assert first.digest == ChatTemplate(again.data.chat, str(folder)).digest != second.digest
+    assert "It is 17 May 2031." in second.decode(second.prompt(messages("2+2?")))
+    plain = settle(compose_config("sft_small", ["run_dir=none"]), [])
+    assert plain.data.chat.date is None

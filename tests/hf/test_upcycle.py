@@ -80,6 +80,21 @@ def test_logits_are_the_dense_models(
     assert not torch.equal(routers[0], routers[1])
 
 
+@torch.no_grad()
+def test_where_scores_of_copies_tie_exact_ties_take_whole_ones(tmp_path: Path) -> None:
+    save_small_hf("qwen3", tmp_path / "dense", other_sizes={"intermediate_size": 48})
+    mixture, upcycling = upcycled(tmp_path / "dense", 16, 8, 4)
+    mixture = replace(mixture, router=replace(mixture.router, exact_ties=True))
+    model = build_decoder(mixture, MoEConfig(experts="loop"), torch.float32)
+    model.to_empty(device="cpu")
+    load_hf(model, tmp_path / "dense", upcycling=upcycling)
+    for _, layer in model.moe_layers():
+        layer.router.weight[4:].zero_()  # all copies but the first
+    tokens = torch.randint(mixture.vocab_size, (2, 24), generator=torch.Generator().manual_seed(3))
+    before, after = logits(tmp_path / "dense", tokens), model.eval()(tokens)
+    assert (after - before).norm() <= 1e-5 * before.norm()
+
+
 def test_a_wrong_scale_is_found_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_small_hf("qwen3", tmp_path / "dense")
     real = Upcycling.finish
