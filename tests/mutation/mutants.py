@@ -120,7 +120,12 @@ _TRAINING = [
 _RUN = [
     ("run.py", "return self.state.step - self._first_step > self.state.skipped", "return True", STREAK),
     ("run.py", "due = last or (self._save_is_due and not state.skipped)", "due = last or self._save_is_due", STREAK),
-    ("run.py", "self._save_is_due |= state.step % every == 0", "pass", ["tests/recipes/test_pretrain_resume.py"]),
+    (
+        "run.py",
+        "self._save_is_due |= checkpoint.every > 0 and state.step % checkpoint.every == 0",
+        "pass",
+        ["tests/recipes/test_pretrain_resume.py"],
+    ),
     ("run.py", "step % train.val_every == 0 or step == train.steps", "step % train.val_every == 0", LLAMA),
     ("run.py", "over = state.skipped >= train.max_skipped", "over = state.skipped > train.max_skipped", STREAK),
     ("weights.py", "return parts, load_hf(parts", "return parts, None and load_hf(parts", LLAMA),
@@ -185,7 +190,12 @@ _DATA = [
     ("packing.py", "-(-self.num_tokens // seq_len)", "self.num_tokens // seq_len", LLAMA),
     ("packing.py", "np.where(real, doc_ids, -1)", "np.where(real, doc_ids, 0)", QWEN),
     ("packing.py", "indices[chosen] % self.num_rows", "indices[chosen] // self.num_rows", PACKING),
-    ("loader.py", "self.dp_rank * self.rows_per_rank\n        batch", "self.dp_rank\n        batch", LOADER),
+    (
+        "loader.py",
+        "first = consumed_rows + self.dp_rank * self.rows_per_rank",
+        "first = consumed_rows + self.dp_rank",
+        LOADER,
+    ),
     (
         "loader.py",
         "self.consumed_rows += self.config.train.global_batch_size",
