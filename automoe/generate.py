@@ -164,8 +164,12 @@ class Speaker:
         """What comes after a text, or the answer to messages, without its stop token.
 
         Raises:
-            CheckpointError: messages, and the tokenizer has no chat template.
+            CheckpointError: messages, and the tokenizer has no chat template; a prompt that is no text, or too long.
         """
+        try:
+            (said if isinstance(said, str) else "".join(one["content"] for one in said)).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError("the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)") from error
         if isinstance(said, str):
             inputs = self.tokenizer(said, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
         elif self.tokenizer.chat_template is None:
@@ -175,7 +179,13 @@ class Speaker:
                 said, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         inputs = inputs.to(self.model.device)
-        ids = self.model.generate(**inputs, **self.options)[0, inputs["input_ids"].shape[1] :]
+        longest, length = getattr(self.model.config, "max_position_embeddings", None), inputs["input_ids"].shape[1]
+        if longest and length >= longest:
+            raise CheckpointError(
+                f"a prompt of {length} tokens, and the model knows {longest} positions "
+                "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
+            )
+        ids = self.model.generate(**inputs, **self.options)[0, length:]
         return spelled_out(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 

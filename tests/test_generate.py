@@ -51,6 +51,9 @@ def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> No
 def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys) -> None:
     assert cli.main(["generate", str(tmp_path), "Who?"]) == 2
     assert "is neither a run directory (config.yaml) nor a HuggingFace checkpoint" in capsys.readouterr().err
+    for wrong, said in (("a\udcff", "the prompt is not UTF-8"), ("x " * 400, "and the model knows 256 positions")):
+        assert cli.main(["generate", str(checkpoint), "--text", wrong]) == 2
+        assert said in capsys.readouterr().err
     (checkpoint / "chat_template.jinja").rename(tmp_path / "aside")
     assert cli.main(["generate", str(checkpoint), "Who?"]) == 2
     assert "its tokenizer has no chat template. Use --text" in capsys.readouterr().err

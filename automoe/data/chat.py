@@ -160,17 +160,19 @@ class _Reader:
         system = record.get(self.keys.get("system", ""))
         return [{"role": "system", "content": self._text(system, self.keys["system"])}] if system else []
 
-    def _checked(self, messages: list[Message]) -> list[Message]:
+    def _checked(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
-            json.dumps(messages, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             raise self._wrong(
                 f"half of a surrogate pair (\\u{ord(error.object[error.start]):04x}), which is not text",
                 "Correct the escape",
             ) from error
-        return messages
+        return value
 
     def _instruction(self, record: dict[str, Any]) -> list[Message]:
+        if record.get("history"):
+            raise self._wrong("'history' is not read, and would be left out", "Write the record as messages")
         question = self._text(self._value(record, "instruction"), self.keys["instruction"])
         if more := record.get(self.keys["input"]):
             question += "\n\n" + self._text(more, self.keys["input"])
@@ -214,7 +216,7 @@ class _Reader:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise self._wrong("tools are no list of objects", "Write them as JSON schemas")
-        return tools
+        return self._checked(tools)
 
     def _parsed(self, value: Any) -> Any:
         """What a column of parquet holds as JSON text, since its rows would need one schema."""

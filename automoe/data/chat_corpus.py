@@ -43,7 +43,7 @@ def tokenise_chat(
         batched = _batched(conversations, template)
         for conversation, samples, first in _paired(batched, counts) if pairs else ((*one, 0) for one in batched):
             hashed = conversation.messages[: conversation.prompt or None]
-            raw = json.dumps([hashed, conversation.tools], sort_keys=True).encode()
+            raw = json.dumps([hashed, conversation.tools], sort_keys=True, default=str).encode()
             text_hash = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
             counts["conversations"] += 1
             counts["text_bytes"] += sum(len(str(m.get("content") or "").encode()) for m in conversation.messages)
@@ -126,3 +126,5 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
             yield f"{counts[key]:,} answers {what}"
     if counts.get("tools_unseen"):
         yield f"warning: the chat template shows no tools, and {counts['tools_unseen']:,} conversations have some"
+    if counts.get("unseen"):
+        yield f"warning: the chat template leaves out {counts['unseen']:,} questions or system prompts"

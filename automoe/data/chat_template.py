@@ -29,7 +29,9 @@ from automoe.hub import local_folder
 from automoe.shipped import shipped_folder
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_VERSION = 2  # raise it when the same template and record give other tokens or marks
 _PROBE = "probe_name", "probe_key", "probe value"
+_ASKING = ("system", "developer", "user")  # roles whose text a template should show as it is
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class ChatTemplate:
         own: the template that ``data.chat.template`` names; None: the tokenizer's.
         counts: what was met so far: ``answers``; of them ``apart`` (the tokenizer would have merged the answer's first
             characters with the prompt), ``prompt_cut`` (the template writes answers otherwise than its generation
-            prompt begins them), ``eos_added`` (no stop token); conversations with ``tools_unseen``.
+            prompt begins them), ``eos_added`` (no stop token); conversations with ``tools_unseen``; messages
+            before answers that are ``unseen``.
 
     Raises:
         ConfigError: there is no template, or the tokenizer cannot be loaded.
@@ -104,7 +107,7 @@ class ChatTemplate:
     def __init__(self, chat: ChatConfig, tokenizer: str) -> None:
         self.chat, self.tokenizer, stored = chat, tokenizer, stored_template(chat, tokenizer)
         self.own = stored if chat.template is not None else None
-        settings = [chat.format, chat.keys, chat.roles, chat.template_args, chat.turns, stored]
+        settings = [_VERSION, chat.format, chat.keys, chat.roles, chat.template_args, chat.turns, stored]
         if "strftime_now" in stored:
             settings.append(chat.date)
         self.digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -136,11 +139,11 @@ class ChatTemplate:
         for conversation in conversations:
             messages = self._normal(conversation.messages, conversation.where)
             first = max(1, conversation.prompt)
-            answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= first]
+            answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= first and _is_wanted(m)]
             if not answers:
                 raise DataError(
-                    f"{conversation.where}: no token to train on: no assistant message follows another one. Remove "
-                    f"this line, or set data.chat.roles to what stands for the assistant."
+                    f"{conversation.where}: no token to train on: no assistant message follows another one (or has a "
+                    f"weight above 0). Remove this line, or set data.chat.roles to what stands for the assistant."
                 )
             answers = answers[-1:] if self.chat.turns == "last" else answers
             asked.append((messages, answers))
@@ -148,6 +151,8 @@ class ChatTemplate:
                 texts += self._renders(conversation, messages, n)
             names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
             self.counts["tools_unseen"] += any(name not in texts[-2] for name in names)
+            asking = [m["content"].strip() for m in messages[: answers[-1]] if m["role"] in _ASKING]
+            self.counts["unseen"] += sum(text not in texts[-2] for text in asking)
         encoded = iter(self._encode(texts))
         rendered = iter(texts)
         found = []
@@ -194,7 +199,21 @@ class ChatTemplate:
                 f"{conversation.where}: the chat template refuses this conversation "
                 f"({type(error).__name__}: {error}). Correct the line, or set data.chat.template to another template."
             ) from error
-        written = through[len(os.path.commonprefix([before, through])) :].replace(answer["content"] or "", "", 1)
+        written = through[len(os.path.commonprefix([before, through])) :]
+        words = re.findall(r"\w+", (answer["content"] or "").casefold())
+        if words and not any(word in written.casefold() for word in words):
+            raise DataError(
+                f"{conversation.where}: the chat template leaves out the text of message {n + 1}, the answer. Remove "
+                f"this line, or set data.chat.template to a template that writes it."
+            )
+        if self._always_opens:
+            raise ConfigError(
+                "data.chat.template",
+                self.chat.template,
+                "it begins another answer after the last one, whether add_generation_prompt is true or not",
+                "Write its last lines between {% if add_generation_prompt %} and {% endif %}",
+            )
+        written = written.replace(answer["content"] or "", "", 1)
         for call in answer.get("tool_calls") or ():
             name = str(call.get("function", call).get("name"))
             if name not in written:
@@ -255,6 +274,17 @@ class ChatTemplate:
         opener_id = self._openers[calls]
         self.counts["eos_added"] += opener_id is None
         return self._hf.eos_token_id if opener_id is None else opener_id
+
+    @cached_property
+    def _always_opens(self) -> bool:
+        """Whether a render without generation prompt ends in one, which what follows an answer does not begin with."""
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        try:
+            through, asked = self._render(messages, None), self._render(messages, None, prompt=True)
+            more = self._render([*messages, messages[0]], None)
+        except Exception:  # a template may want more than this
+            return False
+        return through == asked and not more.startswith(through)
 
     # Rendering -------------------------------------------------------------------------------------
 
@@ -333,6 +363,11 @@ def with_date(config: Config) -> Config:
     if chat.date is None and config.data.is_chat and "strftime_now" in stored_template(chat, tokenizer_of(config)):
         chat = replace(chat, date=date.today().isoformat())
     return replace(config, data=replace(config.data, chat=chat))
+
+
+def _is_wanted(message: Message) -> bool:
+    """Whether an answer is trained: not with ``weight: 0`` (OpenAI's files) or ``train: false`` (axolotl's)."""
+    return all(message.get(key, 1) != 0 for key in ("weight", "train", "training"))
 
 
 def _end_of_prompt(head: str, before: str) -> int:

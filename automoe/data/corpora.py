@@ -190,7 +190,7 @@ def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_file(path) as file:
         for number, raw in enumerate(file, start=1):
             try:
-                line = raw.decode().rstrip()
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, number, error) from error
             if not line:

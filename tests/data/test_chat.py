@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 
 from automoe.config.schema import ChatConfig, Config, DataConfig, TrainConfig
 from automoe.config.validate import validate
-from automoe.data.chat import read_conversations
+from automoe.data.chat import Conversation, read_conversations
+from automoe.data.chat_corpus import tokenise_chat
+from automoe.data.chat_template import ChatTemplate
 from automoe.data.corpora import find_files
 from automoe.data.loader import Loader
 from automoe.errors import ConfigError, DataError
@@ -84,6 +87,7 @@ BAD = {
     '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; there is role",
     '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate pair \(\\ud800\)",
+    '{"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate",
 }
 
 
@@ -93,6 +97,24 @@ def test_a_bad_record_names_its_line(tmp_path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=BAD[line]):
         read(path)
+
+
+def test_a_history_is_not_left_out_and_what_no_template_reads_may_be_anything(tmp_path: Path) -> None:
+    record = {"instruction": "2+2?", "output": "4"}
+    assert read(write(tmp_path / "a.jsonl", record | {"history": []}), format="alpaca") == [ASKED]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 'history' is not read"):
+        read(write(tmp_path / "a.jsonl", record | {"history": [["1+1?", "2"]]}), format="alpaca")
+    stamped = [message | {"timestamp": datetime(2026, 1, 1), "raw": b"\xff"} for message in ASKED]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [stamped]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [stamped]
+    template = ChatTemplate(ChatConfig(template="plain"), "byte")
+    conversations = [Conversation(stamped, None, tmp_path, 0, 1)]
+    assert tokenise_chat(tmp_path, conversations, template, 258)["chat"]["answers"] == 1
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"messages": ASKED}).encode() + b"\r\n")
+    assert read(tmp_path / "a.jsonl") == [ASKED]
 
 
 def test_bad_utf8_and_empty_files_are_named(tmp_path: Path) -> None:

@@ -159,6 +159,39 @@ def test_a_template_that_refuses_names_the_line(load: Load, tmp_path: Path) -> N
         samples(template, FOUR)
 
 
+def test_answers_that_are_marked_so_are_context(load: Load) -> None:
+    for mark in ({"weight": 0}, {"train": False}):
+        turns = [FOUR[0], FOUR[1] | mark, *FOUR[2:]]
+        assert [trained(load("chatml"), sample) for sample in samples(load("chatml"), turns)] == [["6<|im_end|>"]]
+        with pytest.raises(DataError, match=r"a\.jsonl:7: no token to train on"):
+            samples(load("chatml"), turns[:2])
+
+
+WRONG = {
+    "": r"a\.jsonl:7: the chat template leaves out the text of message 2, the answer",
+    TEMPLATES["chatml"].replace("m.content", "'x'"): r"leaves out the text of message 2",
+    TEMPLATES["chatml"].replace("if add_generation_prompt", "if true"): r"begins another answer after the last one",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_template_that_would_train_something_else_is_refused(load: Load, tmp_path: Path, text: str) -> None:
+    (tmp_path / "wrong.jinja").write_text(text)
+    template = ChatTemplate(ChatConfig(template=str(tmp_path / "wrong.jinja")), load("chatml").tokenizer)
+    with pytest.raises((ConfigError, DataError), match=WRONG[text]):
+        samples(template, FOUR)
+
+
+def test_questions_that_are_left_out_are_counted(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "deaf.jinja").write_text(
+        TEMPLATES["chatml"].replace("in messages", "in messages if m.role != 'system'")
+    )
+    template = ChatTemplate(ChatConfig(template=str(tmp_path / "deaf.jinja")), load("chatml").tokenizer)
+    turns = [{"role": "system", "content": "Be brief."}, *FOUR]
+    assert [trained(template, sample) for sample in samples(template, turns)] == ANSWERS["chatml"]
+    assert template.counts["unseen"] == 1
+
+
 def test_no_template_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
     chat, tokenizer = ChatConfig(), str(save_tokenizer(tmp_path, None))
     with pytest.raises(ConfigError, match=r"data\.chat\.template=None: the tokenizer .* has no chat template.*plain"):
