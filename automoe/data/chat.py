@@ -84,7 +84,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
 def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
     if data.kind.startswith("stdlib"):
         records = _docstring_records(path)
-        yield from _backwards(records) if data.is_preference else records
+        yield from _shouted(records) if data.is_preference else records
     elif path.suffix == ".parquet":
         for row, record in parquet_records(path):
             yield row, _without_nulls(record)
@@ -252,11 +252,11 @@ def _are_messages(value: Any, role: str) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and role in one for one in value)
 
 
-def _backwards(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each question with its answer, which is preferred, and with the answer's words in reverse."""
+def _shouted(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each question with its answer, which is preferred, and with the same in capitals."""
     for line, record in records:
         question, answer = record["messages"]
-        yield line, {"prompt": [question], "chosen": [answer], "rejected": " ".join(answer["content"].split()[::-1])}
+        yield line, {"prompt": [question], "chosen": [answer], "rejected": answer["content"].upper()}
 
 
 def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
