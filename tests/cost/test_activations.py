@@ -15,7 +15,7 @@ import automoe.parallel.activation_checkpoint
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
-from automoe.config.schema import CHUNK_TOKENS, Config, MeshConfig
+from automoe.config.schema import CHUNK_TOKENS, Config, LoraConfig, MeshConfig
 from automoe.cost.activations import (
     DELTA_CHUNK,
     TokenLoad,
@@ -24,9 +24,11 @@ from automoe.cost.activations import (
     plan_batch,
     recompute_workspace_bytes,
 )
+from automoe.cost.adapters import adapter_activation_bytes
 from automoe.model.attention_kernels import AttentionFn, attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
+from automoe.model.lora import adapt
 from automoe.model.runtime import Runtime
 from automoe.moe.recompute import recompute_contexts
 from automoe.parallel.activation_checkpoint import apply_recompute
@@ -282,3 +284,27 @@ def test_the_head_is_planned_by_the_chunk_and_by_the_vocabulary_that_a_tp_rank_h
     assert model.vocab_size % 2 == 0
     cut = head_workspace_bytes(model, CHUNK_TOKENS // 2, 4, tp=2)
     assert cut - rows_of_x == (short - rows_of_x) / 2
+
+
+@pytest.mark.parametrize(("model", "layer"), [("small_qwen3_moe", 1), ("small_dsv3", 0), ("small_dsv3", 3)])
+def test_adapters_on_every_matrix_keep_what_is_planned_beside_the_layers_own(model: str, layer: int) -> None:
+    plain = composed(f"model={model}")
+    lora = replace(plain, lora=LoraConfig(rank=8))
+
+    def kept(config: Config) -> int:
+        made = Decoder
+        with patch(f"{__name__}.Decoder", lambda *args, **given: adapted(made(*args, **given), config)):
+            return saved_bytes(config, range(layer, layer + 1), torch.float32, False, [])
+
+    rows = TOKENS * plain.model.num_experts_per_token
+    more = adapter_activation_bytes(lora, layer, TOKENS, rows, 4, frozenset())
+    assert more > 0 and kept(lora) == kept(plain) + more
+
+
+def adapted(part: Decoder, config: Config) -> Decoder:
+    adapt(part, config, torch.float32, torch.float32)
+    for module in part.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(module, name, torch.nn.Parameter(torch.empty(parameter.shape)))
+    return part
