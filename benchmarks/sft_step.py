@@ -230,7 +230,7 @@ def measure(size: dict[str, int], rows: int, seq_len: int) -> dict[str, Any]:
     timed = {name: of_one["seconds"][UNTIMED:] for name, of_one in seen.items()}
     ratios = [theirs / mine for mine, theirs in zip(timed["automoe"], timed["trl"], strict=True)]
     return {
-        "config": repr(config.model),
+        "config": repr(replace(config.model, hf_path=None)),
         "rows": rows,
         "seq_len": seq_len,
         "trained_share": trained / (STEPS * rows * seq_len),
