@@ -22,7 +22,6 @@ GOES_ON_FROM = {
     "latest_written": 2,
     "save_end": 2,
 }
-QUICK = [("1", "shard_write")]
 ALL = [(rank, point) for point in GOES_ON_FROM for rank in ("0", "1", "all")]
 
 
@@ -48,9 +47,8 @@ def goes_on(ranks: RankPool, text: Path, run_dir: Path, after: int, straight: Ru
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["LATEST", *steps]
 
 
-@pytest.mark.parametrize(
-    ("rank", "point"), QUICK + [pytest.param(*case, marks=pytest.mark.faults) for case in ALL if case not in QUICK]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize(("rank", "point"), ALL)
 def test_killed_in_a_save(ranks: RankPool, text: Path, tmp_path: Path, straight: Run, rank: str, point: str) -> None:
     killed(ranks, text, tmp_path / "run", f"kill:rank={rank}:at={point}:step=2")
     goes_on(ranks, text, tmp_path / "run", GOES_ON_FROM[point], straight)

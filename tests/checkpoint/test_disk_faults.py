@@ -41,9 +41,8 @@ def no_large_files(rank: int, full_in: int, step: int, saver: Saver) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize(
-    "async_save", [pytest.param(False, id="sync", marks=pytest.mark.faults), pytest.param(True, id="async")]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_training_goes_on_where_one_rank_cannot_write(
     ranks: RankPool, text: Path, tmp_path: Path, async_save: bool
 ) -> None:
@@ -63,9 +62,8 @@ def test_training_goes_on_where_one_rank_cannot_write(
     assert resumed.resumed_at == 3 and resumed.losses == straight.losses[3:]
 
 
-@pytest.mark.parametrize(
-    "async_save", [pytest.param(False, id="sync", marks=pytest.mark.faults), pytest.param(True, id="async")]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
     ranks: RankPool, text: Path, tmp_path: Path, async_save: bool
 ) -> None:
@@ -112,6 +110,7 @@ def resume_on_a_shaky_disk(settings: Config, run_dir: Path) -> tuple[int, list[s
     return state.step, sorted(Path(path).name for path in verified)
 
 
+@pytest.mark.faults
 def test_a_read_that_fails_for_a_moment_condemns_nothing(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run(ranks, config(text, **TWO), run_dir, 1, (1,))
@@ -310,7 +309,8 @@ def test_files_to_verify_are_spread_over_ranks(ranks: RankPool) -> None:
     assert (one, two, three) == (["only"], [], [])
 
 
-@pytest.mark.parametrize("point", ["manifest_written", pytest.param("renamed", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("point", ["manifest_written", "renamed"])
 def test_a_disk_that_fills_up_late(ranks: RankPool, text: Path, tmp_path: Path, point: str) -> None:
     """Before the rename nothing is committed; after it the step is, and the next run takes it."""
     fault = f"enospc:rank=0:at={point}:step=2"

@@ -19,6 +19,7 @@ from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.errors import CheckpointError
 from automoe.verify.pool import RankPool
+from tests.support.sampling import one_in
 
 PP2_DP2_EP2 = dict(pp=2, dp_shard=2, ep=2)
 TOLERANCE = 1e-10
@@ -45,9 +46,7 @@ def assert_everything_moved(before: Run, step: int) -> None:
     assert [name for name in later if torch.equal(start[name], later[name])] == []
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16, stochastic, bfloat16", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("dtype", one_in(3, ["float32", "bfloat16, stochastic, bfloat16", "bfloat16"]))
 def test_same_mesh_to_the_bit(ranks: RankPool, text: Path, tmp_path: Path, dtype: str) -> None:
     dtype, *kept = dtype.split(", ")
     settings = config(text, dtype, **PP2_DP2_EP2)
@@ -98,6 +97,7 @@ def test_to_another_mesh_and_back(
     assert losses == pytest.approx(one_rank.losses, rel=TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_sharded_experts_and_replicas(ranks: RankPool, text: Path, tmp_path: Path) -> None:
     """Experts cut by rows (ep_shard) and replicas (HSDP) are written once and come back whole."""
     settings = config(text, dp_replicate=2, dp_shard=2, ep=2)
@@ -183,6 +183,7 @@ def test_random_generators_go_on_where_they_were(ranks: RankPool, text: Path, tm
     assert alone not in expected, "on another mesh there is no such rank"
 
 
+@pytest.mark.exhaustive
 def test_at_the_end_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
     """A global batch is the whole text: each step ends an epoch, and the next has another order."""
     text = tmp_path / "short.txt"

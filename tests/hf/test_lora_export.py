@@ -141,9 +141,8 @@ def export_both(source: Path, mesh: MeshConfig, out: Path) -> bool:
 EXPORTED_FROM = ["tp2_dp2_ep2_etp2", "tp2", "ep2", "pp2", "dp4_etp2"]
 
 
-@pytest.mark.parametrize(
-    "mesh", [EXPORTED_FROM[0], *(pytest.param(m, marks=pytest.mark.exhaustive) for m in EXPORTED_FROM[1:])]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", EXPORTED_FROM)
 def test_adapters_leave_a_mesh_as_they_leave_one_process(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
     source = tmp_path / "source"
     save_small_hf("dsv3", source)

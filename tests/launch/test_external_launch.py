@@ -75,6 +75,7 @@ def test_torchrun_is_refused_once_with_the_reason(command: Command, overrides: t
     assert command.pids() == []
 
 
+@pytest.mark.faults
 def test_an_error_under_torchrun_reaches_the_terminal_and_the_status(command: Command) -> None:
     code, _, err = command.run("recipe_raises", "mesh=fsdp", "launch.device=cpu", before=TORCHRUN)
     assert code != 0

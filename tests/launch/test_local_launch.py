@@ -114,6 +114,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(command: Command) -> None
     command.wait_until_gone()
 
 
+@pytest.mark.faults
 def test_ranks_that_do_not_leave_within_the_grace_period_are_killed(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS, "launch.grace_s=1")
     read_until(process, "sleeping")

@@ -147,6 +147,7 @@ PLUGINS = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_jobs_in_other_processes_are_collected(command: Command, plugin: str) -> None:
     # The same values twice, at once, as Optuna may draw them: one job, whose result both have.

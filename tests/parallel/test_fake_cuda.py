@@ -37,6 +37,7 @@ def check(rank: dict[str, Any], dtypes: tuple[str, ...] = ("float32",), sizes: i
     assert rank["shared"] <= SHARED_MEMORY
 
 
+@pytest.mark.exhaustive
 def test_a_step_on_a_gpu_and_what_would_fail_there() -> None:
     found = traced("dsv3", "faults")
     check(found["dsv3"])

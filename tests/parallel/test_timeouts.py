@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ def leave_a_peer_waiting(axis: str) -> str:
     return "the collective came to an end"
 
 
+@pytest.mark.faults
 def test_a_collective_without_its_peer_times_out(ranks: RankPool) -> None:
     for axis in ("pp", "dp_shard", "ep"):
         message = ranks.run(leave_a_peer_waiting, 4, axis)[0]

@@ -131,7 +131,9 @@ class FaultyRunner:
     def __init__(self, args: Any, fault: str, at: tuple[int, ...], outcome: Outcome) -> None:
         self.runner, self.parts = build_runner(*args), args[0]
         self.fault, self.at, self.outcome = fault, at, outcome
-        self.evaluate = self.runner.evaluate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
 
     def train(self, inputs: Any) -> torch.Tensor:
         kept = self.outcome.parameters

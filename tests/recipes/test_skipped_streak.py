@@ -75,6 +75,7 @@ def test_a_run_without_one_step_that_was_taken_is_not_done(tmp_path: Path) -> No
     assert checkpoints(settings) == []
 
 
+@pytest.mark.faults
 def test_a_resume_that_skips_again_falls_back_and_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Step 3 moves every weight far out: it and what follows are finite in every number, and worth nothing."""
     settings = config(tmp_path, steps=6)

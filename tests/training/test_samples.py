@@ -78,6 +78,7 @@ def generated(folder: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.exhaustive
 def test_every_mesh_says_what_transformers_generates(ranks: RankPool, tmp_path: Path) -> None:
     for mesh in MESHES:
         config = replace(CONFIG, mesh=MeshConfig(**({"dp_shard": 1} | mesh)))

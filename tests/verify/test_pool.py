@@ -141,6 +141,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="counts through /proc")
 def test_many_meshes_leave_nothing_behind(ranks: RankPool) -> None:
     ranks.run(shard_on_two_meshes, 4)
@@ -164,6 +165,7 @@ pool.run(test_pool.wait_on_rank, 2, 0)
 """
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_killed_session_takes_its_ranks_with_it() -> None:
     here = Path(__file__).parent
