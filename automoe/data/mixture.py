@@ -14,8 +14,8 @@ class Mixture:
     """Which source every row of an endless sequence is of, and which of that source's own rows it is.
 
     Row k of source s happens at (k + u) / w_s, with u in [0, 1) of (seed, s, k); the sequence is all rows in the order
-    of their times. Before any time T there are T w_s rows of source s, within one; so any n rows on end have n w_s of it,
-    within 2 + 2 w_s (S - 2) for S sources. Which ones depends on the index, the weights and the seed alone.
+    of their times. Before any time T there are T w_s rows of source s, within one. So a stretch of n rows has n w_s of
+    it, within 2 + 2 w_s (S - 2) for S sources. Which ones depends on the index, the weights and the seed alone.
 
     Args:
         weights: share of each source, in any unit; all above 0.
