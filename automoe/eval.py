@@ -23,6 +23,7 @@ from automoe.generate import checkpoint_of, load_checkpoint
 from automoe.observe.metrics import jsonable
 
 RESULTS = "eval.json"
+_NO_CHOICE = "Label index was not in"  # the harness's words
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,13 +54,17 @@ def _main(args: argparse.Namespace) -> int:
     where = Path(args.where).expanduser()
     remedy = "Install automoe[eval], which brings lm_eval"
     import_backend("lm_eval.models.huggingface", "automoe eval", remedy)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    logger = logging.getLogger("lm_eval")
+    logger.handlers, logger.propagate = [heard := _Heard()], False
     with checkpoint_of(where) as folder:
         out = _free(where, args.out)
         with _failing(args.tasks):
-            tasks = load_tasks(args.tasks.split(","))
+            tasks = load_tasks([spec.strip() for spec in args.tasks.split(",")])
+        names = [name for task in tasks for name in _names(task)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            rule = f"numbers are told apart by the name of their task, and there is more than one {listed(twice)}"
+            raise ConfigError("--tasks", args.tasks, rule, "Name each task once, and give each a name of its own")
         found = evaluate(folder, tasks, args)
-    names = [name for task in tasks for name in _names(task)]
     rows = list(_rows(found, names))
     # Of a run, the checkpoint was made for the moment.
     found["config"] |= {"model": args.where, "apply_chat_template": args.apply_chat_template}
@@ -67,6 +72,11 @@ def _main(args: argparse.Namespace) -> int:
         json.dump(jsonable(found), file, indent=1, default=str)
     _print_table(rows)
     print(f"results {out}")
+    for kind, texts in heard.found.items():
+        print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
+        if kind == _NO_CHOICE:
+            rule = "of some documents the right answer is none of the choices, so they count as wrong"
+            raise ConfigError("--tasks", args.tasks, rule, "Correct doc_to_target of the task, or its data")
     missing = sorted(set(names) - {row[0] for row in rows})
     wrong = [f"{task} {metric}" for task, metric, _, *numbers in rows if not all(map(_is_finite, numbers))]
     if missing or wrong:
@@ -75,12 +85,29 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
+class _Heard(logging.Handler):
+    """Of what the harness logs: errors are said, and warnings that numbers are not what was asked for are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[str]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())[:300]
+        if record.levelno >= logging.ERROR:
+            print(f"lm_eval: {text}", file=sys.stderr)
+        for kind in (kind for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template") if kind in text):
+            self.found.setdefault(kind, []).append(text)
+
+
 def load_tasks(specs: list[str]) -> list[Any]:
     """Tasks and groups of the harness, with their data: files, the tasks in a folder, or names that it knows."""
     from lm_eval.tasks import TaskManager
 
     built = []
     for spec in specs:
+        if not spec:
+            raise ConfigError("--tasks", ",".join(specs), "a task without a name", "Write --tasks A,B")
         path = Path(spec).expanduser()
         folder, named = path.is_dir(), not path.exists()
         looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.schema import Config, export_name
 from automoe.errors import CheckpointError, ConfigError, exit_status
 
 if TYPE_CHECKING:
     import torch
 
-    from automoe.config.schema import Config
     from automoe.hf.files import Written
     from automoe.hf.peft import WrittenAdapter
     from automoe.model.decoder import Decoder
@@ -137,7 +137,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
         check_model(newest, read_manifest(newest)[0]["config"], config)  # config.yaml has no checksum
-    elif (exported / "config.json").is_file() and not ema:
+    elif (exported / "config.json").is_file() and not ema and export_name(config) == "hf":
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
         check_holds(exported, config.model, family_of(config.model).keys)

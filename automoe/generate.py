@@ -8,6 +8,7 @@ automoe generate runs/default --text "def main():"    # goes on with the text, f
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from automoe.config.frozen import load_config
+from automoe.config.schema import export_name
 from automoe.errors import CheckpointError, exit_status, spelled_out
 from automoe.launch.run_dir import read_status
 
@@ -68,6 +71,8 @@ def _lines() -> Iterator[str]:
     typed = sys.stdin.isatty()
     if typed:
         print("> ", end="", flush=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is an error for people in ``answer``
     for line in sys.stdin:
         if line := line.strip():
             yield line
@@ -98,10 +103,11 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
     """
     from automoe.hf.identity import checkpoint_folder
 
+    done = read_status(where).get("state") == "done"
     if (where / "config.json").is_file():
         yield where
-    elif (where / "hf" / "config.json").is_file() and read_status(where).get("state") == "done":
-        yield where / "hf"
+    elif done and (where / "hf" / "config.json").is_file() and export_name(load_config(where)) == "hf":
+        yield where / "hf"  # not of an earlier start, after which this one left no model
     elif not where.exists() and (folder := checkpoint_folder(where, "WHERE")) != where:
         yield folder
     elif not (where / "config.yaml").is_file():
@@ -186,6 +192,10 @@ class Speaker:
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
         ids = self.model.generate(**inputs, **self.options)[0, length:]
+        stops, most = self.model.generation_config.eos_token_id, self.options["max_new_tokens"]
+        ended = int(ids[-1]) in (stops if isinstance(stops, list) else [stops])
+        if len(ids) == most and not ended and not isinstance(said, str):
+            print(f"note: cut off after {most} tokens (--max-new-tokens)", file=sys.stderr, flush=True)
         return spelled_out(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -121,7 +121,7 @@ def test_a_number_that_is_not_finite_is_no_success(
 def test_what_cannot_be_run_says_why(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(tasks: Path, *words: str) -> str:
+    def refused(tasks: Path | str, *words: str) -> str:
         assert evaluate(folder, "--tasks", str(tasks), *words) == 2
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
@@ -130,6 +130,13 @@ def test_what_cannot_be_run_says_why(
     task = folder / "tasks" / "letters.yaml"
     assert "there is no such file or folder" in refused(tmp_path / "none.yaml")
     assert "there is no task file in this folder" in refused(tmp_path)
+    assert "more than one letters" in refused(f"{task},{task}")
+    (tmp_path / "wrong.yaml").write_text(
+        task.read_text().replace("answer\n", "anser\n").replace(", {metric: brier_score}", "")
+    )
+    out = str(tmp_path / "wrong.json")
+    assert "right answer is none of the choices" in refused(tmp_path / "wrong.yaml", "--limit", "2", "--out", out)
+    assert "a task without a name" in refused(f"{task},")
     (tmp_path / "there.json").write_text("kept")
     assert "results are not overwritten" in refused(task, "--out", str(tmp_path / "there.json"))
     assert (tmp_path / "there.json").read_text() == "kept"

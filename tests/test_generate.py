@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from automoe import cli
+from automoe.config.frozen import save_config
+from automoe.config.schema import CheckpointConfig, Config, LoraConfig
 from automoe.errors import CheckpointError
 from automoe.generate import checkpoint_of
 from tests.support.chat import save_tokenizer
@@ -39,7 +41,8 @@ def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> No
     words = ["generate", str(checkpoint), "--max-new-tokens", "6"]
     assert cli.main([*words, "--system", "Short.", "Who?"]) == 0
     answer = expected(checkpoint, asked, 6)
-    assert capsys.readouterr().out == f"> Who?\n{answer}\n"
+    written = capsys.readouterr()
+    assert written.out == f"> Who?\n{answer}\n" and "note: cut off after 6 tokens" in written.err
     assert cli.main([*words, "--text", "the answer"]) == 0
     assert capsys.readouterr().out == f"the answer{expected(checkpoint, 'the answer', 6)}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nAnd?\n"))
@@ -48,12 +51,14 @@ def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> No
     assert capsys.readouterr().out == f"{answer}\n{expected(checkpoint, second, 6)}\n"
 
 
-def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys) -> None:
+def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert cli.main(["generate", str(tmp_path), "Who?"]) == 2
     assert "is neither a run directory (config.yaml) nor a HuggingFace checkpoint" in capsys.readouterr().err
     for wrong, said in (("a\udcff", "the prompt is not UTF-8"), ("x " * 400, "and the model knows 256 positions")):
         assert cli.main(["generate", str(checkpoint), "--text", wrong]) == 2
         assert said in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    assert cli.main(["generate", str(checkpoint)]) == 2 and "the prompt is not UTF-8" in capsys.readouterr().err
     (checkpoint / "chat_template.jinja").rename(tmp_path / "aside")
     assert cli.main(["generate", str(checkpoint), "Who?"]) == 2
     assert "its tokenizer has no chat template. Use --text" in capsys.readouterr().err
@@ -101,5 +106,14 @@ def test_a_run_answers_with_its_own_export_once_it_is_done(checkpoint: Path, tmp
     with pytest.raises(CheckpointError), checkpoint_of(tmp_path):
         pass
     (tmp_path / "status.json").write_text('{"state": "done"}')
+    save_config(Config(), tmp_path)
     with checkpoint_of(tmp_path) as found:
         assert found == tmp_path / "hf"
+    # What lies in hf/ is of an earlier start, where this one was to leave none or an adapter.
+    for later in (
+        Config(checkpoint=CheckpointConfig(export_hf=False)),
+        Config(lora=LoraConfig(rank=8, export="adapter")),
+    ):
+        save_config(later, tmp_path)
+        with pytest.raises(CheckpointError, match="no weights"), checkpoint_of(tmp_path):
+            pass

@@ -433,6 +433,12 @@ def tokenizer_of(config: Config) -> str:
     return NO_TOKENIZER if config.data.is_synthetic else config.data.tokenizer or config.model.hf_path or "byte"
 
 
+def export_name(config: Config) -> str | None:
+    """The folder in a run's own that it writes at its end: ``hf``, or ``adapter``; None where it exports nothing."""
+    adapter = config.lora.rank > 0 and config.lora.export == "adapter"
+    return ("adapter" if adapter else "hf") if config.checkpoint.export_hf else None
+
+
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
     """Name, weight and settings of each source; without ``data.sources`` the only one, whose name is empty."""
     if not data.sources:

@@ -73,8 +73,12 @@ def to_peft(
     if config.hf_path is None:
         raise ConfigError("model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model")
     import_backend("peft", "an adapter is written and checked with it", "Install peft>=0.19, or set lora.export=merged")
-    keys = family_of(config).keys
-    keys = keys.in_memory if layout == "fused" or config.family in _FUSED_ALONE else keys
+    keys, targets = family_of(config).keys, set(lora.targets)
+    # peft 0.21 puts those of gate and up, expert by expert, where they lie with an adapter of down around them.
+    half = not keys.fused and "experts.gate_up_proj" in targets and not {"experts", "experts.down_proj"} & targets
+    if layout == "published" and half:
+        raise ConfigError("layout", layout, "peft loads no such adapter of experts.gate_up_proj alone", "Use fused")
+    keys = keys.in_memory if layout == "fused" or config.family in _FUSED_ALONE or half else keys
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
         if not any(ranks.all(lambda: bool(tensors))):

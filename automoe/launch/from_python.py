@@ -15,7 +15,7 @@ from typing import Any
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
 from automoe.config.convert import config_from_dict, leaf_keys
 from automoe.config.plugins import load_plugins
-from automoe.config.schema import Config
+from automoe.config.schema import Config, export_name
 from automoe.errors import ConfigError, LaunchError, TrainingError
 from automoe.launch import run_dir as runs
 from automoe.launch.external import detect_external
@@ -98,10 +98,9 @@ def train(
     if result.state != "done":
         said = runs.describe_error(result.error) if result.error else "it ended without a result"
         raise TrainingError(f"{said}\nlogs of every rank: {run_dir / runs.LOG_FOLDER}", run_dir)
-    adapter = bool(checked.lora.rank) and checked.lora.export == "adapter"
-    export = run_dir / ("adapter" if adapter else "hf")
-    exported = checked.checkpoint.export_hf and export.is_dir()
-    return TrainResult(checked, run_dir, result.objective, export if exported else None)
+    name = export_name(checked)
+    export = run_dir / name if name and (run_dir / name).is_dir() else None
+    return TrainResult(checked, run_dir, result.objective, export)
 
 
 def _composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:

@@ -18,7 +18,7 @@ from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.frozen import Device, flat
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
-from automoe.config.schema import Config, sources_of, tokenizer_of
+from automoe.config.schema import Config, export_name, sources_of, tokenizer_of
 from automoe.config.validate import validate
 from automoe.cost.adapters import adapter_rows
 from automoe.cost.params import count_params
@@ -170,6 +170,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
 
     Raises:
         ConfigError: the first rule that is broken.
+        CheckpointError: where the run would export to lies a folder that is no export.
     """
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config))
@@ -182,8 +183,9 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
         chat_template_of(config)
     if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
         from automoe.hf.families.registry import family_of
-        from automoe.hf.folder import copied_files
+        from automoe.hf.folder import check_target, copied_files
 
         family_of(config.model).write_config(config.model)
         copied_files(config.model, tokenizer_of(config))
+        check_target(Path(config.run_dir).expanduser() / str(export_name(config)), overwrite=True)
     return shape

@@ -103,8 +103,10 @@ def _prepared(config: Config, tokenizer: Tokenizer) -> tuple[list[str], list[lis
     given, key = config.observe.samples, "observe.samples"
     if isinstance(given, str):
         try:
-            given = [line for line in Path(given).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
+            if not (given := [line for line in text.split("\n") if line.strip()]):
+                raise ValueError("no line has text")
+        except (OSError, ValueError) as error:
             rule = f"a list of prompts, or a text file with one on each line; it cannot be read ({error})"
             raise ConfigError(key, config.observe.samples, rule, "Write '[What is 2+2?]'") from None
     chat = chat_template_of(config)

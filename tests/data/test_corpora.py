@@ -30,6 +30,25 @@ def write_parquet(path: Path, **columns) -> Path:
     return path
 
 
+def test_links_in_a_folder_count_once_or_are_refused(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+        (place / "a.txt").write_text("text")
+    (folder / "A.txt").symlink_to("a.txt")
+    (folder / "again").symlink_to(".")
+    (folder / "other.txt").symlink_to(elsewhere / "a.txt")
+    data = DataConfig(kind="text", path=str(folder))
+    assert list(find_files(data)) == ["a.txt", "other.txt"]
+    (folder / "more").symlink_to(elsewhere)
+    with pytest.raises(DataError, match="more: a link to a folder elsewhere"):
+        find_files(data)
+    (folder / "more").unlink()
+    (folder / "lost.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"lost\.txt: a link to nothing"):
+        find_files(data)
+
+
 def test_stdlib_is_megabytes_of_library_and_no_tests():
     data = DataConfig()
     files = find_files(data)

@@ -114,6 +114,15 @@ def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> N
         to_peft(model, tmp_path / "other", LORA, layout="other")
 
 
+def test_gate_and_up_without_down_leave_in_the_layout_that_peft_loads(tmp_path: Path) -> None:
+    save_small_hf("mixtral", tmp_path / "source", other_sizes={"num_hidden_layers": 1})
+    lora = LoraConfig(rank=2, targets=["experts.gate_up_proj"])
+    model = trained(tmp_path / "source", lora)
+    with pytest.raises(ConfigError, match="Use fused"):
+        to_peft(model, tmp_path / "none", lora, layout="published")
+    assert to_peft(model, tmp_path / "out", lora).groups == {"experts": 1}
+
+
 def fill_b(parts: dict[int, Decoder]) -> None:
     """Every B of whole values that the parameter's name alone decides, this rank's part of them."""
     for part in parts.values():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from automoe.config.compose import Arguments, compose_config
-from automoe.errors import ConfigError
-from automoe.launch.prepare import check_num_ranks, compose
+from automoe.errors import CheckpointError, ConfigError
+from automoe.launch.prepare import check_here, check_num_ranks, compose
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,15 @@ def test_a_number_of_ranks_that_torchrun_has_not() -> None:
     check_num_ranks(config, [], 2, "torchrun")
     with pytest.raises(ConfigError, match="launch.num_ranks=4: torchrun: 2 ranks"):
         check_num_ranks(config, ["launch.num_ranks=4"], 2, "torchrun")
+
+
+def test_a_folder_in_the_place_of_the_export_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine.txt").touch()
+    words = [f"run_dir={tmp_path}", "launch.device=cpu"]
+    with pytest.raises(CheckpointError, match="hf is no checkpoint directory"):
+        check_here(compose(Arguments(overrides=words)))
+    check_here(compose(Arguments(overrides=[*words, "checkpoint.export_hf=false"])))
 
 
 def test_a_model_of_another_family_or_size_than_the_checkpoint(tmp_path: Path) -> None:

@@ -115,14 +115,17 @@ def test_a_prompt_of_a_chat_model_is_a_users_message_and_its_answer_ends_as_in_a
     from transformers import AutoTokenizer
 
     folder, prompts = save_tokenizer(tmp_path / "tokenizer", "chatml"), tmp_path / "prompts.txt"
-    prompts.write_text("Who?\n\nAnd why?\n")
+    prompts.write_text("\ufeffWho?\n\nAnd\u2028why?\n", encoding="utf-8")
     config = replace(CONFIG, model=replace(CONFIG.model, vocab_size=304))
     config = replace(config, data=DataConfig(kind="stdlib_chat", tokenizer=str(folder)))
     config.observe = ObserveConfig(samples=str(prompts), sample_tokens=8)
     texts, ids, stops = _prepared(config, load_tokenizer(str(folder)))
     theirs = AutoTokenizer.from_pretrained(folder)
-    assert texts == ["Who?", "And why?"]
+    assert texts == ["Who?", "And\u2028why?"]
     for text, prompt in zip(texts, ids, strict=True):
         question = [{"role": "user", "content": text}]
         assert prompt == theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     assert set(stops) == set(theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    prompts.write_text("\n \n")
+    with pytest.raises(AutomoeError, match="no line has text"):
+        _prepared(config, load_tokenizer(str(folder)))
