@@ -62,10 +62,12 @@ class ForkedRank:
     """What ``automoe.launch.local`` asks of ``subprocess.Popen`` for a rank."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], stdin: int, start_new_session: bool = False
+        self, command: Sequence[str], env: Mapping[str, str], stdin: int, stdout: None, start_new_session: bool = False
     ) -> None:
         assert command[1:3] == ["-m", "automoe.launch.worker"] and stdin == subprocess.DEVNULL and start_new_session
+        assert stdout is None, "rank 0 writes where this process does"
         self.returncode: int | None = None
+        self.stdout = None
         self.pid = _fork(lambda: _rank(command, env))
 
     def poll(self) -> int | None:
