@@ -62,8 +62,7 @@ def _main(args: argparse.Namespace) -> int:
             tasks = load_tasks([spec.strip() for spec in args.tasks.split(",")])
         names = [name for task in tasks for name in _names(task)]
         if twice := {name for name in names if names.count(name) > 1}:
-            rule = f"numbers are told apart by the name of their task, and there is more than one {listed(twice)}"
-            raise ConfigError("--tasks", args.tasks, rule, "Name each task once, and give each a name of its own")
+            raise ConfigError("--tasks", args.tasks, f"more than one task is called {listed(twice)}", "Rename one")
         found = evaluate(folder, tasks, args)
     rows = list(_rows(found, names))
     # Of a run, the checkpoint was made for the moment.
@@ -75,8 +74,7 @@ def _main(args: argparse.Namespace) -> int:
     for kind, texts in heard.found.items():
         print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
         if kind == _NO_CHOICE:
-            rule = "of some documents the right answer is none of the choices, so they count as wrong"
-            raise ConfigError("--tasks", args.tasks, rule, "Correct doc_to_target of the task, or its data")
+            raise ConfigError("--tasks", args.tasks, "a right answer is none of the choices", "Correct doc_to_target")
     missing = sorted(set(names) - {row[0] for row in rows})
     wrong = [f"{task} {metric}" for task, metric, _, *numbers in rows if not all(map(_is_finite, numbers))]
     if missing or wrong:
@@ -86,7 +84,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 class _Heard(logging.Handler):
-    """Of what the harness logs: errors are said, and warnings that numbers are not what was asked for are kept."""
+    """Of what the harness logs: the warnings that numbers are not what was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +92,6 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())[:300]
-        if record.levelno >= logging.ERROR:
-            print(f"lm_eval: {text}", file=sys.stderr)
         for kind in (kind for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template") if kind in text):
             self.found.setdefault(kind, []).append(text)
 

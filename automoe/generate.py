@@ -13,12 +13,11 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from automoe.config.frozen import load_config
-from automoe.config.schema import export_name
+from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
 from automoe.errors import CheckpointError, exit_status, spelled_out
 from automoe.launch.run_dir import read_status
 
@@ -106,7 +105,7 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
     done = read_status(where).get("state") == "done"
     if (where / "config.json").is_file():
         yield where
-    elif done and (where / "hf" / "config.json").is_file() and export_name(load_config(where)) == "hf":
+    elif done and (where / "hf" / "config.json").is_file() and _wrote_a_model(where):
         yield where / "hf"  # not of an earlier start, after which this one left no model
     elif not where.exists() and (folder := checkpoint_folder(where, "WHERE")) != where:
         yield folder
@@ -121,6 +120,15 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
             print(f"the newest weights of {where}:", file=sys.stderr, flush=True)
             export_run(where, Path(scratch, "hf"))
             yield Path(scratch, "hf")
+
+
+def _wrote_a_model(run_dir: Path) -> bool:
+    """Whether the run's last start was to write ``hf/``. Its plugins and environment are not needed to say that."""
+    with suppress(OSError, ValueError):
+        values = flat(read_mapping((run_dir / CONFIG_FILE).read_bytes()))
+        adapter = values.get("lora.rank") and values.get("lora.export") == "adapter"
+        return values.get("checkpoint.export_hf", True) and not adapter
+    return True
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, Any]:

@@ -130,12 +130,12 @@ def test_what_cannot_be_run_says_why(
     task = folder / "tasks" / "letters.yaml"
     assert "there is no such file or folder" in refused(tmp_path / "none.yaml")
     assert "there is no task file in this folder" in refused(tmp_path)
-    assert "more than one letters" in refused(f"{task},{task}")
+    assert "more than one task is called letters" in refused(f"{task},{task}")
     (tmp_path / "wrong.yaml").write_text(
         task.read_text().replace("answer\n", "anser\n").replace(", {metric: brier_score}", "")
     )
     out = str(tmp_path / "wrong.json")
-    assert "right answer is none of the choices" in refused(tmp_path / "wrong.yaml", "--limit", "2", "--out", out)
+    assert "a right answer is none of the choices" in refused(tmp_path / "wrong.yaml", "--limit", "2", "--out", out)
     assert "a task without a name" in refused(f"{task},")
     (tmp_path / "there.json").write_text("kept")
     assert "results are not overwritten" in refused(task, "--out", str(tmp_path / "there.json"))

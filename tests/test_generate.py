@@ -106,9 +106,10 @@ def test_a_run_answers_with_its_own_export_once_it_is_done(checkpoint: Path, tmp
     with pytest.raises(CheckpointError), checkpoint_of(tmp_path):
         pass
     (tmp_path / "status.json").write_text('{"state": "done"}')
-    save_config(Config(), tmp_path)
-    with checkpoint_of(tmp_path) as found:
-        assert found == tmp_path / "hf"
+    for plugins in ([], ["of_another_machine"]):
+        save_config(Config(plugins=plugins), tmp_path)
+        with checkpoint_of(tmp_path) as found:
+            assert found == tmp_path / "hf"
     # What lies in hf/ is of an earlier start, where this one was to leave none or an adapter.
     for later in (
         Config(checkpoint=CheckpointConfig(export_hf=False)),

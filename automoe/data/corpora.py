@@ -122,8 +122,7 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
         if matches(path.name) and not path.exists():
             raise DataError(f"{path}: a link to nothing. Bring back the file, or remove the link.")
         if path.is_dir() and not path.resolve().is_relative_to(root.resolve()):
-            follows = f"{root}/**/{pattern.split()[0]}"
-            raise DataError(f"{path}: a link to a folder elsewhere. A glob follows links: data.path='{follows}'.")
+            raise DataError(f"{path}: a link to a folder elsewhere. A glob with ** follows it; or remove it.")
     found = sorted((path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink)
     return list({path.resolve(): path for path in reversed(found)}.values())  # a link beside its file is no second one
 

@@ -169,8 +169,7 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     """All rules of ``config``, those on other files too; its mesh, resolved for ``num_ranks`` ranks.
 
     Raises:
-        ConfigError: the first rule that is broken.
-        CheckpointError: where the run would export to lies a folder that is no export.
+        ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run would export to.
     """
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config))
