@@ -129,7 +129,9 @@ def test_ranks_that_do_not_leave_within_the_grace_period_are_killed(command: Com
 @pytest.mark.faults
 def test_sighup_saves_though_the_terminal_and_the_logs_are_gone(command: Command) -> None:
     """A terminal that is closed takes the reader of the output with it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, by the run too
     process = command.start("recipe_until_stopped", *TWO_RANKS)
+    signal.signal(signal.SIGHUP, before)
     read_until(process, "stepping")
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
