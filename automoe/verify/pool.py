@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import math
@@ -32,6 +33,7 @@ from automoe.launch.ranks import LOOPBACK, init_ranks, store_file
 
 _PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
+_STACKS_S = 2.0  # for a rank that hangs to write its threads' stacks
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -68,6 +70,7 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._files = contextlib.ExitStack()
         self._store = self._files.enter_context(store_file())
+        self._stacks = self._files.enter_context(store_file())
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -125,7 +128,7 @@ class RankPool:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         for index in range(len(self._workers), world_size):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), name=f"rank-{index}", daemon=True)
+            process = context.Process(target=_work, args=(theirs, self._stacks), name=f"rank-{index}", daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, pipe))
@@ -139,9 +142,8 @@ class RankPool:
             ready = connection.wait(list(busy), max(0.0, deadline - time.monotonic()))
             if not ready:
                 ranks = list(busy.values())
-                raise RankError(
-                    ranks[0], "timeout", f"ranks {ranks} of {len(workers)} did not finish in {self.timeout_s} s"
-                )
+                text = f"ranks {ranks} of {len(workers)} did not finish in {self.timeout_s} s"
+                raise RankError(ranks[0], "timeout", f"{text}\n{self._stacks_of(workers[ranks[0]])}")
             for rank in [rank for pipe, rank in busy.items() if pipe in ready]:
                 try:
                     kind, body = workers[rank].pipe.recv()
@@ -156,14 +158,25 @@ class RankPool:
                 answers[rank] = body
         return [answers[rank] for rank in range(len(workers))]
 
+    def _stacks_of(self, worker: _Worker) -> str:
+        """What the threads of a worker that hangs are at; empty if it does not even say that."""
+        os.truncate(self._stacks, 0)
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        deadline, text = time.monotonic() + _STACKS_S, ""
+        while time.monotonic() < deadline and (not text or text != self._stacks.read_text()):
+            text = self._stacks.read_text()
+            time.sleep(0.1)
+        return text
+
 
 def _death(rank: int, worker: _Worker) -> RankError:
     worker.process.join()
     return RankError(rank, "died", f"rank {rank} died with exit code {worker.process.exitcode}")
 
 
-def _work(pipe: connection.Connection) -> None:
-    """One worker: cases until the pipe closes."""
+def _work(pipe: connection.Connection, stacks: Path) -> None:
+    """One worker: cases until the pipe closes. SIGUSR1 has it write the stacks of its threads into ``stacks``."""
+    faulthandler.register(signal.SIGUSR1, stacks.open("a"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the pool
     threading.Thread(target=_die_with_parent, daemon=True).start()
     imported = torch_caches()

@@ -114,6 +114,7 @@ def test_ranks_that_hang_are_named_and_replaced() -> None:
         with pytest.raises(RankError, match=r"ranks \[1\] of 3 did not finish in 0.5 s") as caught:
             pool.run(wait_on_rank, 3, 1)
         assert caught.value.kind == "timeout"
+        assert "in wait_on_rank" in str(caught.value)  # where its threads are
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         pool.timeout_s = 20.0
         assert not set(pids) & {pid for pid, _, _ in pool.run(process_and_threads, 3)}
