@@ -9,7 +9,9 @@ here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIG
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -107,7 +109,8 @@ def _train_here(args: Arguments) -> int:
     print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")
     print("On a cluster, start the same command on every node with torchrun or srun.")
     if (data := missing_data(config)) is not None:
-        print(f"And it lacks data: {data}")
+        columns = max(shutil.get_terminal_size().columns, 40)
+        print(textwrap.fill(f"And it lacks data: {data}", columns, break_long_words=False, break_on_hyphens=False))
     return EXIT_NO_HARDWARE
 
 

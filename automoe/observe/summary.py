@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,22 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         "MFU, median": None if mfu is None else f"{100 * mfu:.1f}%",
         "peak memory per rank": bytes_text(memory.max()) if len(memory) else None,
         "busiest / mean expert": None if last.get("expert_max_load") == 0 else number(last.get("expert_max_load"), 2),
+        "slowest rank": _slowest_rank(records),
         "time in steps": duration(float(seconds.sum())) if len(seconds) else None,
     }
     return [(name, text) for name, text in facts.items() if text is not None]
+
+
+def _slowest_rank(records: list[dict[str, Any]]) -> str | None:
+    """The rank that was slowest in most timings, and by how much; None without timings (``launch.probe_every``)."""
+    timed = [record for record in records if record.get("slowest_rank") is not None]
+    if not timed:
+        return None
+    who = Counter((record["slowest_rank"], record["slowest_host"]) for record in timed)
+    ((rank, host), times) = who.most_common(1)[0]
+    mine = [one for one in timed if (one["slowest_rank"], one["slowest_host"]) == (rank, host)]
+    behind = np.median([one["probe_seconds_max"] / one["probe_seconds_median"] for one in mine])
+    return f"{rank} on {host}, in {times} of {len(timed)} timings, {behind:.2f} times the median rank"
 
 
 def from_here(text: str) -> str:

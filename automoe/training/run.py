@@ -28,6 +28,7 @@ from automoe.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.hooks import Hooks
 from automoe.training.samples import Sampler
+from automoe.training.slow_ranks import SlowRanks
 from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update
@@ -93,6 +94,8 @@ class Run:
         self.config, self.shape, self.context, self.state = config, shape, context, state
         self.saver, self.console, self.note, self._log, self._trackers = saver, console, console.note, log, trackers
         self._hooks = hooks
+        self._slow_ranks = SlowRanks(context, config.launch.probe_every, self.console.note)
+        state.asks = self._asks
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
@@ -122,18 +125,13 @@ class Run:
         every = self.config.launch.gc_every
         if every and self.state.step % every == 0:
             gc.collect(1)  # what a step leaves is young
+        self._slow_ranks.begin_step(self.state.step + 1)
         self._began = time.perf_counter()
 
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
-        """Stop the clock and return the step's record, its validation apart. Collective."""
+        """Stop the clock and return the step's record, its validation apart."""
         config, train, state = self.config, self.config.train, self.state
-        # All that a step's end is agreed on travels together; of clocks rank 0's counts alone.
-        stops, clock, memory, clipped_share = max_over_ranks(
-            self.context.stop.requested,
-            self.context.rank == 0 and self.saver.minutes_are_up(),
-            _peak_memory_bytes(self.context.device),
-            update.fp8_clipped_share,
-        )
+        stops, clock, memory, *paces = update.answers
         self.stopping, self._save_is_due = bool(stops), self._save_is_due or bool(clock)
         seconds = time.perf_counter() - self._began
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
@@ -163,8 +161,14 @@ class Run:
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
         if train.fp8 == "delayed":
-            record["fp8_clipped_share"] = clipped_share
-        return record
+            (record["fp8_clipped_share"],) = max_over_ranks(update.fp8_clipped_share)
+        return record | self._slow_ranks.record(paces)
+
+    def _asks(self) -> list[float]:
+        """What ranks agree on in a step's exchange; of clocks rank 0's counts alone."""
+        clock = self.context.rank == 0 and self.saver.minutes_are_up()
+        memory = _peak_memory_bytes(self.context.device)
+        return [self.context.stop.requested, clock, memory, *self._slow_ranks.own()]
 
     def validates(self) -> bool:
         """Whether the step just taken is followed by a validation."""

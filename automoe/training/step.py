@@ -48,6 +48,7 @@ class Update:
         skipped: the step changed nothing; the same on every rank.
         skip_reason: why, if this rank saw a reason.
         fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went beyond.
+        answers: the largest of what any rank had to tell (``TrainState.asks``), the same on every rank.
     """
 
     lr: float
@@ -55,6 +56,7 @@ class Update:
     skipped: bool
     skip_reason: str | None
     fp8_clipped_share: float
+    answers: Sequence[float] = ()
 
 
 def prepare_inputs(
@@ -120,7 +122,9 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
             norm = global_grad_norm(counted_parameters(parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
-        skipped = max_over_ranks(float(reason is not None)) == [1.0]
+        # One exchange for all that ranks agree on; here the host has waited for the device anyway.
+        skip, *answers = max_over_ranks(reason is not None, *state.asks())
+        skipped = bool(skip)
         # Before the update, for which the host would have to wait otherwise.
         clipped_share = update_scales(parts, meshes, stepped=not skipped)
         if not skipped:
@@ -135,7 +139,7 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
         state.step += 1
         state.tokens += trained
         state.skipped = state.skipped + 1 if skipped else 0
-    return Update(lr, grad_norm, skipped, reason, clipped_share)
+    return Update(lr, grad_norm, skipped, reason, clipped_share, answers)
 
 
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:

@@ -273,6 +273,7 @@ def test_a_valid_config_for_absent_hardware_prints_the_plan_and_says_what_is_mis
     assert "pp8" in text and "ep64" in text
     assert "1024 CUDA ranks need 1024 GPUs, and this machine has" in text
     assert "it lacks data: data.kind=stdlib: the demonstration corpus" in text and "data=benchmark" in text
+    assert max(map(len, text.splitlines())) <= 80, "of a terminal"
     assert "torch" not in modules
 
 

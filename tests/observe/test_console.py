@@ -145,7 +145,18 @@ def test_the_closing_summary_comes_from_the_record(tmp_path):
     console, out = console_of(config)
     console.finish({"report": tmp_path / "report.html"})
     assert re.search(r"validation bits per byte +\d\.\d{3}\n", out.getvalue())
+    assert "slowest rank" not in out.getvalue()
     assert str(tmp_path / "report.html") in out.getvalue()
+
+
+def test_the_rank_that_is_slowest_in_most_timings_is_named():
+    timings = [(3, "node-a", 1.1), (17, "node-b", 1.5), (17, "node-b", 1.3), (17, "node-b", 1.4)]
+    records = [
+        dict(loss=1.0, slowest_rank=rank, slowest_host=host, probe_seconds_median=2.0, probe_seconds_max=2 * behind)
+        for rank, host, behind in timings
+    ]
+    facts = dict(final_numbers([{"step": step} | record for step, record in enumerate(records)]))
+    assert facts["slowest rank"] == "17 on node-b, in 3 of 4 timings, 1.40 times the median rank"
 
 
 def test_other_ranks_say_nothing(tmp_path, capsys):

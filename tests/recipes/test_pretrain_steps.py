@@ -28,7 +28,9 @@ def unchanged(outcome: Outcome, step: int) -> list[bool]:
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     ranks: RankPool, tmp_path: Path, fault: str, mesh: dict[str, int]
 ) -> None:
-    outcomes, records = run(ranks, config(tmp_path, steps=5, **mesh), fault, at=(2, 3))
+    settings = config(tmp_path, steps=5, **mesh)
+    settings.launch.probe_every = 2
+    outcomes, records = run(ranks, settings, fault, at=(2, 3))
     for outcome in outcomes:
         assert not any(unchanged(outcome, 1)) and not any(unchanged(outcome, 4))
         assert all(unchanged(outcome, 2)) and all(unchanged(outcome, 3))
@@ -39,6 +41,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert [record["tokens"] for record in records] == [128, 256, 384, 512, 640]
     assert "step 2 skipped" in outcomes[0].said and "step 3 skipped" in outcomes[0].said
     assert math.isfinite(records[-1]["val_loss"])
+    assert [record.get("slowest_rank") in (0, 1) for record in records] == [False, True, False, True, False]
     assert [record.get("skipped_rows") for record in records] == [None, [8, 15], [16, 23], None, None]
     assert f"rows 8-15 of the training data, from {tmp_path}/text.txt" in outcomes[0].said
 

@@ -158,8 +158,8 @@ def test_minutes_that_are_up_in_a_skipped_step_save_the_next_one_taken(tmp_path:
         assert by_the_clock(settings) == ["LATEST", "step-4", "step-6"]
 
 
-def test_a_step_takes_three_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_its_own(tmp_path: Path) -> None:
-    """Its statistics, whether it is skipped, and all that its end is agreed on: stop, save, memory."""
+def test_a_step_takes_two_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_its_own(tmp_path: Path) -> None:
+    """Its statistics, and all that is agreed on: whether it is skipped, stop, save, memory."""
     settings, calls = config(tmp_path, steps=3), 0
     settings.train.val_every, settings.checkpoint.every_minutes, settings.launch.gc_every = 0, 1e-9, 2
     collected: list[tuple[int, bool]] = []
@@ -177,5 +177,5 @@ def test_a_step_takes_three_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_
     collecting = mock.patch.object(gc, "collect", collect)
     with mock.patch.object(dist, "all_reduce", count), collecting:
         run(settings)
-    assert calls == 3 * settings.train.steps
+    assert calls == 2 * settings.train.steps
     assert collected == [(1, False), (1, False)] and gc.isenabled(), "before steps 1 and 3 alone"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FAULTY_RECIPE = Path(__file__).with_name("faulty_pretrain.py")
 PATIENCE_S = 600  # only a hang reaches it
 # What of a step's record may differ between two runs of the same numbers: clocks, memory, and what saving did.
-_VOLATILE = ("second", "mfu", "memory", "checkpoint_")
+_VOLATILE = ("second", "mfu", "memory", "checkpoint_", "slowest")
 # A model of 40,000 parameters that uses every part of the state: expert bias, lagged balance loss, moments.
 TINY = (
     "model.hidden_size=16",

@@ -1,0 +1,97 @@
+"""Which rank is slow: one product of matrices, the same on every rank, timed between the steps.
+
+A step's own time cannot tell. Ranks wait for one another in every layer, so all of them take as long as the slowest.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automoe.trace import phase
+from automoe.training.context import RunContext
+
+SIZES = {"cuda": (4096, torch.bfloat16), "cpu": (256, torch.float32)}  # a product: 0.2 ms on an H100; 0.5 ms on a core
+REPEATS = 4  # of which the fastest counts: other processes get in between
+SLOW = 1.2  # times the median rank
+IN_A_ROW = 3  # timings with the same rank that far behind, before it is named
+
+
+class SlowRanks:
+    """Times the product every ``every`` steps; ranks hear of it in an exchange that the step makes anyway. Collective.
+
+    Args:
+        every: 0 times nothing, nor does a run of one rank.
+        name: takes a line about a rank that stays behind, once for each.
+    """
+
+    def __init__(self, context: RunContext, every: int, name: Callable[[str], object]) -> None:
+        self._context, self._name = context, name
+        self._every = every if context.world_size > 1 else 0
+        self._hosts = [socket.gethostname()] * context.world_size
+        if self._every:
+            dist.all_gather_object(self._hosts, socket.gethostname())
+        self._marks: list[Any] = []
+        self._behind: list[int] = []  # the ranks behind in the last timings
+        self._named: set[int] = set()
+
+    def begin_step(self, step: int) -> None:
+        """Before ``step``, counted from 1: start a timing that is due. A GPU is not waited for."""
+        self._marks = []
+        if not self._every or step % self._every:
+            return
+        size, dtype = SIZES[self._context.device.type]
+        device = self._context.device
+        drawn = torch.Generator(device).manual_seed(0)  # zeros would cost a GPU less power
+        factor = torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1, generator=drawn)
+        torch.mm(factor, factor)  # so that the library is warm
+        for _ in range(REPEATS):
+            self._marks.append(self._now())
+            with phase("probe", step):
+                torch.mm(factor, factor)
+        self._marks.append(self._now())
+
+    def own(self) -> list[float]:
+        """Seconds of this rank in its place, zero in those of the others; nothing in a step without a timing.
+
+        Call it where the host has waited for the device since ``begin_step``.
+        """
+        if not self._marks:
+            return []
+        seconds = [0.0] * self._context.world_size
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        on_cuda = self._context.device.type == "cuda"
+        seconds[self._context.rank] = min(a.elapsed_time(b) / 1000 if on_cuda else b - a for a, b in pairs)
+        return seconds
+
+    def record(self, seconds: Sequence[float]) -> dict[str, Any]:
+        """Keys for the step's metrics, of every rank's ``seconds``; a rank that stays behind is named."""
+        if not seconds:
+            return {}
+        middle, slowest = median(seconds), max(range(len(seconds)), key=seconds.__getitem__)
+        self._behind = [*self._behind, slowest if seconds[slowest] > SLOW * middle else -1][-IN_A_ROW:]
+        if self._behind == [slowest] * IN_A_ROW and slowest not in self._named:
+            self._named.add(slowest)
+            self._name(
+                f"slow: rank {slowest} on {self._hosts[slowest]}, {seconds[slowest] / middle:.2f} times the median rank"
+            )
+        return {
+            "probe_seconds_min": min(seconds),
+            "probe_seconds_median": middle,
+            "probe_seconds_max": seconds[slowest],
+            "slowest_rank": slowest,
+            "slowest_host": self._hosts[slowest],
+        }
+
+    def _now(self) -> Any:
+        if self._context.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
