@@ -87,6 +87,7 @@ class CheckpointStore:
             if self.config.checkpoint.async_save:
                 _new_stager(pin_memory=False)
             folders.check_writable(self.ranks, self.folder)
+            _ = self.base  # now, while the files are those that are to be loaded
         self.ranks.lead(lambda: folders.source_steps(self.config.checkpoint.resume, self.run_dir))
 
     # ---------------------------------------------------------------- saving
@@ -179,7 +180,7 @@ class CheckpointStore:
         config, model = self.config, self.config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
             return None
-        return self.ranks.lead(lambda: checkpoint_identity(str(model.hf_path)))
+        return checkpoint_identity(model.hf_path, self.ranks)
 
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
         """The manifest but for the files, of this moment."""

@@ -20,6 +20,7 @@ from automoe.shipped import own_recipe
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
+ABSENT = "not a key"  # of the recipe
 _VALUES = frozenset(leaf_keys())  # some are mappings themselves
 # Never part of what a run is: where it lies, how its ranks are started, what is shown of it, what it saves when.
 FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
@@ -146,8 +147,11 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     for values in (old, new):
         if values["checkpoint.resume"] == "never":  # not a path: weights come from nowhere else
             values["checkpoint.resume"] = "auto"
-    keys = [*leaf_keys(), *(key for key in new if key.startswith(f"{SECTION}."))]
-    return {key: (old[key], new[key]) for key in keys if old[key] != new[key] and not is_free(key)}
+    own_keys = (
+        key for key in old | new if key.startswith(f"{SECTION}.")
+    )  # a recipe may have lost one, or another name
+    pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in (*leaf_keys(), *own_keys)}
+    return {key: both for key, both in pairs.items() if both[0] != both[1] and not is_free(key)}
 
 
 def is_free(key: str) -> bool:

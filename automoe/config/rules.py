@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from math import inf, isfinite
 from operator import attrgetter
@@ -71,6 +72,14 @@ _ABOVE_ZERO = {
 }
 
 
+# A login in an address: ``//user:password@`` (a password may have a / in it; a path may have an @, but no database's
+# address has one elsewhere), or what a query says under a name such as ``password=`` or ``token=``.
+LOGIN = re.compile(r"(?:(?<!\bhttp)(?<!\bhttps)://(?!/)|://(?!/)(?!(?:[^\s/:@]+|\[[\da-fA-F:]+\])(?::\d+)?/))\S*@")
+SECRET = re.compile(
+    r"(?i)([?&;#][\w.-]*(?:pass|pwd|token|secret|credential|api_?key|signature|odbc_connect)[\w.-]*=)[^\s&;#]*"
+)
+
+
 # fmt: off
 def number_rows(config: Config) -> Iterator[Row]:
     """Bounds of single numbers: what a key alone can get wrong, whatever the others say."""
@@ -89,7 +98,7 @@ def number_rows(config: Config) -> Iterator[Row]:
         value = attrgetter(key)(config)
         yield key, isinstance(value, float) and not isfinite(value), "must be a finite number", "Write one"
     uri = config.observe.mlflow
-    if not isinstance(uri, FromEnvironment) and "@" in uri.partition("://")[2].partition("/")[0]:
+    if not isinstance(uri, FromEnvironment) and (LOGIN.search(uri) or SECRET.search(uri)):
         rule = "a login in it would be kept in config.yaml and shown"
         raise ConfigError("observe.mlflow", uri.partition("://")[0] + "://...", rule,
             "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or observe.mlflow='${oc.env:NAME}'")

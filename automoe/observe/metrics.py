@@ -28,7 +28,7 @@ import numpy as np
 
 from automoe import __version__
 from automoe.errors import ConfigError, retried
-from automoe.sealed import replace_json, sealed, unsealed
+from automoe.sealed import SEAL, replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
@@ -44,6 +44,14 @@ REQUIRED_KEYS = (
     "peak_memory_bytes",
     "expert_max_load",
 )
+# What else a step's record may have of its own, with its seal, and what a validation adds to it.
+OTHER_KEYS = (
+    "step_seconds skipped skip_reason skipped_rows skipped_documents num_skipped_documents mfu_full_attention "
+    "seq_balance_loss global_balance_loss micro_batch_balance_loss z_loss max_share max_over_mean entropy "
+    "dropped_share fp8_clipped_share "
+    "checkpoint_seconds checkpoint_share checkpoint_in_flight checkpoint_failures"
+).split()
+VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("torch", "transformers", "safetensors", "torchtitan", "triton", "numpy", "hydra-core", "wandb")
@@ -92,6 +100,11 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
+
+
+def is_taken(name: str) -> bool:
+    """Whether some step's record has ``name`` for a number of its own, so that no other number may have it."""
+    return name in (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL) or name.startswith("val_loss.")
 
 
 class AppendLog:

@@ -26,6 +26,7 @@ from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
+from automoe.parallel.pipeline import checked_loss
 from automoe.parallel.tensor import apply_tensor_parallel
 
 FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}  # what makes them, for ``moe.experts``
@@ -53,8 +54,10 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
 
     Raises:
         BackendError: an implementation whose package is missing, or that this machine does not serve.
+        ConfigError: as ``checked_loss``.
     """
     kernels, ring = config.kernels, None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    named = config.train.loss
     attend = transformer_engine.attention() if kernels.attention == "te" else attention_fn(kernels.attention)
     return Runtime(
         comms=Communicators() if meshes is None else _build_communicators(meshes, config.parallel),
@@ -64,7 +67,7 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
-        loss=None if config.train.loss == "cross_entropy" else registered("train.loss")[config.train.loss],
+        loss=None if named == "cross_entropy" else checked_loss(registered("train.loss")[named], named),
         always_masked=config.train.compile,
         seed=config.train.seed,
     )

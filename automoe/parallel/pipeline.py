@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
+from automoe.errors import ConfigError
 from automoe.local_shard import local_shard
 from automoe.model.decoder import Decoder
 from automoe.model.loss import Loss
+from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes
 
@@ -87,6 +89,22 @@ def _whole_over_tp(parameter: torch.Tensor) -> bool:
     return dense and "tp" not in axes
 
 
+def checked_loss(loss: Loss | None, name: str) -> Loss | None:
+    """``loss``, whose numbers have names that no other number of a step or a validation has.
+
+    Raises:
+        ConfigError: one that is taken, is listed twice or begins with ``val_``; or another ``mean_over``.
+    """
+    names = [*getattr(loss, "metrics", ())]
+    for one in names:
+        if is_taken(one) or is_taken(f"val_{one}") or one.startswith("val_") or names.count(one) > 1:
+            rule = f"it reports {one!r}, and the record has that name, or its val_ form, for another number"
+            raise ConfigError("train.loss", name, rule, "Name it otherwise in its metrics and where it reports")
+    if (over := getattr(loss, "mean_over", "tokens")) not in ("tokens", "documents"):
+        raise ConfigError("train.loss", name, f"mean_over={over!r}", "A loss is a mean over tokens or documents")
+    return loss
+
+
 class StepRunner(ABC):
     """Runs this rank's stages over the micro-batches of a step.
 
@@ -105,7 +123,8 @@ class StepRunner(ABC):
         return next(iter(self.parts.values())).loss
 
     def set_loss(self, loss: Loss | None) -> None:
-        """Train, and evaluate, on another loss from now on."""
+        """Train, and evaluate, on another loss from now on. Raises as ``checked_loss``."""
+        loss = checked_loss(loss, "the recipe's")
         for part in self.parts.values():
             part.loss = loss
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automoe.config.plugins import RUN_POINTS, registered
 from automoe.errors import ConfigError
+from automoe.observe.metrics import is_taken
 
 if TYPE_CHECKING:
     from automoe.training.run import Run
@@ -32,13 +33,13 @@ class Hooks:
         """What the functions of ``run.step`` add to a step's record, which they cannot change.
 
         Raises:
-            ConfigError: a name that the record has already, or a value that is no number.
+            ConfigError: a name that the record has already, or in other steps, or a value that is no number.
         """
         found: dict[str, float] = {}
         for name, function in self._at["run.step"].items():
             for key, value in (function(run, MappingProxyType({**record, **found})) or {}).items():
                 value = value.item() if hasattr(value, "item") else value
-                if key in record or key in found:
+                if key in record or key in found or is_taken(str(key)):
                     raise ConfigError("run.step", name, f"{key!r} is in the record already", "Name it otherwise")
                 if not isinstance(value, (int, float)):
                     rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"

@@ -104,11 +104,12 @@ def open_reference(
     Returns:
         None: the run was asked to stop meanwhile, and is ``preempted``.
     """
-    path = context.run_dir / REFERENCE_FILE
+    path, hf_path = context.run_dir / REFERENCE_FILE, config.model.hf_path
+    weights = checkpoint_identity(hf_path, ranks) if hf_path else f"random, train.seed={config.train.seed}"
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
 
     def look() -> tuple[dict[str, Any], Any]:
-        belongs = _belongs(config, loader, splits)
+        belongs = _belongs(config, weights, loader, splits)
         return belongs, _read(path, belongs, loader.num_pairs)
 
     belongs, kept = ranks.lead(look)
@@ -124,11 +125,10 @@ def open_reference(
     return None if table is None else Reference(table, context.device)
 
 
-def _belongs(config: Config, loader: Loader, splits: list[Split]) -> dict[str, Any]:
+def _belongs(config: Config, weights: str, loader: Loader, splits: list[Split]) -> dict[str, Any]:
     """What decides the numbers, in plain JSON values."""
     model = config_to_dict(config)["model"]
-    path = model.pop("hf_path")
-    weights = checkpoint_identity(path) if path else f"random, train.seed={config.train.seed}"
+    del model["hf_path"]  # where they lie
     facts: dict[str, Any] = {"weights": weights, "splits": splits, "dtype": config.train.dtype, "fp8": config.train.fp8}
     facts |= {"capacity": [config.moe.capacity_factor, config.moe.drop_policy, config.moe.drop_scope]}
     return json.loads(json.dumps(facts | {"model": model, "data": loader.fingerprint()}))

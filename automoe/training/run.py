@@ -189,10 +189,12 @@ class Run:
         none was taken since the start or the resume there is nothing to save.
         """
         state, checkpoint = self.state, self.config.checkpoint
-        if not checkpoint.saves or not self._took_a_step():
+        if not checkpoint.saves:
+            return False
+        self._save_is_due |= checkpoint.every > 0 and state.step % checkpoint.every == 0
+        if not self._took_a_step():
             return False
         last = state.step >= self.config.train.steps or self.stopping
-        self._save_is_due |= checkpoint.every > 0 and state.step % checkpoint.every == 0
         due = last or (self._save_is_due and not state.skipped)
         self._save_is_due &= not due
         return due
@@ -248,7 +250,7 @@ class Run:
         self._resumed = before and self.saver.store.fall_back(self.state, before)
         if before is None or self._resumed is None:
             return False
-        self._first_step = self.state.step
+        self._first_step, self._save_is_due = self.state.step, False
         self.context.fell_back.append(
             f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
         )

@@ -8,6 +8,7 @@ there is no cache of keys, and a token costs a forward pass.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from automoe.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 
+NO_TOKEN = -1  # behind a row whose logits are NaN
 _ROUNDED = 64  # rows are as long as they must be, in steps of this many tokens a rank
 
 
@@ -72,17 +74,21 @@ class Sampler:
             for _ in range(self.config.observe.sample_tokens):
                 for n, token in self._next({n: rows[n] for n in speaking}).items():
                     rows[n].append(token)
-                speaking = [n for n in speaking if rows[n][-1] not in self._stops]
+                speaking = [n for n in speaking if rows[n][-1] not in (*self._stops, NO_TOKEN)]
                 if not speaking:
                     break
         said = (rows[n][len(self._prompts[n]) :] for n in rows)
-        ended = (ids[:-1] if ids[-1] in self._stops else ids for ids in said)
-        texts = (self.tokenizer.decode(ids) for ids in ended)
+        texts = (self._spell(ids) for ids in said)
         return [{"prompt": prompt, "text": text} for prompt, text in zip(self.texts, texts, strict=True)]
+
+    def _spell(self, ids: list[int]) -> str:
+        """The text of an answer; a model whose logits are NaN says no more."""
+        text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NO_TOKEN) else ids)
+        return f"{text}[NaN: no next token]" if ids[-1] == NO_TOKEN else text
 
     def _next(self, rows: dict[int, list[int]]) -> dict[int, int]:
         """The token behind each row. Every data-parallel rank runs as many rows, some of them for company."""
-        train, shape, found = self.config.train, self.meshes.shape, dict.fromkeys(range(len(self.texts)), -1)
+        train, shape, found = self.config.train, self.meshes.shape, dict.fromkeys(range(len(self.texts)), NO_TOKEN)
         # A pipeline's shapes are fixed.
         count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
         unit = _ROUNDED * 2 * shape.cp * shape.tp
@@ -155,10 +161,13 @@ def _asking(parts: Iterable[Decoder], found: dict[int, int]) -> Iterator[None]:
             logits_NV = x_TH[asked_T] @ weight_VH.T
             place_N1 = logits_NV.argmax(-1, keepdim=True)
             best_N1 = logits_NV.gather(1, place_N1).to(wide)
+            no_number_N1 = vocab.all_reduce_max(best_N1.isnan().to(wide)) > 0
+            best_N1 = best_N1.nan_to_num(nan=math.inf, posinf=math.inf)
             first_N1 = torch.where(
                 best_N1 == vocab.all_reduce_max(best_N1), place_N1 + first_id, torch.iinfo(torch.int64).max
             )
             tokens_N1 = -vocab.all_reduce_max(-first_N1)  # of equally likely ones the first
+            tokens_N1 = tokens_N1.masked_fill(no_number_N1, NO_TOKEN)
             found.update(zip(labels_T[asked_T].tolist(), tokens_N1.flatten().tolist(), strict=True))
         return torch.zeros((), dtype=wide, device=x_TH.device), None
 

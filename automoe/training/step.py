@@ -234,7 +234,7 @@ def _validation_losses(
         record |= (
             {"val_bits_per_byte": nats / math.log(2) / text_bytes} if text_bytes else {}
         )  # synthetic ids have none
-    record |= {f"val_{key}": value / count for key, value in mixed.items()}
+    record |= {key: value / count for key, value in mixed.items()}
     return record | {f"val_loss.{name}": sums["nats"] / sums["count"] for name, (_, sums) in found.items() if name}
 
 
@@ -246,7 +246,7 @@ def _validation_sums(
     device: torch.device,
     beside: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Over all ranks: ``nats``, the ``count`` of tokens or documents, ``bytes``, and what the loss reports."""
+    """Over all ranks: ``nats``, the ``count`` of tokens or documents, ``bytes``, and ``val_NAME`` of what the loss reports."""
     sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:
@@ -259,7 +259,7 @@ def _validation_sums(
             share, float(batch.num_bytes * reads_text), *reported.values(), device=device
         )
         added = {"nats": loss * trained, "count": trained, "bytes": num_bytes}
-        added |= {name: value * trained for name, value in zip(reported, more, strict=True)}
+        added |= {f"val_{name}": value * trained for name, value in zip(reported, more, strict=True)}
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
     return sums
 

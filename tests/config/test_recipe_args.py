@@ -156,3 +156,10 @@ def test_help_shows_them(recipe: list[str]) -> None:
     with pytest.raises(ConfigError, match="Its keys: recipe_args.pairs, recipe_args.beta"):
         help_on("recipe_args.gamma", "mine.py")
     assert "pretrain has no keys of its own" in help_on("recipe_args")
+
+
+def test_a_key_that_the_recipe_has_lost_is_a_difference(recipe: list[str], tmp_path: Path) -> None:
+    then = config_to_dict(compose_config(overrides=[*recipe, "recipe_args.beta=0.3"]))
+    (tmp_path / "mine.py").write_text(RECIPE.replace("    beta: float = 0.1", "    # beta").replace("self.beta", "1"))
+    now = compose_config(overrides=recipe)
+    assert differences(then, now) == {"recipe_args.beta": (0.3, "not a key")}

@@ -18,9 +18,13 @@ from automoe.config import plugins
 from automoe.config.compose import compose_config
 from automoe.config.frozen import load_config
 from automoe.config.plugins import register
+from automoe.config.schema import Config, TrainConfig
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import known_families
+from automoe.model.loss import LossInputs
 from automoe.observe.metrics import read_metrics
+from automoe.parallel.parallelize import build_runtime
+from automoe.training.hooks import Hooks
 
 ROOT = Path(automoe.__file__).parents[1]
 PAGE = ROOT / "docs" / "extend.md"
@@ -191,6 +195,35 @@ def test_a_family_is_registered_under_its_model_type(page: Path, monkeypatch: py
     register("model.family", "dots", "house.dots1:FAMILY")
     with pytest.raises(ConfigError, match="model_type=dots1"):
         known_families()
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    ["loss", "lr", "loss_ema", "loss.code", "perplexity", "bits_per_byte", "val_mine", "crc32", "skip_reason"],
+)
+def test_a_loss_that_reports_under_a_name_of_the_record_is_refused_where_it_is_chosen(
+    metrics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mine(nll_BS: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+        return nll_BS.sum()
+
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+    register("train.loss", "mine", mine)
+    config, mine.metrics = Config(train=TrainConfig(loss="mine")), ("nats", "count", "bytes", metrics)
+    with pytest.raises(ConfigError, match=f"train.loss=mine: it reports '{metrics}'"):
+        build_runtime(config)
+    mine.metrics = ("nats", "count", "bytes")  # of a validation's sums, and of no record
+    assert build_runtime(config).loss is mine
+    mine.mean_over = "samples"
+    with pytest.raises(ConfigError, match="a mean over tokens or documents"):
+        build_runtime(config)
+
+
+def test_a_number_of_a_step_cannot_have_a_name_that_other_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_registered", {key: {} for key in plugins.KINDS})
+    register("run.step", "early", lambda run, record: {"val_loss": 0.0})
+    with pytest.raises(ConfigError, match="'val_loss' is in the record already"):
+        Hooks().numbers(None, {"step": 1, "loss": 2.0})  # which was not validated
 
 
 def test_a_plugin_that_is_not_there_is_an_error_that_names_it() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from automoe.config.compose import Arguments, compose_config
 from automoe.config.frozen import dump_config, parse_config
@@ -254,3 +256,21 @@ def test_ranks_share_one_download_and_a_resume_needs_none(hub: Hub, tmp_path: Pa
     assert "Bearer hf_this_is_a_secret" in hub.tokens
     for file in (tmp_path / "run").rglob("*"):
         assert file.is_dir() or b"hf_this_is_a_secret" not in file.read_bytes(), file
+
+
+def test_another_number_anywhere_is_another_checkpoint_and_files_are_none(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(4096.0), "b": torch.ones(3, 5, dtype=torch.bfloat16), "c": torch.zeros(0)}
+
+    def identity(name: str, **parts: dict[str, torch.Tensor]) -> str:
+        (tmp_path / name).mkdir()
+        files = {f"{part}.safetensors": held for part, held in parts.items()}
+        for file, held in files.items():
+            save_file(held, tmp_path / name / file)
+        index = {"metadata": {}, "weight_map": {key: file for file, held in files.items() for key in held}}
+        (tmp_path / name / "model.safetensors.index.json").write_text(json.dumps(index))
+        return checkpoint_identity(tmp_path / name)
+
+    known = identity("one", all=tensors)
+    assert identity("two", some={"b": tensors["b"]}, rest={key: tensors[key] for key in "ac"}) == known
+    tensors["a"][4000] = 0.5
+    assert identity("three", all=tensors) != known

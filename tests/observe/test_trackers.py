@@ -18,6 +18,7 @@ from automoe.config.schema import Config
 from automoe.errors import BackendError, ConfigError
 from automoe.launch.hardware import check_backends
 from automoe.observe.trackers import make_trackers
+from automoe.observe.trackers.base import hidden
 
 PROGRAM = """
 import sys
@@ -206,14 +207,38 @@ def test_a_server_that_is_not_there_costs_a_warning_without_its_login(
     assert "ses" not in said[0] and "hidden" not in said[0] and not (tmp_path / "trackers.json").exists()
 
 
-def test_a_login_in_an_address_is_refused_without_being_shown() -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://me:sesame@tracking.org/x",
+        "https://sesame@tracking.org",
+        "https://me:ses/sesame@tracking.org/x",
+        "postgresql://u:p/sesame@h/db",
+        "postgresql+psycopg2://u:12/sesame@h/db",
+        "postgresql://h/db?user=u&password=sesame",
+        "mysql://h/db?ssl_ca=a&AccessToken=sesame",
+        "mssql+pyodbc:///?odbc_connect=UID%3Du%3BPWD%3Dsesame",
+        "https://tracking.org/x?api_key=sesame#y",
+    ],
+)
+def test_a_login_in_an_address_is_refused_without_being_shown(address: str) -> None:
     config = Config()
-    config.observe.mlflow = "https://me:sesame@tracking.org/x"
+    config.observe.mlflow = address
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as raised:
         check_rows(config, number_rows(config))
-    assert "sesame" not in str(raised.value)
-    config.observe.mlflow = "https://tracking.org/@me"
+    assert "sesame" not in str(raised.value) and "sesame" not in hidden(f"cannot reach ({address!r}, now)")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://tracking.org/@me", "http://localhost:5000/a@b", "http://[::1]:5000/a@b", "sqlite:////home/me@work/a.db"]
+    + ["file:///home/me@work", "folder@work", "databricks://profile", "https://a.org?workspace=x", ""],
+)
+def test_an_address_without_a_login_is_taken_as_it_is(address: str) -> None:
+    config = Config()
+    config.observe.mlflow = address
     check_rows(config, number_rows(config))
+    assert hidden(address) == address
 
 
 @pytest.mark.parametrize(

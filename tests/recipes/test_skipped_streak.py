@@ -22,6 +22,7 @@ from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
+from automoe.observe.metrics import is_taken
 from automoe.training import run as training_run
 from automoe.training import step
 from automoe.training.context import RunContext
@@ -122,6 +123,18 @@ def test_a_skipped_step_is_not_saved_as_the_newest(tmp_path: Path) -> None:
     with mock.patch.object(step, "reason_to_skip", skip_two):
         run(other)
     assert checkpoints(other) == ["LATEST", "step-4", "step-6"]
+
+
+def test_a_save_that_falls_due_before_the_first_step_taken_after_a_resume_is_made_up_for(tmp_path: Path) -> None:
+    settings = config(tmp_path, steps=6)
+    settings.train.val_every, settings.checkpoint.every, settings.checkpoint.keep = 0, 2, 9
+    run(replace(settings, train=replace(settings.train, steps=3)))
+    skips = iter((True, False, False))
+    with mock.patch.object(step, "reason_to_skip", lambda *_: "of this number" if next(skips) else None):
+        records = run(settings)
+    assert [record["skipped"] for record in records] == [0, 0, 0, 1, 0, 0]
+    assert checkpoints(settings) == ["LATEST", "step-2", "step-3", "step-5", "step-6"]
+    assert all(is_taken(key) for record in records for key in record), "no number of a plugin may have these names"
 
 
 def by_the_clock(settings: Config, rank: int = 0) -> list[str]:

@@ -28,6 +28,7 @@ from automoe.parallel.pipeline import build_runner
 from automoe.training.samples import Sampler, _prepared
 from automoe.verify.pool import RankPool
 from tests.support.chat import save_tokenizer
+from tests.support.gpu import one_rank
 
 PROMPTS = ["def main():", "It was", "x = [n for n in range(3)]", "?", "import os, sys"]
 MESHES = [{}, {"pp": 2, "dp_shard": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4}]
@@ -129,3 +130,16 @@ def test_a_prompt_of_a_chat_model_is_a_users_message_and_its_answer_ends_as_in_a
     prompts.write_text("\n \n")
     with pytest.raises(AutomoeError, match="no line has text"):
         _prepared(config, load_tokenizer(str(folder)))
+
+
+def test_a_model_whose_logits_are_nan_says_no_more() -> None:
+    config = replace(CONFIG, observe=ObserveConfig(samples=["Who?", "Why?"], sample_tokens=4))
+    with one_rank("cpu"):
+        meshes = build_meshes(resolve_mesh(config.mesh, 1), torch.device("cpu"))
+        parts = build_parts(config, meshes)
+        materialize(parts, config, torch.device("cpu"))
+        runner = build_runner(parts, meshes, config, torch.device("cpu"))
+        sampler = Sampler(config, parts, runner, load_tokenizer("byte"), meshes, torch.device("cpu"))
+        with torch.no_grad():
+            parts[0].norm.weight.fill_(torch.nan)
+        assert [one["text"] for one in sampler.generate()] == ["[NaN: no next token]"] * 2

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from automoe.config.convert import FromEnvironment
+from automoe.config.rules import LOGIN, SECRET
 from automoe.config.schema import Config
 
 Outcome = Literal["done", "preempted", "failed"]
 WITHOUT = "training goes on without it"
-_LOGIN = re.compile(r"://[^/\s]*@")
 
 
 @dataclass(frozen=True)
@@ -73,5 +72,5 @@ def one_line(error: Exception, config: Config) -> str:
 
 
 def hidden(address: str) -> str:
-    """``https://***@host`` in place of ``https://user:password@host``."""
-    return _LOGIN.sub("://***@", address)
+    """``https://***@host`` in place of ``https://user:password@host``; ``?token=***``."""
+    return SECRET.sub(r"\1***", LOGIN.sub("://***@", address))
