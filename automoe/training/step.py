@@ -246,7 +246,7 @@ def _validation_sums(
     device: torch.device,
     beside: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Over all ranks: ``nats``, the ``count`` of tokens or documents, ``bytes``, and ``val_NAME`` of what the loss reports."""
+    """Over all ranks: ``nats``, ``count`` of tokens or documents, ``bytes``, ``val_NAME`` of what the loss reports."""
     sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:

@@ -128,6 +128,7 @@ def test_a_skipped_step_is_not_saved_as_the_newest(tmp_path: Path) -> None:
 def test_a_save_that_falls_due_before_the_first_step_taken_after_a_resume_is_made_up_for(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=6)
     settings.train.val_every, settings.checkpoint.every, settings.checkpoint.keep = 0, 2, 9
+    settings.launch.probe_every = 1
     run(replace(settings, train=replace(settings.train, steps=3)))
     skips = iter((True, False, False))
     with mock.patch.object(step, "reason_to_skip", lambda *_: "of this number" if next(skips) else None):
