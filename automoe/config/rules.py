@@ -100,7 +100,7 @@ def number_rows(config: Config) -> Iterator[Row]:
     uri = config.observe.mlflow
     if not isinstance(uri, FromEnvironment) and (LOGIN.search(uri) or SECRET.search(uri)):
         rule = "a login in it would be kept in config.yaml and shown"
-        raise ConfigError("observe.mlflow", uri.partition("://")[0] + "://...", rule,
+        raise ConfigError("observe.mlflow", re.split(r"[:?]", uri)[0] + "...", rule,
             "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or observe.mlflow='${oc.env:NAME}'")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,

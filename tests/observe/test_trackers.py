@@ -219,6 +219,7 @@ def test_a_server_that_is_not_there_costs_a_warning_without_its_login(
         "mysql://h/db?ssl_ca=a&AccessToken=sesame",
         "mssql+pyodbc:///?odbc_connect=UID%3Du%3BPWD%3Dsesame",
         "https://tracking.org/x?api_key=sesame#y",
+        "tracking.org/x?token=sesame",
     ],
 )
 def test_a_login_in_an_address_is_refused_without_being_shown(address: str) -> None:
