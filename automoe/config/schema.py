@@ -402,6 +402,13 @@ class ClusterConfig:
     gpus_per_node: int = 8
     memory_bytes: float = 0.0  # per GPU; 0: unknown
     peak_flops: float = 0.0  # dense bf16 per GPU; 0: unknown
+    peak_flops_fp8: float = 0.0  # dense 8 bits per GPU; 0: it has none
+    memory_bandwidth: float = 0.0  # bytes a second of a GPU's memory; 0: unknown
+    intra_node_bandwidth: float = 0.0  # bytes a second and direction, of one GPU to its node; 0: unknown
+    inter_node_bandwidth: float = 0.0  # the same, to other nodes
+    # Share of peak_flops that a matrix product reaches which does 64, 128, 256, ... 4096 FLOPs for each byte that it
+    # reads and writes; none: not measured, and what is predicted is called uncalibrated
+    gemm_curve: list[float] = field(default_factory=list)
 
 
 @dataclass

@@ -1,0 +1,106 @@
+"""Seconds and bytes of every collective, from where the ranks of its group really are.
+
+A group is the ranks start + i * stride, i < size. Ranks fill nodes in order, so stride and size say how many of a
+group share a node. A collective over nodes leaves a node through the adapters of all of the group's ranks there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from automoe.cost.machine import Machine
+
+
+@dataclass(frozen=True)
+class Group:
+    """``size`` ranks, of which about ``size / nodes`` share each of ``nodes`` nodes."""
+
+    size: int
+    nodes: int
+
+    @classmethod
+    def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
+        """The group of rank 0; those of other ranks lie alike where nodes divide by the mesh's axes."""
+        if size * stride <= gpus_per_node:
+            return cls(size, 1)
+        if stride >= gpus_per_node:
+            return cls(size, size)
+        return cls(size, -(-size * stride // gpus_per_node))
+
+    @property
+    def off_node(self) -> float:
+        """Share of what a rank sends evenly to all that leaves its node."""
+        return 1 - 1 / self.nodes
+
+    @property
+    def on_node(self) -> float:
+        """Share that goes to others in its node."""
+        return 1 - 1 / self.size - self.off_node
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a collective on a rank, and the bytes that the rank sends."""
+
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes)
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(times * self.seconds, times * self.bytes)
+
+
+NOTHING = Cost()
+
+
+def gather(machine: Machine, group: Group, whole: float) -> Cost:
+    """All-gather to ``whole`` bytes on every rank, or reduce-scatter of as many: rings over nodes and within them."""
+    if group.size == 1 or not whole:
+        return NOTHING
+    per_node = group.size / group.nodes
+    sent = whole * (1 - 1 / group.size)
+    across = whole * group.off_node / (per_node * machine.off_node)
+    return Cost(max(sent / machine.on_node if per_node > 1 else 0.0, across) + machine.constants.latency, sent)
+
+
+def reduce_all(machine: Machine, group: Group, whole: float) -> Cost:
+    """All-reduce: a reduce-scatter and an all-gather."""
+    return gather(machine, group, whole) * 2
+
+
+def all_to_all(machine: Machine, group: Group, sent: float, copies: float = 0.0) -> Cost:
+    """Every rank sends ``sent`` bytes evenly to all of its group, itself included.
+
+    Args:
+        copies: nodes that get one copy of a token, over the copies that go to ranks: where rows cross to a node once
+            and are copied there (DeepEP). 0: a copy for every rank.
+    """
+    if group.size == 1 or not sent:
+        return NOTHING
+    if copies and group.nodes > 1:  # both networks work at the same time
+        across, within = copies * sent * group.off_node, sent * (1 - 1 / group.size)
+        seconds = max(across / machine.off_node, within / machine.on_node)
+    else:
+        across, within = sent * group.off_node, sent * group.on_node
+        seconds = across / machine.off_node + within / machine.on_node
+    return Cost(seconds + machine.constants.latency, across + within)
+
+
+def node_copies(top_k: int, nodes: int, most_nodes: int = 0) -> float:
+    """Distinct nodes that the ``top_k`` experts of a token lie on, over ``top_k``.
+
+    Args:
+        most_nodes: routing is limited to the experts of so many nodes; 0: it is not.
+    """
+    among = min(nodes, most_nodes or nodes)
+    return among * (1 - (1 - 1 / among) ** top_k) / top_k
+
+
+def send(machine: Machine, group: Group, num_bytes: float) -> Cost:
+    """From one pipeline rank to the next."""
+    if group.size == 1:
+        return NOTHING
+    link = machine.on_node if group.nodes == 1 else machine.off_node
+    return Cost(num_bytes / link + machine.constants.latency, num_bytes)

@@ -1,0 +1,302 @@
+"""Seconds of one layer's forward and backward pass on one rank, and what its collectives add, axis by axis.
+
+Products are timed one by one at the shapes that a rank has, with ``Machine.gemm``; attention by its FLOPs; the rest,
+which does nothing but read and write, by its bytes. A pass over b-byte numbers of T tokens:
+
+    norms, residual stream       10 b T H
+    rotation, norms of heads     2 b T D N (1 + qk_norm) of queries and keys
+    activation of width I        3 b T I
+    router                       24 T E
+    permutation                  2 b R H each way; 4 where rows travel; its backward the same
+
+The backward pass costs twice the forward, 2.5 times in attention, whose scores are made again.
+Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E experts, K top-k, N heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import FULL
+from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
+from automoe.cost.activations import BatchPlan
+from automoe.cost.adapters import with_adapters
+from automoe.cost.communication import NOTHING, Cost, Group, all_to_all, gather, node_copies
+from automoe.cost.machine import Machine
+from automoe.cost.params import Param, layer_params
+
+AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
+ATTENTION_BACKWARD = 2.5  # five products in place of two
+SLOW_PRODUCTS = 4  # how much slower float32 products of the router are
+DELTA_NET = 0.25  # share of attention's speed that a gated delta net reaches: short chunks, one after another
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix that tokens are multiplied by: ``rows`` x ``columns``, ``groups`` of them for routed experts."""
+
+    part: str
+    name: str
+    rows: int
+    columns: int
+    groups: int
+    tp_dim: int | None
+    trained: bool
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What of a layer does not depend on the mesh but for ``tp``."""
+
+    weights: tuple[Weight, ...]
+    dense_numel: int  # gathered on a rank, after tp
+    expert_numel: int  # of all experts
+    dense_trained: int
+    expert_trained: int
+
+
+_WEIGHTS: dict[tuple[str, int, int], LayerWeights] = {}
+
+
+def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights:
+    """Of layer ``layer``; remembered under ``key``, which stands for the model and what of it is trained."""
+    found = _WEIGHTS.get((key, layer, tp))
+    if found is None:
+        if len(_WEIGHTS) > 10_000:
+            _WEIGHTS.clear()
+        found = _WEIGHTS[key, layer, tp] = summarise(with_adapters(layer_params(config.model, layer), config), tp)
+    return found
+
+
+def summarise(params: list[Param], tp: int) -> LayerWeights:
+    """The weights among ``params`` and the numbers that a rank gathers."""
+    weights, counts = [], {(expert, trained): 0 for expert in (False, True) for trained in (False, True)}
+    for param in params:
+        dim = param.tp_dim(tp)
+        counts[param.expert, False] += param.numel // (1 if dim is None else tp)
+        counts[param.expert, True] += param.trained * (param.numel // (1 if dim is None else tp))
+        if param.multiplies and len(param.shape) > 1:
+            groups = param.shape[0] if param.expert else 1
+            columns = param.shape[-1]
+            rows = param.numel // groups // columns
+            weights.append(Weight(param.part, param.name, rows, columns, groups, dim, param.trained))
+    return LayerWeights(
+        tuple(weights), counts[False, False], counts[True, False], counts[False, True], counts[True, True]
+    )
+
+
+@dataclass
+class Pass:
+    """One direction of one layer: seconds of computing, of that the parts that can be run again, and collectives."""
+
+    compute: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, Cost] = field(default_factory=dict)
+
+    def add(self, part: str, seconds: float) -> None:
+        self.compute += seconds
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+    def send(self, axis: str, cost: Cost) -> None:
+        if cost is not NOTHING:
+            self.communication[axis] = self.communication.get(axis, NOTHING) + cost
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + sum(cost.seconds for cost in self.communication.values())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer runs: the mesh's groups on the machine, and the tokens of a micro-batch on one rank."""
+
+    config: Config
+    mesh: MeshShape
+    machine: Machine
+    tokens: int
+    rows: float  # (token, expert) pairs that a rank's experts compute
+    key: str  # of the model and what of it is trained
+
+    @classmethod
+    def of(cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan) -> Place:
+        moe, train = config.moe, config.train
+        busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
+        if moe.capacity_factor:
+            busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
+        busy = busy if mesh.ep > 1 else 1.0
+        key = repr((config.model, config.lora, train.freeze, train.trainable))
+        return cls(config, mesh, machine, batch.tokens_per_micro_batch, busy * batch.expert_rows_per_rank, key)
+
+    def group(self, axis: str) -> Group:
+        """That of ``axis``; ``fsdp`` is dp_shard and cp together."""
+        if axis == "fsdp":
+            return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
+        view = "moe" if axis.startswith("e") else "default"
+        return Group.of(getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node)
+
+
+def layer_time(place: Place, layer: int, again: frozenset[str]) -> tuple[Pass, Pass]:
+    """Forward and backward of ``layer`` on one micro-batch.
+
+    Args:
+        again: what the layer runs again in its backward pass (``recomputed_modules``).
+    """
+    model = place.config.model
+    routed = layer >= model.first_k_dense
+    forward, backward = Pass(), Pass()
+    _products(place, layer, forward, backward)
+    _attention(place, layer, forward, backward)
+    machine, hidden, size = place.machine, model.hidden_size, place.machine.number_bytes
+    norms = machine.pass_over(10.0 * size * place.tokens * hidden)
+    forward.add("layernorm", norms)
+    backward.add("layernorm", 2 * norms)
+    width = model.shared_width if routed else model.intermediate_size
+    act = machine.pass_over(3.0 * size * place.tokens * width)
+    name = "shared_experts" if routed else "mlp"
+    forward.add(name, act)
+    backward.add(name, 2 * act)
+    _tensor_parallel(place, layer, forward, backward)
+    if routed:
+        _routing(place, forward, backward)
+    _run_again(forward, backward, again)
+    return forward, backward
+
+
+def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+    mesh, machine = place.mesh, place.machine
+    found = layer_weights(place.key, place.config, layer, mesh.tp)
+    for weight in found.weights:
+        rows, columns = float(weight.rows), float(weight.columns)
+        if weight.part == "routed_experts":
+            local = weight.groups / mesh.ep
+            rows, columns = (rows, columns / mesh.etp) if "down" in weight.name else (rows / mesh.etp, columns)
+            seconds, part = machine.gemm(place.rows / local, rows, columns, local), "moe"
+        else:
+            cut = weight.tp_dim is not None
+            tokens = place.tokens * (mesh.tp if cut else 1)
+            rows, columns = rows / (mesh.tp if weight.tp_dim == 0 else 1), columns / (mesh.tp if weight.tp_dim else 1)
+            seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
+            if weight.part == "router" and place.config.moe.router_dtype == "float32":
+                seconds *= SLOW_PRODUCTS
+            if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
+                part = "mla_up_proj"
+        forward.add(part, seconds)
+        backward.add(part, seconds * (1 + weight.trained))
+    # Gradients of every micro-batch are read, added to and written in float32.
+    experts = found.expert_trained / (mesh.ep * mesh.etp)
+    backward.add("gradients", machine.pass_over(10.0 * (found.dense_trained + experts)))
+
+
+_PART = {"dense_ffn": "mlp", "shared_experts": "shared_experts", "router": "router"}
+
+
+def score_dims(attention: AttentionConfig) -> int:
+    """Query-key dim and value dim of a head together."""
+    if attention.kind == "gqa":
+        return 2 * attention.head_dim
+    return attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
+
+
+def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+    config, mesh, machine = place.config, place.mesh, place.machine
+    attention, seq, size = config.model.attention, config.train.seq_len, machine.number_bytes
+    tokens, tp = place.tokens * mesh.tp, mesh.tp
+    if is_linear(attention, layer):
+        state = attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
+        seconds = machine.attention(6.0 * state / tp * tokens) / DELTA_NET
+    else:
+        window = window_of(attention, layer)
+        keys = min(window or seq, seq)
+        # A mask is read in every layer, and nothing of the matrix is left out; without one a kernel skips half.
+        masked = config.data.document_mask or (mesh.cp > 1 and config.parallel.context == "gather") or window > 0
+        seen = float(seq) if masked else keys * (1 - keys / (2 * seq))
+        flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
+        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seq if masked else 0.0)
+    forward.add("core_attn", seconds)
+    backward.add("core_attn", ATTENTION_BACKWARD * seconds)
+    heads = attention.num_heads + (attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads)
+    turned = machine.pass_over(1.0 * size * tokens / tp * heads * score_dims(attention) * (1 + attention.qk_norm))
+    forward.add("attention", turned)
+    backward.add("attention", 2 * turned)
+    if mesh.cp > 1 and not is_linear(attention, layer):
+        width = attention.kv_lora_rank + attention.qk_rope_head_dim
+        if attention.kind == "gqa":
+            width = 2 * attention.head_dim * max(1, attention.num_kv_heads // tp)
+        cost = gather(machine, place.group("cp"), 1.0 * size * tokens * mesh.cp * width)
+        if config.parallel.context == "ring":
+            # Keys travel while those that are there are used.
+            hidden_behind = machine.constants.overlap * seconds
+            cost = Cost(max(machine.constants.latency, cost.seconds - hidden_behind), cost.bytes)
+        forward.send("cp", cost)
+        backward.send("cp", cost * 2 if config.parallel.context == "ring" else cost)
+
+
+def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+    """Sequence parallelism: a gather before what is cut and a reduce-scatter behind it, and both again backward."""
+    mesh, model, size = place.mesh, place.config.model, place.machine.number_bytes
+    if mesh.tp == 1:
+        return
+    group, tokens = place.group("tp"), place.tokens * mesh.tp
+    attention = model.attention
+    inwards = model.hidden_size
+    if attention.kind == "mla" and attention.q_lora_rank is not None:
+        inwards = attention.q_lora_rank + attention.kv_lora_rank + attention.qk_rope_head_dim
+    widths = [inwards, model.hidden_size]
+    if layer < model.first_k_dense or model.shared_width:
+        widths += [model.hidden_size] * 2
+    for width in widths:
+        cost = gather(place.machine, group, 1.0 * size * tokens * width)
+        forward.send("tp", cost)
+        backward.send("tp", cost)
+
+
+def _routing(place: Place, forward: Pass, backward: Pass) -> None:
+    config, mesh, machine = place.config, place.mesh, place.machine
+    model, size, tokens = config.model, machine.number_bytes, place.tokens
+    chosen = place.rows / mesh.etp  # rows that this rank receives over ep
+    scores = machine.pass_over(24.0 * tokens * model.num_experts)
+    forward.add("router", scores)
+    backward.add("router", scores)
+    travel = mesh.ep * mesh.etp > 1
+    moved = machine.pass_over((4.0 if travel else 2.0) * 2 * size * chosen * model.hidden_size / 2)
+    act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
+    forward.add("moe", moved + act)
+    backward.add("moe", moved + 2 * act)
+    if mesh.ep > 1:
+        group, copies = place.group("ep"), 0.0
+        if config.moe.dispatcher == "deepep":
+            limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
+            copies = node_copies(model.num_experts_per_token, group.nodes, limit)
+        cost = all_to_all(machine, group, 1.0 * size * chosen * model.hidden_size, copies) * 2
+        hidden = 0.0
+        if config.moe.overlap_shared_experts and model.shared_width:
+            hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), cost.seconds)
+        forward.send("ep", Cost(cost.seconds - hidden, cost.bytes))
+        backward.send("ep", Cost(cost.seconds - hidden, cost.bytes))
+    if mesh.etp > 1:
+        cost = gather(machine, place.group("etp"), 1.0 * size * place.rows * model.hidden_size) * 2
+        forward.send("etp", cost)
+        backward.send("etp", cost)
+
+
+def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
+    """Add to ``backward`` what recomputation runs a second time; rows are dispatched again, not combined."""
+    if FULL in again:
+        backward.add("again", forward.compute)
+        for axis, cost in forward.communication.items():
+            backward.send(axis, cost)
+        return
+    backward.add("again", sum(forward.parts.get(name, 0.0) for name in again))
+    if "moe" in again:
+        for axis in ("ep", "etp"):
+            backward.send(axis, forward.communication.get(axis, NOTHING) * 0.5)
+
+
+def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
+    """Seconds of ``copies`` heads with their cross-entropy, forward and backward; logits are float32."""
+    model, mesh, machine = place.config.model, place.mesh, place.machine
+    tokens, vocab = place.tokens * mesh.tp, model.vocab_size / mesh.tp
+    product = machine.gemm(tokens, vocab, model.hidden_size)
+    numbers = machine.pass_over(4.0 * tokens * vocab)
+    return copies * (product + 4 * numbers), copies * (2 * product + 3 * numbers)

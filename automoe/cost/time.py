@@ -1,0 +1,246 @@
+"""Seconds of one optimizer step, split into what they are spent on. A pure function of the configuration.
+
+A stage's layers are timed on one micro-batch (``layer_time``), the pipeline is simulated with those times
+(``schedule``), and what happens once a step is added: FSDP's gathers and reductions that are deferred, the optimizer.
+The parts are those of the busiest pipeline rank; what it waits for others is the bubble.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from automoe.config.mesh_shape import MeshShape, split_layers
+from automoe.config.recompute import recomputed_modules
+from automoe.config.schema import Config, is_linear, window_of
+from automoe.cost.activations import BatchPlan, plan_batch
+from automoe.cost.adapters import step_flops_per_token
+from automoe.cost.communication import NOTHING, Cost, Group, gather, reduce_all, send
+from automoe.cost.layer_time import AXES, Pass, Place, head_time, layer_time, layer_weights
+from automoe.cost.machine import Constants, Machine
+from automoe.cost.memory import DTYPE_BYTES
+from automoe.cost.params import TokenFlops
+from automoe.cost.schedule import StageTimes, pipeline_seconds, rank_of
+
+OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
+# How far a prediction may be off either way: docs/plan.md, from runs that the constants were not fitted to. A GPU whose
+# products were not measured is another matter.
+BAND, UNCALIBRATED_BAND = 0.20, 0.40
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the busiest pipeline rank, which sum to ``seconds``, and what follows from them."""
+
+    compute: float
+    communication: dict[str, float]  # exposed, by axis: tp cp ep etp fsdp pp
+    bubble: float  # the pipeline's, and waiting for slower stages
+    other: float  # the optimizer, kernels that the host is too slow to launch, what a step has besides
+    traffic: dict[str, float]  # bytes that a rank sends in a step, by axis
+    tokens_per_second: float  # of all ranks
+    mfu: float | None  # None: the cluster's peak is unknown
+    mfu_full_attention: float | None
+    calibrated: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + sum(self.communication.values()) + self.bubble + self.other
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Lowest and highest tokens per second to expect."""
+        width = BAND if self.calibrated else UNCALIBRATED_BAND
+        return self.tokens_per_second * (1 - width), self.tokens_per_second * (1 + width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"seconds": self.seconds, **asdict(self), "tokens_per_second_band": self.band}
+
+
+@dataclass
+class _Stage:
+    """Seconds of one micro-batch in a stage by what they are, and the numbers that FSDP moves for it."""
+
+    forward: Pass
+    backward: Pass
+    idle_host: tuple[float, float] = (0.0, 0.0)  # forward, backward: the GPU waits for launches
+    dense: int = 0  # numbers gathered over fsdp
+    experts: float = 0.0  # over ep_shard
+    dense_trained: int = 0
+    experts_trained: float = 0.0
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return self.forward.seconds + self.idle_host[0], self.backward.seconds + self.idle_host[1]
+
+
+def step_time(
+    config: Config,
+    mesh: MeshShape,
+    batch: BatchPlan | None = None,
+    *,
+    constants: Constants | None = None,
+    num_mtp: int = 0,
+    overlap: bool = False,
+) -> StepTime:
+    """The time of one step of a validated ``config`` on ``mesh``.
+
+    Args:
+        batch: that of ``plan_batch``, if it is there already.
+        constants: others than those that ship.
+        num_mtp: multi-token-prediction modules behind the last layer.
+        overlap: all-to-alls hide behind another micro-batch (schedules with pairs: 1F1B kinds, DualPipeV).
+    """
+    batch = batch or plan_batch(config, mesh)
+    machine = Machine.of(config, constants or Constants.load())
+    place = Place.of(config, mesh, machine, batch)
+    stages = _stages(place, num_mtp)
+    per_step = [_fsdp(place, stage) for stage in stages]
+    times = []
+    for stage, (_, each) in zip(stages, per_step, strict=True):
+        forward, backward = stage.seconds
+        sent = sum(half.communication.get("ep", NOTHING).seconds for half in (stage.forward, stage.backward))
+        times.append(StageTimes(forward + each[0].seconds, backward + each[1].seconds, sent))
+    count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
+    ranks = [[i for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
+    busy = [count * sum(times[i].forward + times[i].backward for i in held) for held in ranks]
+    rank = busy.index(max(busy))
+    numbers = machine.number_bytes * batch.tokens_per_micro_batch * config.model.hidden_size
+    border = send(machine, Group.of(pp, mesh.stride("default", "pp"), machine.gpus_per_node), numbers)
+    if pp > 1:
+        still = pipeline_seconds(schedule, times, pp, count, 0.0, overlap)
+        end = max(still, pipeline_seconds(schedule, times, pp, count, border.seconds, overlap))
+    else:
+        still = end = busy[0]
+    mine = [stages[i] for i in ranks[rank]]
+    communication, traffic = _by_axis(mine, [per_step[i] for i in ranks[rank]], count)
+    if overlap and still < busy[rank]:  # what pairs hide is less of the all-to-alls that are seen
+        communication["ep"] -= busy[rank] - still
+        busy[rank] = still
+    communication["pp"] += end - still
+    traffic["pp"] += 2 * count * len(mine) * border.bytes * (pp > 1)
+    compute = count * sum(half.compute for stage in mine for half in (stage.forward, stage.backward))
+    other = count * sum(sum(stage.idle_host) for stage in mine) + _optimizer(place, mine) + machine.constants.step
+    seconds = compute + sum(communication.values()) + other + still - busy[rank]
+    speed = batch.tokens_per_step / seconds
+    mfu: tuple[float | None, float | None] = (None, None)
+    if config.cluster.peak_flops:
+        flops = _flops(place.key, config.train.seq_len, config)
+        mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
+    return StepTime(
+        compute, communication, still - busy[rank], other, traffic, speed, mfu[0], mfu[1], machine.calibrated
+    )
+
+
+_FLOPS: dict[tuple[str, int], TokenFlops] = {}
+
+
+def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
+    """``step_flops_per_token``, remembered."""
+    if (key, seq_len) not in _FLOPS:
+        _FLOPS[key, seq_len] = step_flops_per_token(config)
+    return _FLOPS[key, seq_len]
+
+
+def _by_axis(
+    stages: list[_Stage], fsdp: list[tuple[Cost, tuple[Cost, Cost]]], count: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Exposed seconds and bytes of a whole step by axis."""
+    seconds, sent = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
+    for stage, (once, each) in zip(stages, fsdp, strict=True):
+        for half in (stage.forward, stage.backward):
+            for axis, cost in half.communication.items():
+                seconds[axis] += count * cost.seconds
+                sent[axis] += count * cost.bytes
+        seconds["fsdp"] += once.seconds + count * (each[0].seconds + each[1].seconds)
+        sent["fsdp"] += once.bytes + count * (each[0].bytes + each[1].bytes)
+    return seconds, sent
+
+
+def _stages(place: Place, num_mtp: int) -> list[_Stage]:
+    config, mesh = place.config, place.mesh
+    model, parallel = config.model, config.parallel
+    split = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+    known: dict[tuple[bool, bool, bool, frozenset[str]], tuple[Pass, Pass]] = {}
+    # The layer of a module for more tokens stands before a head that stands alone.
+    extra = len(split) - 1 - (len(split) > 1 and not split[-1])
+    stages = []
+    for index, layers in enumerate(split):
+        stage = _Stage(Pass(), Pass())
+        for layer in [*layers, *[model.num_layers - 1] * (num_mtp * (index == extra))]:
+            again = recomputed_modules(parallel, layer)
+            routed, attention = layer >= model.first_k_dense, model.attention
+            kind = (routed, is_linear(attention, layer), window_of(attention, layer) > 0, again)
+            if kind not in known:
+                known[kind] = layer_time(place, layer, again)
+            _add(place, stage, layer, routed, known[kind])
+        _add_ends(place, stage, index == 0, index == len(split) - 1, num_mtp)
+        stages.append(stage)
+    return stages
+
+
+def _add(place: Place, stage: _Stage, layer: int, routed: bool, times: tuple[Pass, Pass]) -> None:
+    mesh, waits = place.mesh, []
+    # A CPU launches nothing; a dense layer has half of the kernels.
+    floor = place.machine.constants.host_layer * (1.0 if routed else 0.5) * (place.config.cluster.gpu != "cpu")
+    for total, half in zip((stage.forward, stage.backward), times, strict=True):
+        total.compute += half.compute
+        for axis, cost in half.communication.items():
+            total.send(axis, cost)
+        waits.append(max(0.0, floor - half.seconds))
+    stage.idle_host = (stage.idle_host[0] + waits[0], stage.idle_host[1] + waits[1])
+    found = layer_weights(place.key, place.config, layer, mesh.tp)
+    cut = mesh.ep * mesh.etp
+    stage.dense += found.dense_numel
+    stage.dense_trained += found.dense_trained
+    stage.experts += found.expert_numel / cut
+    stage.experts_trained += found.expert_trained / cut
+
+
+def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int) -> None:
+    """The embedding and the head with its loss."""
+    model, mesh, machine = place.config.model, place.mesh, place.machine
+    numel = model.vocab_size * model.hidden_size // mesh.tp
+    trained = place.config.lora.rank == 0
+    ends = int(first) + int(last and not (model.tie_embeddings and first))
+    stage.dense += ends * numel
+    stage.dense_trained += ends * numel * trained
+    if first:  # the gradient of the embedding is as large as the embedding
+        stage.backward.add("ends", machine.pass_over(10.0 * numel * trained))
+    if last:
+        forward, backward = head_time(place, 1 + num_mtp)
+        joined = machine.gemm(place.tokens, model.hidden_size, 2 * model.hidden_size)
+        stage.forward.add("ends", forward + num_mtp * joined)
+        stage.backward.add("ends", backward + num_mtp * 2 * joined + machine.pass_over(10.0 * numel * trained))
+
+
+def _fsdp(place: Place, stage: _Stage) -> tuple[Cost, tuple[Cost, Cost]]:
+    """Exposed gathers and reductions of a stage: once a step, and forward and backward of every micro-batch."""
+    config, mesh, machine = place.config, place.mesh, place.machine
+    parallel = config.parallel
+    _, narrow, wide = DTYPE_BYTES[config.train.dtype]
+    dense, experts = place.group("fsdp"), place.group("ep_shard")
+    gathered = gather(machine, dense, narrow * stage.dense) + gather(machine, experts, narrow * stage.experts)
+    reduced = gather(machine, dense, wide * stage.dense_trained)
+    reduced += gather(machine, experts, wide * stage.experts_trained)
+    replicas = reduce_all(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
+    replicas += reduce_all(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
+    once_weights = mesh.pp > 1 or parallel.reshard == "step"
+    once_gradients = mesh.pp > 1 or parallel.grad_sync == "step"
+    forward, backward = (machine.constants.overlap * seconds for seconds in stage.seconds)
+
+    def seen(cost: Cost, behind: float) -> Cost:
+        return Cost(max(0.0, cost.seconds - behind), cost.bytes)
+
+    # Once a step the collectives of a stage hide behind one of its micro-batches.
+    once = seen(gathered, forward) if once_weights else NOTHING
+    once += seen(reduced + replicas, backward) if once_gradients else replicas
+    each = NOTHING if once_weights else seen(gathered, forward)
+    back = (NOTHING if once_weights else gathered) + (NOTHING if once_gradients else reduced)
+    return once, (each, seen(back, backward))
+
+
+def _optimizer(place: Place, stages: list[_Stage]) -> float:
+    mesh = place.mesh
+    held = sum(s.dense_trained / mesh.fsdp + s.experts_trained / mesh.ep_shard for s in stages)
+    return place.machine.pass_over(OPTIMIZER_BYTES * held)
