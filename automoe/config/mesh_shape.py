@@ -6,6 +6,7 @@ Plans, launchers and error messages need the shape of both meshes before any pro
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from math import prod
@@ -78,6 +79,12 @@ class MeshShape:
         stride, size = self.stride(view, axis), getattr(self, axis)
         starts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [[start + i * stride for i in range(size)] for start in starts]
+
+    def ep_per_node(self, gpus_per_node: int) -> int:
+        """How many ranks of every ep group are on one node; 0 where that differs from node to node."""
+        groups = self.groups("moe", "ep")
+        counts = {n for group in groups for n in Counter(rank // gpus_per_node for rank in group).values()}
+        return counts.pop() if len(counts) == 1 else 0
 
     def describe(self, view: str) -> str:
         """``pp2 x dp_shard2``: the axes larger than one, or ``one rank``."""

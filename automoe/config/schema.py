@@ -140,7 +140,8 @@ class ModelConfig:
 class MoEConfig:
     """How the MoE layer runs; none of it changes a checkpoint."""
 
-    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"  # deepep: CUDA, and DeepEP installed
+    # hierarchical: a token goes once to a node of cluster.gpus_per_node ranks; deepep: CUDA, and DeepEP installed
+    dispatcher: Literal["alltoall", "allgather", "hierarchical", "deepep"] = "alltoall"
     overlap_shared_experts: bool = True  # CUDA: on a stream of their own, at the same time as the routed experts
     experts: Literal["grouped_mm", "loop", "triton", "te", "quack"] = "grouped_mm"
     # Gates other than learned are for benchmarks (automoe.moe.router): round robin, skewed, everything to

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import zlib
 from collections.abc import Callable
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
 from automoe.config.plugins import registered
-from automoe.config.schema import MoEConfig
+from automoe.config.schema import Config
 from automoe.errors import BackendError
 from automoe.interop.deepep import open_deepep
 from automoe.model.decoder import Decoder
@@ -15,6 +20,7 @@ from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
+from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.layer import local_dispatcher
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
@@ -26,21 +32,41 @@ def _deepep(ep: ProcessGroupDispatch) -> Callable[[int], Dispatcher]:
     return lambda num_experts: DeepEPDispatcher(num_experts, ep.num_ranks, exchange)
 
 
+def _hierarchical(ep: ProcessGroupDispatch, meshes: Meshes, gpus_per_node: int) -> Callable[[int], Dispatcher]:
+    per_node = meshes.shape.ep_per_node(gpus_per_node)  # validation has refused 0
+    levels = ep.levels(per_node, meshes.timeout)
+    if per_node > 1:  # the last level is a node's own
+        here = zlib.crc32(socket.gethostname().encode())
+        seen = torch.tensor([here, -here])
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=levels[-1].group)
+        if seen.tolist() != [here, -here]:
+            raise BackendError(
+                f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks for a node "
+                f"(cluster.gpus_per_node), and those around rank {dist.get_rank()}, on {socket.gethostname()}, are on "
+                "several machines. Number the ranks machine by machine and set cluster.gpus_per_node to how many each "
+                "has, or set moe.dispatcher=alltoall"
+            )
+    return partial(HierarchicalDispatcher, levels=levels)
+
+
 # For the ep group, what makes a dispatcher from the number of experts.
-DISPATCHERS: dict[str, Callable[[ProcessGroupDispatch], Callable[[int], Dispatcher]]] = {
+DISPATCHERS: dict[str, Callable[..., Callable[[int], Dispatcher]]] = {
     "alltoall": lambda ep: partial(AllToAllDispatcher, ep=ep),
     "allgather": lambda ep: partial(AllGatherDispatcher, ep=ep),
+    "hierarchical": _hierarchical,  # also takes the meshes and the size of a node
     "deepep": _deepep,
 }
 
 
-def build_dispatcher(meshes: Meshes, num_experts: int, moe: MoEConfig) -> Dispatcher:
+def build_dispatcher(meshes: Meshes, config: Config) -> Dispatcher:
     """What brings tokens to experts in every MoE layer: over ep as the config names it, and over etp around that.
 
     Raises:
         BackendError: no such dispatcher, or none on this machine; names those that there are.
     """
-    dispatchers = DISPATCHERS | registered("moe.dispatcher")
+    moe, num_experts = config.moe, config.model.num_experts
+    nodes = partial(_hierarchical, meshes=meshes, gpus_per_node=config.cluster.gpus_per_node)
+    dispatchers = DISPATCHERS | {"hierarchical": nodes} | registered("moe.dispatcher")
     if moe.dispatcher not in dispatchers:
         raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}")
     ep, etp = meshes.group("ep"), meshes.group("etp")

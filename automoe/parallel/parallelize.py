@@ -61,7 +61,7 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
     attend = transformer_engine.attention() if kernels.attention == "te" else attention_fn(kernels.attention)
     return Runtime(
         comms=Communicators() if meshes is None else _build_communicators(meshes, config.parallel),
-        dispatcher=None if meshes is None else build_dispatcher(meshes, config.model.num_experts, config.moe),
+        dispatcher=None if meshes is None else build_dispatcher(meshes, config),
         experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS) if config.model.num_moe_layers else None,
         attend=attend if ring is None else ring_attention(ring),
         rope=rope_fns(kernels.rope),

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.rules_model import moe_rows
-from automoe.config.schema import Config, ModelConfig, MoEConfig, RouterConfig
+from automoe.config.rules_model import model_rows, moe_rows
+from automoe.config.schema import ClusterConfig, Config, MeshConfig, ModelConfig, MoEConfig, RouterConfig, TrainConfig
 from automoe.errors import ConfigError
 
 
@@ -53,6 +54,33 @@ def test_a_broken_rule_is_named(broken: Config, key: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mesh", "gpus", "per_node"),
+    [
+        (dict(ep=8), 4, 4),
+        (dict(ep=8), 8, 8),
+        (dict(ep=2), 8, 2),
+        (dict(ep=8, etp=2), 8, 4),
+        (dict(ep=4, etp=4), 2, 1),
+        (dict(ep=8), 6, 0),
+        (dict(ep=4), 6, 0),
+    ],
+    ids=str,
+)
+def test_nodes_cut_every_expert_group_alike_or_are_refused(mesh: dict[str, int], gpus: int, per_node: int) -> None:
+    hierarchical = replace(config(dispatcher="hierarchical"), cluster=ClusterConfig(gpus_per_node=gpus))
+    shape = resolve_mesh(MeshConfig(dp_shard=16, **mesh), None)
+    assert shape.ep_per_node(gpus) == per_node
+    if per_node:
+        check_rows(hierarchical, model_rows(hierarchical, shape), shape)
+        return
+    with pytest.raises(ConfigError, match=rf"nodes of {gpus}, .* consecutive ranks") as error:
+        check_rows(hierarchical, model_rows(hierarchical, shape), shape)
+    assert error.value.key == "cluster.gpus_per_node"
+    nearest = int(error.value.remedy.partition("=")[2].partition(",")[0])
+    assert shape.ep_per_node(nearest)
+
+
+@pytest.mark.parametrize(
     "fine",
     [
         config(),
@@ -73,3 +101,13 @@ def test_a_recording_is_found(tmp_path: Path) -> None:
     recording = MoEConfig(replay_routing=str(tmp_path), record_routing=str(tmp_path / "b"))
     for replays in (config(replay_routing=str(tmp_path)), replace(config(), moe=recording)):
         check_rows(replays, moe_rows(replays))
+
+
+def test_rows_hold_whole_weights_that_travel_behind_them() -> None:
+    """Only where rows travel, and are narrower than a weight."""
+    for hidden, dtype, ep, broken in ((31, "bfloat16", 2, True), (31, "float32", 2, False), (31, "bfloat16", 1, False)):
+        odd = Config(mesh=MeshConfig(dp_shard=2, ep=ep), train=TrainConfig(dtype=dtype))
+        odd.model.hidden_size = hidden
+        shape = resolve_mesh(odd.mesh, None)
+        odd_rows = [row for row in model_rows(odd, shape) if row[0] == "model.hidden_size" and row[1]]
+        assert any("float32 weights" in rule for _, _, rule, _ in odd_rows) == broken

@@ -9,6 +9,7 @@ import torch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
+    ClusterConfig,
     Config,
     DataConfig,
     LoraConfig,
@@ -178,6 +179,7 @@ class Case:
     document_mask: bool = True
     moe: dict[str, object] = field(default_factory=dict)
     lora: dict[str, object] = field(default_factory=dict)
+    gpus_per_node: int = 8  # where the dispatcher asks
 
     @property
     def world_size(self) -> int:
@@ -201,6 +203,7 @@ class Case:
             ),
             parallel=ParallelConfig(**self.parallel),
             lora=LoraConfig(**self.lora),
+            cluster=ClusterConfig(gpus_per_node=self.gpus_per_node),
             train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=ROWS, micro_batch_size=self.rows, dtype="float64"),
             # A delta net's state is not reset where a document begins.
             data=DataConfig(document_mask=self.document_mask and not model.attention.linear_num_key_heads),
@@ -210,11 +213,12 @@ class Case:
     def reference(self) -> Case:
         """The same run on one rank, the whole batch at once, nothing padded or recomputed."""
         moe = {key: value for key, value in self.moe.items() if key != "pad_to_capacity"}
-        return replace(self, mesh={}, rows=ROWS, dispatcher="alltoall", parallel={}, moe=moe)
+        return replace(self, mesh={}, rows=ROWS, dispatcher="alltoall", gpus_per_node=8, parallel={}, moe=moe)
 
     def __str__(self) -> str:
         axes = "-".join(f"{axis}{size}" for axis, size in self.mesh.items()) or "one"
-        extra = "" if self.gate == "learned" else f"-{self.gate}gate"
+        extra = f"-nodes of {self.gpus_per_node}" if self.dispatcher == "hierarchical" else ""
+        extra += "" if self.gate == "learned" else f"-{self.gate}gate"
         extra += "" if self.document_mask else "-nomask"
         extra += "".join(
             f"-{value if isinstance(value, str) and key == 'schedule' else f'{key}={value}'}"

@@ -63,7 +63,8 @@ def _draw(generator: random.Random, seed: int) -> Drawn | None:
     )
     run: dict[str, Any] = dict(
         rows=choose((1, 2, 4, ROWS)),
-        dispatcher=choose(("alltoall", "alltoall", "allgather")),
+        dispatcher=choose(("alltoall", "hierarchical", "allgather")),
+        gpus_per_node=choose((1, 2, 4)),
         parallel=parallel,
         document_mask=generator.random() < 0.8,
         moe=moe,

@@ -12,6 +12,8 @@ PARTS = dict(recompute=["core_attn", "moe"])
 DROP = dict(capacity_factor=1.0, drop_scope="sequence")
 PADDED = DROP | dict(drop_policy="position", pad_to_capacity=True)
 
+NODES = dict(dispatcher="hierarchical", gpus_per_node=2)
+
 LORA = dict(rank=4, dropout=0.25)
 
 CORE = [
@@ -31,14 +33,14 @@ CORE = [
     Case("mixtral", dict(tp=2, etp=2), rows=2, moe=DROP),
     Case("llama", dict(tp=2), rows=4),
     # four ranks
-    Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL),
-    Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1),
+    Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL, **NODES),
+    Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, **NODES),
     Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather"),
     Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2),
     Case("qwen3", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2),
     Case("qwen3-tied", dict(pp=2, tp=2, etp=2), rows=2, parallel=INTERLEAVED),
     # eight ranks
-    Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED),
+    Case("deepseek", dict(pp=2, dp_shard=2, cp=2, ep=4), rows=1, parallel=INTERLEAVED, **NODES),
     Case("deepseek", dict(pp=2, dp_shard=2, tp=2, ep=2, etp=2), rows=1, parallel=INTERLEAVED),
     # sinks, windows and biases
     Case("gpt-oss", dict(cp=2, etp=2), rows=4),
@@ -57,7 +59,7 @@ MORE = [
     Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather", parallel=FULL, lora=LORA),
     Case("qwen3-tied", dict(pp=2, cp=2, ep=2), rows=2, lora=LORA),
     Case("qwen3-next", dict(dp_shard=2, tp=2, ep=2), rows=2, parallel=PARTS, lora=LORA),
-    Case("qwen2", dict(dp_replicate=2, dp_shard=2, tp=2, ep=4, ep_replicate=2), rows=2, lora=LORA),
+    Case("qwen2", dict(dp_replicate=2, dp_shard=2, tp=2, ep=4, ep_replicate=2), rows=2, lora=LORA, **NODES),
     Case("llama", dict(dp_shard=2, tp=2), rows=4, lora=LORA),
     Case("mixtral", dict(cp=2, ep=2), rows=2, gate="balanced"),
     Case("glm", dict(tp=2, ep=2), rows=2),
@@ -86,6 +88,7 @@ MORE = [
     Case("qwen3-tied", dict(dp_shard=2), rows=2),
     Case("qwen3", dict(dp_shard=4), rows=2),
     Case("deepseek", dict(dp_shard=4, ep=4), rows=2),
+    Case("mixtral", dict(dp_shard=8, ep=4, etp=2), rows=1, moe=PADDED, dispatcher="hierarchical", gpus_per_node=4),
     Case("deepseek", dict(pp=4), rows=2),
     Case("deepseek", dict(dp_replicate=2, dp_shard=2, ep=2), rows=1, dispatcher="allgather"),
     Case("mixtral", dict(dp_replicate=2, dp_shard=2), rows=2, parallel=PER_MICRO_BATCH),
@@ -94,7 +97,7 @@ MORE = [
     Case("qwen3", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
     Case("qwen3-tied", dict(pp=2, dp_shard=2, ep=2), rows=1, parallel=INTERLEAVED),
     Case("qwen3", dict(dp_shard=8, ep=8), rows=1),
-    Case("mixtral", dict(dp_shard=2, cp=4, ep=8), rows=1),
+    Case("mixtral", dict(dp_shard=2, cp=4, ep=8), rows=1, dispatcher="hierarchical", gpus_per_node=4),
     Case("deepseek", dict(dp_replicate=2, dp_shard=2, cp=2, ep=4), rows=2, dispatcher="allgather"),
     Case("qwen3", dict(pp=2, dp_replicate=2, dp_shard=2, ep=2), rows=1),
     Case("mixtral", dict(dp_shard=8, ep=2), rows=1),
@@ -126,7 +129,7 @@ MORE = [
     Case("qwen3-tied", dict(tp=2, ep=2), rows=4),
     Case("deepseek", dict(tp=2, ep=2), rows=8, document_mask=False),
     Case("qwen3", dict(dp_shard=2, tp=2), rows=2),
-    Case("deepseek", dict(dp_shard=2, tp=2, ep=4), rows=1, moe=DROP | dict(drop_policy="position")),
+    Case("deepseek", dict(dp_shard=2, tp=2, ep=4), rows=1, moe=DROP | dict(drop_policy="position"), **NODES),
     Case("qwen3", dict(tp=4, ep=2), rows=2, moe=dict(router_jitter=0.1)),
     Case("mixtral", dict(cp=2, tp=2, ep=2), rows=2, dispatcher="allgather"),
     Case("deepseek-direct", dict(tp=4, ep=4), rows=4, parallel=dict(recompute="full", recompute_layers=[1, 3])),

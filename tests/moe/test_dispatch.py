@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +15,17 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import Config, MeshConfig, MoEConfig
+from automoe.errors import BackendError
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
 from automoe.moe.dispatch.base import LocalDispatcher, group_ends, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
+from automoe.moe.dispatch.rows import RowExchange
 from automoe.parallel.collectives import ProcessGroupDispatch
+from automoe.parallel.expert import build_dispatcher
+from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
 E, H, WORLD = 8, 5, 4
@@ -104,8 +112,12 @@ ROUTINGS: dict[str, Callable[[torch.Generator, int, int], torch.Tensor]] = {
 
 def dispatched(kind: str, routing: str, tokens_per_rank: list[int], *top_ks: int) -> bool:
     rank, num_local = dist.get_rank(), E // WORLD
-    make = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind]
-    dispatcher = make(E, ProcessGroupDispatch(dist.group.WORLD))
+    world = ProcessGroupDispatch(dist.group.WORLD)
+    kind, _, per_node = kind.partition(" ")
+    if kind == "hierarchical":
+        dispatcher = HierarchicalDispatcher(E, world.levels(int(per_node), None))
+    else:
+        dispatcher = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind](E, world)
     for seed, top_k in product(range(3), top_ks):
         generator = torch.Generator().manual_seed(100 * seed + rank)
         tokens = tokens_per_rank[rank]
@@ -116,12 +128,71 @@ def dispatched(kind: str, routing: str, tokens_per_rank: list[int], *top_ks: int
     return True
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+# A number is that of a node's ranks.
+CASES = [*product(("alltoall", "allgather", "hierarchical 2"), ROUTINGS)]
+CASES += [("hierarchical 1", "random"), ("hierarchical 4", "distinct")]
+
+
+@pytest.mark.parametrize(("kind", "routing"), CASES)
 def test_ranks_give_every_token_its_own_experts(ranks: RankPool, kind: str, routing: str) -> None:
     assert all(ranks.run(dispatched, WORLD, kind, routing, [6] * WORLD, 1, 3))
 
 
 @pytest.mark.parametrize("tokens", [[0, 7, 1, 3], [0, 0, 0, 2], [0, 0, 0, 0]], ids=str)
-def test_all_to_all_takes_any_number_of_tokens_a_rank(ranks: RankPool, tokens: list[int]) -> None:
-    assert all(ranks.run(dispatched, WORLD, "alltoall", "distinct", tokens, 2))
+@pytest.mark.parametrize("kind", ["alltoall", "hierarchical 2"])
+def test_all_to_all_takes_any_number_of_tokens_a_rank(ranks: RankPool, kind: str, tokens: list[int]) -> None:
+    assert all(ranks.run(dispatched, WORLD, kind, "distinct", tokens, 2))
+
+
+class Loopback:
+    """A group that brings every block back to where it came from."""
+
+    rank = 0
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
+        assert output_splits == input_splits and sum(input_splits) == x.shape[0]
+        return x.clone()
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.integers(1, 7),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_words_behind_rows_arrive_with_every_bit(counts: list[int], num_words: int, dtype: torch.dtype) -> None:
+    """Narrow rows, float32 words that no bfloat16 holds, and their gradients."""
+    num_rows, num_tokens = sum(counts), 5
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_tokens, 6, generator=generator).to(dtype).requires_grad_()
+    words = torch.randn(num_rows, num_words, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    words.requires_grad_()
+    source = torch.randint(num_tokens, (num_rows,), generator=generator)
+    counts_2P = torch.tensor([counts, counts])
+    exchange = RowExchange(Loopback(len(counts)), x, source, words, counts_2P, counts, counts)
+    lines, arrived = exchange.wait()
+    assert lines.shape[1] == 6 and lines.dtype == dtype and lines.is_contiguous()
+    assert torch.equal(arrived, words) and torch.equal(lines[exchange.row_R], x[source])
+    grad_words = torch.randn(words.shape, generator=generator).to(words.dtype)
+    rows = lines[exchange.row_R]
+    grads = torch.autograd.grad((rows, arrived), (x, words), (torch.ones_like(rows), grad_words))
+    assert torch.equal(grads[0], torch.bincount(source, minlength=5).to(dtype).unsqueeze(1).expand(5, 6))
+    assert torch.equal(grads[1], grad_words)
+
+
+def on_its_own_machine() -> str:
+    meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=2, ep=2), None), torch.device("cpu"))
+    with patch("socket.gethostname", lambda: f"host-{dist.get_rank()}"), pytest.raises(BackendError) as error:
+        build_dispatcher(meshes, Config(moe=MoEConfig(dispatcher="hierarchical")))
+    return str(error.value)
+
+
+def test_a_node_that_is_several_machines_is_refused(ranks: RankPool) -> None:
+    for rank, said in enumerate(ranks.run(on_its_own_machine, 2)):
+        assert f"rank {rank}, on host-{rank}," in said and "cluster.gpus_per_node" in said

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.config.schema import (
+    AttentionConfig,
+    ClusterConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
 from automoe.data.loader import StepBatch
 from automoe.moe.dispatch.base import LocalDispatcher
 from automoe.moe.dispatch.measure import STAGES, HostSyncs, StageTimer
@@ -21,6 +29,7 @@ EXCHANGE = {"permute", "a2a_dispatch", "experts", "a2a_combine", "unpermute"}
 
 def config(mesh: dict[str, int], moe: dict[str, Any]) -> Config:
     return Config(
+        cluster=ClusterConfig(gpus_per_node=2),
         mesh=MeshConfig(**mesh),
         model=ModelConfig(
             family="mixtral",
@@ -62,6 +71,7 @@ def measured_step(config: Config) -> tuple[int, dict[str, Any]]:
             1,
             {"all_gather", "permute", "experts", "unpermute", "reduce_scatter"},
         ),
+        ({"dp_shard": 4, "ep": 4}, {"dispatcher": "hierarchical"}, 2, EXCHANGE),
         ({"dp_shard": 2, "etp": 2}, {}, 1, {"permute", "all_gather", "experts", "reduce_scatter", "unpermute"}),
         ({"dp_shard": 4, "ep": 2, "etp": 2}, {}, 2, set(STAGES)),
         ({"dp_shard": 2, "ep": 2}, {"capacity_factor": 1.0, "pad_to_capacity": True}, 0, EXCHANGE),
@@ -80,6 +90,7 @@ def measured_step(config: Config) -> tuple[int, dict[str, Any]]:
         "all-to-all",
         "all-to-all over tp",
         "all-gather",
+        "hierarchical",
         "etp",
         "all-to-all and etp",
         "all-to-all, padded",

@@ -269,7 +269,7 @@ _MOE = [
     ),
     ("layer.py", " + shared()", "", DSV3),
     ("layer.py", "ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)", "ids_TK", PROPERTIES),
-    ("dispatch/base.py", "ids_M.argsort(stable=True)", "ids_M.argsort(descending=True)", DISPATCH),
+    ("dispatch/base.py", "flatten().argsort(stable=True)", "flatten().argsort(descending=True)", DISPATCH),
     ("dispatch/alltoall.py", "order_M // topk_ids_TK.shape[1]", "order_M % x_TH.shape[0]", DISPATCH),
     (
         "dispatch/alltoall.py",
@@ -277,7 +277,11 @@ _MOE = [
         "self.ep.all_to_all(out_RH, received, sent)",
         DISPATCH,
     ),
-    ("dispatch/base.py", "out_RH.index_select(0, back_R)", "out_RH.index_select(0, by_expert_R)", DISPATCH),
+    ("dispatch/rows.py", "out_RH.index_select(0, back_R)", "out_RH.index_select(0, by_expert_R)", DISPATCH),
+    ("dispatch/rows.py", "+ line_words - 1) // line_words", ") // line_words", DISPATCH),
+    ("dispatch/rows.py", "[word_RC] = grad_RC", "[word_RC] = 0", DISPATCH),
+    ("dispatch/hierarchical.py", "part_TK.masked_fill(again_TK, num_parts)", "part_TK", DISPATCH),
+    ("dispatch/hierarchical.py", "- group.rank * num_local", "- 0 * num_local", DISPATCH),
     ("dispatch/allgather.py", "ep.rank * self.num_local", "0 * self.num_local", DISPATCH),
     (
         "dispatch/etp.py",
@@ -294,6 +298,7 @@ _MOE = [
 ]
 _MODEL = [
     ("attention.py", "out_BSND * gate.sigmoid()", "out_BSND * gate", NEXT),
+    ("attention_kernels.py", "% 128 != 64", "% 128 != 0", ["tests/model/test_attention_kernels.py"]),
     ("attention_kernels.py", "k_BRGD[:, 0, :, dim] = 1", "k_BRGD[:, 0, :, dim] = 2", GPT_OSS),
     ("attention_kernels.py", "F.pad(mask, (1, 0), value=True)", "F.pad(mask, (1, 0), value=False)", GPT_OSS),
     ("attention.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-4", parity("dsv3_odd")),

@@ -13,11 +13,13 @@ import torch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
+    ClusterConfig,
     Config,
     MeshConfig,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
+    RouterConfig,
     TrainConfig,
 )
 from automoe.data.loader import StepBatch
@@ -73,6 +75,11 @@ def sent(messages: list[Message], op: str, group_size: int, ranks: tuple[int, ..
     )
 
 
+def lines_of_weights(rows: int) -> int:
+    """Lines as wide as a row that the weights of a block of rows fill."""
+    return -(-rows // HIDDEN)
+
+
 def step_of(pool: RankPool, config: Config) -> list[list[Message]]:
     world = resolve_mesh(config.mesh, None).world_size
     return pool.run(messages_of_a_step, world, config)
@@ -80,11 +87,40 @@ def step_of(pool: RankPool, config: Config) -> list[list[Message]]:
 
 @pytest.mark.parametrize("ep", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_all_to_all_sends_each_choice_once(ranks: RankPool, ep: int) -> None:
-    """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; and the weights of T K choices."""
+    """T K h b (EP-1)/EP a pass, two passes forward and two backward a layer; and the weights of T K choices, within."""
     for messages in step_of(ranks, config(dp_shard=ep, ep=ep)):
-        tokens = ROWS // ep * SEQ
-        rows_away = tokens * TOP_K * (ep - 1) // ep
-        assert sent(messages, "all_to_all", ep) == LAYERS * rows_away * BYTES * (4 * HIDDEN + 2)
+        micro_batches, rows_away = ROWS // ep, SEQ * TOP_K * (ep - 1) // ep
+        lines = 4 * rows_away + 2 * (ep - 1) * lines_of_weights(SEQ * TOP_K // ep)
+        assert sent(messages, "all_to_all", ep) == LAYERS * micro_batches * lines * HIDDEN * BYTES
+        calls = [m.dtype.is_floating_point for m in messages if m.op == "all_to_all"]
+        assert calls.count(True) == 4 * LAYERS * micro_batches, "rows out and back, forward and backward"
+        assert calls.count(False) == LAYERS * micro_batches, "sizes"
+
+
+# Two groups of experts on two nodes of two ranks each, and every token chooses three experts of one group.
+LIMITED = replace(
+    MODEL, hidden_size=64, num_experts_per_token=3, router=RouterConfig(score="sigmoid", num_groups=2, topk_groups=1)
+)
+
+
+def test_hierarchical_dispatch_sends_one_copy_a_node(ranks: RankPool) -> None:
+    """Plain all-to-all sends a token off its node once a choice, the hierarchical one at most topk_groups times."""
+    across, top_k = {}, LIMITED.num_experts_per_token
+    for dispatcher in ("alltoall", "hierarchical"):
+        run = replace(config(dispatcher, dp_shard=4, ep=4), model=LIMITED, cluster=ClusterConfig(gpus_per_node=2))
+        run = replace(run, moe=replace(run.moe, gate="learned"))
+        across[dispatcher] = sum(
+            size
+            for rank, messages in enumerate(step_of(ranks, run))
+            for message in messages
+            if message.op == "all_to_all" and message.dtype.is_floating_point
+            for peer, size in zip(message.ranks, message.to, strict=True)
+            if peer // 2 != rank // 2
+        )
+    # A copy is a row with K weights and K ids behind it, to the node and back, in both passes.
+    copies = LIMITED.router.topk_groups * ROWS * SEQ * LAYERS
+    assert 0 < across["hierarchical"] < 4 * copies * (LIMITED.hidden_size + 2 * top_k) * BYTES
+    assert 1 / top_k < across["hierarchical"] / across["alltoall"] < 1.2 / top_k
 
 
 def test_all_gather_dispatch_sends_ep_over_k_times_as_much(ranks: RankPool) -> None:
@@ -110,8 +146,9 @@ def test_expert_tensor_parallelism_gathers_and_sums_received_rows(ranks: RankPoo
     for messages in step_of(ranks, config(dp_shard=4, ep=2, etp=etp)):
         etp_groups = {m.ranks for m in messages if m.op == "all_to_all" and m.ranks[1] - m.ranks[0] == 1}
         assert len(etp_groups) == 1, "etp varies fastest, so its groups are neighbours"
-        received = tokens * TOP_K
-        expected = LAYERS * (etp - 1) * received * BYTES * (4 * HIDDEN + 2)
+        received = SEQ * TOP_K  # of a micro-batch
+        lines = 4 * received + 2 * lines_of_weights(received)
+        expected = LAYERS * tokens // SEQ * (etp - 1) * lines * HIDDEN * BYTES
         assert sent(messages, "all_to_all", 2, etp_groups.pop()) == expected
 
 
@@ -132,8 +169,9 @@ def test_folding_ep_over_tp_needs_no_further_communication(ranks: RankPool) -> N
     folded = step_of(ranks, config(tp=tp, ep=ep))[0]
     one_pass = (tp - 1) * ROWS * SEQ * HIDDEN * BYTES // tp
     assert sent(folded, "all_gather", tp) == sent(folded, "reduce_scatter", tp) == (2 * LAYERS + 2) * one_pass
-    rows_away = ROWS * SEQ // tp * TOP_K * (ep - 1) // ep
-    assert sent(folded, "all_to_all", ep) == LAYERS * rows_away * BYTES * (4 * HIDDEN + 2)
+    rows_away = SEQ // tp * TOP_K * (ep - 1) // ep  # of a micro-batch
+    lines = 4 * rows_away + 2 * (ep - 1) * lines_of_weights(SEQ // tp * TOP_K // ep)
+    assert sent(folded, "all_to_all", ep) == LAYERS * ROWS * lines * HIDDEN * BYTES
 
 
 def test_pipeline_borders_carry_activations_alone(ranks: RankPool) -> None:

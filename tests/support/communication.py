@@ -24,12 +24,14 @@ class Message:
         ranks: the group, in order.
         sent: bytes that leave this rank, in the bandwidth-optimal ring form of the collective.
         dtype: of what travels.
+        to: of an all-to-all, the bytes for each rank of the group.
     """
 
     op: str
     ranks: tuple[int, ...]
     sent: int
     dtype: torch.dtype
+    to: tuple[int, ...] = ()
 
 
 # Names differ between torch's functional and classic collectives, and between releases.
@@ -84,11 +86,12 @@ def _message(op: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Message:
     source = next(given[key] for key in ("input_tensors", "input_tensor", "input", "tensors", "self") if key in given)
     tensors = _flatten(source)
     num_bytes, dtype = sum(t.numel() * t.element_size() for t in tensors), tensors[0].dtype
-    size = len(ranks)
+    size, to = len(ranks), ()
     if op == "all_to_all":
         splits = given.get("input_split_sizes") or [1] * size
         kept = splits[dist.get_rank(group)]
         sent = num_bytes * (sum(splits) - kept) // max(sum(splits), 1)
+        to = tuple(num_bytes * split // max(sum(splits), 1) for split in splits)
     elif op == "all_gather":
         sent = num_bytes * (size - 1)
     elif op == "reduce_scatter":
@@ -97,7 +100,7 @@ def _message(op: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Message:
         sent = 2 * num_bytes * (size - 1) // size
     else:
         sent = num_bytes
-    return Message(op, ranks, sent, dtype)
+    return Message(op, ranks, sent, dtype, to)
 
 
 def _group(value: Any) -> dist.ProcessGroup | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from automoe.moe.dispatch.base import DispatchGroup, Experts, run_received, sort_by_expert, sum_to_tokens
+from automoe.moe.dispatch.base import DispatchGroup, Experts, sort_by_expert, sum_to_tokens
 from automoe.moe.dispatch.measure import on_host, stage
+from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class AllToAllDispatcher:
-    """Each chosen (token, expert) pair is sent once, to the rank that holds the expert.
+    """Each chosen (token, expert) pair is sent once, to the rank that holds the expert; its weight travels with it.
 
     One host sync a call, for the number of rows to receive; none where ``rows_per_expert`` gives it.
     """
@@ -25,27 +26,28 @@ class AllToAllDispatcher:
         with stage("permute"):
             order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         with stage("a2a_dispatch"):
-            counts_PL, sent, received = self._sizes(counts_E, rows_per_expert)
+            counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
         with stage("permute"):
             order_M = order_M[: sum(sent)]  # dropped choices come last
             token_idx_M = order_M // topk_ids_TK.shape[1]
-            rows_MH = x_TH.index_select(0, token_idx_M)
             weights_M1 = weights_TK.flatten()[order_M].unsqueeze(1)
-        with stage("a2a_dispatch"):
-            rows_RH = self.ep.all_to_all(rows_MH, received, sent)
-            probs_R = self.ep.all_to_all(weights_M1, received, sent).squeeze(1)
-        out_RH = run_received(rows_RH, probs_R, counts_PL, experts, self.ep)
+        exchange = RowExchange(self.ep, x_TH, token_idx_M, weights_M1, counts_2P, sent, received)
+        out_RH = run_received(exchange, counts_PL, experts)
         with stage("a2a_combine"):
             out_MH = self.ep.all_to_all(out_RH, sent, received)
         with stage("unpermute"):
             return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
-    def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None) -> tuple[torch.Tensor, list[int], list[int]]:
-        """[P, L] rows from each rank for each expert of this one; rows sent to and received from each rank."""
+    def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None):
+        """[P, L] rows from each rank for each expert of this one; rows sent to and received from each rank, as [2, P]
+        and as two lists."""
         num_ranks = self.ep.num_ranks
-        if rows_per_expert is not None:
-            splits = [rows_per_expert * self.num_experts // num_ranks] * num_ranks
-            return torch.full_like(counts_E, rows_per_expert).view(num_ranks, -1), splits, splits
-        counts_PL = self.ep.exchange_counts(counts_E).view(num_ranks, -1)
-        sent, received = on_host(torch.stack((counts_E.view(num_ranks, -1).sum(1), counts_PL.sum(1))))
-        return counts_PL, sent, received
+        known = rows_per_expert is not None
+        counts_E = torch.full_like(counts_E, rows_per_expert) if known else counts_E
+        counts_PL = (counts_E if known else self.ep.exchange_counts(counts_E)).view(num_ranks, -1)
+        counts_2P = torch.stack((counts_E.view(num_ranks, -1).sum(1), counts_PL.sum(1)))
+        if known:
+            sent = received = [rows_per_expert * counts_PL.shape[1]] * num_ranks
+        else:
+            sent, received = on_host(counts_2P)
+        return counts_PL, counts_2P, sent, received

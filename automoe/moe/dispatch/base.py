@@ -66,11 +66,15 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tens
     Returns:
         order [M] int64 (stable, so tokens of one expert keep their order), counts [num_experts] int64.
     """
+    return topk_ids.flatten().argsort(stable=True), count_choices(topk_ids, num_experts)
+
+
+def count_choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[num_experts] int64: how many of these ids, of any shape, are each expert's."""
     ids_M = topk_ids.flatten()
     # Not torch.bincount: on CUDA it brings the largest id to the host.
     bins_M = ids_M.clamp(max=num_experts)
-    counts_E = ids_M.new_zeros(num_experts + 1).scatter_add_(0, bins_M, torch.ones_like(ids_M))[:num_experts]
-    return ids_M.argsort(stable=True), counts_E
+    return ids_M.new_zeros(num_experts + 1).scatter_add_(0, bins_M, torch.ones_like(ids_M))[:num_experts]
 
 
 def group_ends(counts_E: torch.Tensor) -> torch.Tensor:
@@ -138,21 +142,6 @@ def run_choices(
     rows_MH = experts(x_TH, token_idx_M, group_ends(counts_E), probs_M)
     with stage("unpermute"):
         return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
-
-
-def run_received(
-    rows_RH: torch.Tensor, probs_R: torch.Tensor, counts_PE: torch.Tensor, experts: Experts, group: DispatchGroup
-) -> torch.Tensor:
-    """[R, H]: outputs of the experts for rows received from every rank of ``group``, in the order they came in.
-
-    ``counts_PE`` as for ``regroup_by_expert``.
-    """
-    with stage("permute"):
-        by_expert_R, back_R = regroup_by_expert(counts_PE, rows_RH.shape[0])
-        probs_R = probs_R[by_expert_R]
-    out_RH = experts(group.wait(rows_RH), by_expert_R, group_ends(counts_PE.sum(0)), probs_R)
-    with stage("unpermute"):
-        return out_RH.index_select(0, back_R)
 
 
 class LocalDispatcher:

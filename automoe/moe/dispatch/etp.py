@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts, run_received
+from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts
 from automoe.moe.dispatch.measure import on_host, stage
+from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class ExpertTensorDispatcher:
@@ -37,19 +38,13 @@ class ExpertTensorDispatcher:
                 else:
                     counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))
                     sizes = on_host(counts_PE.sum(1))
-            with stage("permute"):
-                rows_RH = x_XH.index_select(0, gather_idx_R)
-            with stage("all_gather"):
-                rows_GH = self._gather(rows_RH, sizes)
-                probs_G = self._gather(probs_R.unsqueeze(1), sizes).squeeze(1)
-            out_GH = run_received(rows_GH, probs_G, counts_PE, experts, self.etp)
+            received_P, sent = counts_PE.sum(1), [num_rows] * num_ranks
+            counts_2P = torch.stack((torch.full_like(received_P, num_rows), received_P))
+            source_GR, probs_G1 = gather_idx_R.repeat(num_ranks), probs_R.repeat(num_ranks).unsqueeze(1)
+            exchange = RowExchange(self.etp, x_XH, source_GR, probs_G1, counts_2P, sent, sizes, "all_gather")
+            out_GH = run_received(exchange, counts_PE, experts)
             with stage("reduce_scatter"):
-                terms = self.etp.all_to_all(out_GH, [num_rows] * num_ranks, sizes)
+                terms = self.etp.all_to_all(out_GH, sent, sizes)
                 return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
 
         return self.dispatcher(x_TH, topk_ids_TK, weights_TK, spread, rows_per_expert)
-
-    def _gather(self, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """[R, ...] of each rank -> [sum of sizes, ...], rank after rank."""
-        num_ranks = self.etp.num_ranks
-        return self.etp.all_to_all(x.repeat(num_ranks, 1), sizes, [x.shape[0]] * num_ranks)
