@@ -21,6 +21,7 @@ from automoe.moe.dispatch.deepep import Received, TokenExchange
 # The group sizes that v1's published tables of settings have.
 V1_GROUP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 NUM_SMS = 20  # for both lines: v2's own estimate divides by an RDMA bandwidth that may read zero
+_buffers: list[Any] = []  # of this process, in the order in which every rank made them
 
 
 def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
@@ -32,6 +33,22 @@ def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
     remedy = "Build DeepEP from its sources, or set moe.dispatcher=alltoall"
     deep_ep = import_backend("deep_ep", "moe.dispatcher=deepep", remedy)
     return ElasticExchange(deep_ep, group) if hasattr(deep_ep, "ElasticBuffer") else BufferExchange(deep_ep, group)
+
+
+def _kept(buffer: Any) -> Any:
+    """``buffer``, until ``close_deepep``; one that has grown too small too, since handles in flight lead to it."""
+    _buffers.append(buffer)
+    return buffer
+
+
+def close_deepep() -> None:
+    """Destroy this process's buffers. Collective; to be called before process groups are destroyed.
+
+    A buffer left to Python's end waits there for ranks that have gone, and ``destroy_process_group`` for the buffer
+    (NVIDIA-NeMo/Automodel#2686).
+    """
+    while _buffers:
+        _buffers.pop(0).destroy()
 
 
 class BufferExchange:
@@ -78,7 +95,8 @@ class BufferExchange:
             nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
             # A build for one node only has no RDMA hint to give, and needs no such buffer.
             rdma = max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs) if self._size > 8 else 0
-            self._buffer, self._row_bytes = buffer_class(self._group, nvlink, rdma), row_bytes
+            self._buffer = _kept(buffer_class(self._group, nvlink, rdma, explicitly_destroy=True))
+            self._row_bytes = row_bytes
         return self._buffer
 
 
@@ -91,7 +109,7 @@ class ElasticExchange:
         self._sizes = (0, 0, 0)
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
-        buffer = self._buffer_for((x_TH.shape[0], x_TH.shape[1], topk_ids_TK.shape[1]))
+        buffer = self._buffer_for((x_TH.shape[0], x_TH.shape[1], topk_ids_TK.shape[1]), x_TH.device)
         x_RH, topk_ids_RK, weights_RK, handle, _ = buffer.dispatch(
             x_TH,
             topk_idx=topk_ids_TK.to(self._deep_ep.topk_idx_t),
@@ -109,12 +127,15 @@ class ElasticExchange:
 
     combine = BufferExchange.combine  # the same call in both lines
 
-    def _buffer_for(self, sizes: tuple[int, int, int]) -> Any:
+    def _buffer_for(self, sizes: tuple[int, int, int], device: torch.device) -> Any:
         """A buffer with room for (T, H, K). All ranks of a group have the same T, so all of them grow at once."""
         if any(new > old for new, old in zip(sizes, self._sizes, strict=True)):
             tokens, hidden, top_k = (max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            self._buffer = self._deep_ep.ElasticBuffer(
-                self._group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k
+            # It takes the group's NCCL communicator, which is null before its first collective (DeepEP#726).
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            made = self._deep_ep.ElasticBuffer(
+                self._group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k, explicitly_destroy=True
             )
+            self._buffer = _kept(made)
             self._sizes = (tokens, hidden, top_k)
         return self._buffer

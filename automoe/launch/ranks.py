@@ -91,6 +91,9 @@ def close_ranks() -> None:
     """Leave the process group after a run that ended well on every rank."""
     import torch.distributed as dist
 
+    from automoe.interop.deepep import close_deepep
+
     if dist.is_initialized():
+        close_deepep()
         dist.barrier()  # no rank closes its sockets while another still reads from them
         dist.destroy_process_group()

@@ -19,8 +19,10 @@ from automoe.config.rules import check_rows
 from automoe.config.rules_model import moe_rows
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
+from automoe.interop import deepep
 from automoe.interop.deepep import open_deepep
 from automoe.launch.hardware import check_backends
+from automoe.launch.ranks import close_ranks
 from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.measure import HostSyncs
 
@@ -80,9 +82,14 @@ class Buffer:
 
     get_combine_config = get_dispatch_config
 
-    def __init__(self, group: Group, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
-        assert group.size() == RANKS and (num_nvl_bytes, num_rdma_bytes) == (1024, 0)
+    def __init__(
+        self, group: Group, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, explicitly_destroy: bool = False
+    ) -> None:
+        assert group.size() == RANKS and (num_nvl_bytes, num_rdma_bytes) == (1024, 0) and explicitly_destroy
         CALLS.append("build")
+
+    def destroy(self) -> None:
+        CALLS.append("destroy")
 
     def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False):
         per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
@@ -120,9 +127,16 @@ class Buffer:
 class ElasticBuffer:
     """v2, with the parameters that 2.1.0 names."""
 
-    def __init__(self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0) -> None:
-        assert (group.size(), num_bytes, num_max_tokens_per_rank, hidden, num_topk) == (RANKS, None, T, H, K)
+    def __init__(
+        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0,
+        explicitly_destroy=False,
+    ) -> None:  # fmt: skip
+        sizes = num_max_tokens_per_rank, hidden, num_topk
+        assert (group.size(), num_bytes, sizes) == (RANKS, None, (T, H, K)) and explicitly_destroy
+        assert CALLS[-1:] == ["all_reduce"], "the group's communicator is there before the buffer asks for it"
         CALLS.append("build")
+
+    destroy = Buffer.destroy
 
     def dispatch(
         self,
@@ -174,6 +188,8 @@ def multiplying_experts(x, gather_idx, offsets, probs):
 def test_both_lines_behind_one_dispatcher(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small whole numbers, which bfloat16 adds exactly: output and both gradients equal the formula."""
     monkeypatch.setitem(sys.modules, "deep_ep", LINES[line])
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: CALLS.append("all_reduce"))
+    monkeypatch.setattr(deepep, "_buffers", [])
     CALLS.clear()
     generator = torch.Generator().manual_seed(0)
     # E is a dropped choice; one token has no expert here, one none at all
@@ -194,11 +210,21 @@ def test_both_lines_behind_one_dispatcher(line: str, monkeypatch: pytest.MonkeyP
 
     assert torch.equal(got.float(), want)
     assert torch.equal(grads[0], x.grad) and torch.equal(grads[1], weights.grad)
-    assert CALLS == ["build", "dispatch", "combine", "dispatch again", "combine with weights"]
+    first = ["all_reduce"] if line == "v2" else []
+    assert CALLS == [*first, "build", "dispatch", "combine", "dispatch again", "combine with weights"]
     assert syncs.count == 1
     CALLS.clear()
     dispatcher(x, ids, weights, multiplying_experts)
     assert CALLS == ["dispatch", "combine"], "the buffer is made once"
+
+    CALLS.clear()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: CALLS.append("barrier"))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: CALLS.append("leave"))
+    close_ranks()
+    assert CALLS == ["destroy", "barrier", "leave"], "buffers before the process group that they live on"
+    close_ranks()
+    assert CALLS.count("destroy") == 1
 
 
 def test_rows_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +263,13 @@ def test_absence_names_alltoall_when_a_dispatcher_is_built() -> None:
 
 @pytest.mark.parametrize(("device", "problem"), [("cuda", "not installed here"), ("cpu", "needs CUDA")])
 def test_absence_is_told_before_ranks_start(device: str, problem: str) -> None:
-    deepep = config()
-    shape = resolve_mesh(deepep.mesh, None)
+    on = config()
+    shape = resolve_mesh(on.mesh, None)
     with pytest.raises(BackendError, match=rf"moe\.dispatcher=deepep.*{problem}.*moe\.dispatcher=alltoall"):
-        check_backends(deepep, shape, device)
-    check_backends(Config(mesh=deepep.mesh), shape, device)
+        check_backends(on, shape, device)
+    check_backends(Config(mesh=on.mesh), shape, device)
     one = MeshConfig(dp_shard=1)
-    check_backends(Config(mesh=one, moe=deepep.moe), resolve_mesh(one, None), device)  # ep=1 sends nothing
+    check_backends(Config(mesh=one, moe=on.moe), resolve_mesh(one, None), device)  # ep=1 sends nothing
 
 
 @pytest.mark.parametrize(
