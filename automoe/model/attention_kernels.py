@@ -3,7 +3,8 @@
 Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim (Dv of values).
 What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
 
-    cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads
+    cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads;
+               not with a mask where R mod 128 = 64 (``cudnn_serves``)
     flash      bfloat16, float16; D = Dv to 256; no mask; grouped heads
     efficient  float32 as well; D and Dv multiples of 8 (float32: of 4); mask; no grouped heads
     math       everything, and keeps every score [B, N, S, S]
@@ -60,21 +61,37 @@ def cudnn_is_first() -> bool:
     return version is not None and version >= _MIN_CUDNN
 
 
-def cuda_order(query_dim: int, value_dim: int) -> list[SDPBackend]:
-    """The kernels that may compute on CUDA, the best first, for heads of these dims."""
-    served = max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
+def cudnn_serves(mask: torch.Tensor | None) -> bool:
+    """Whether the gradient of queries is right: with a mask over R keys, R mod 128 = 64, it may be NaN.
+
+    Half of the last tile of 128 keys is then scored 0 instead of not at all, which overflows where a query's scores are
+    all below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper; causality without a mask is right).
+    """
+    return mask is None or mask.shape[-1] % 128 != 64
+
+
+def cuda_order(query_dim: int, value_dim: int, mask: torch.Tensor | None = None) -> list[SDPBackend]:
+    """The kernels that may compute on CUDA, the best first, for heads of these dims and this mask."""
+    served = (max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)) and cudnn_serves(mask)
     return [SDPBackend.CUDNN_ATTENTION, *_PLAIN_ORDER] if cudnn_first and served else list(_PLAIN_ORDER)
 
 
-def only_kernels(kernel: str, device_type: str, query_dim: int, value_dim: int) -> AbstractContextManager[object]:
+def only_kernels(
+    kernel: str, device_type: str, query_dim: int, value_dim: int, mask: torch.Tensor | None = None
+) -> AbstractContextManager[object]:
     """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order that can.
 
     A named kernel that cannot serve its tensors makes SDPA raise: none takes its place.
     """
+    if kernel == "cudnn" and not cudnn_serves(mask):
+        raise BackendError(
+            f"kernels.attention=cudnn: with a mask over {mask.shape[-1]} keys (mod 128 = 64) cuDNN's gradient of the "
+            "queries may be NaN. Set kernels.attention=sdpa, which leaves it out there, or another train.seq_len"
+        )
     if kernel != "sdpa":
         return sdpa_kernel([FORCED[kernel]])
     if device_type == "cuda":
-        return sdpa_kernel(cuda_order(query_dim, value_dim), set_priority=True)
+        return sdpa_kernel(cuda_order(query_dim, value_dim, mask), set_priority=True)
     return nullcontext()
 
 
@@ -110,7 +127,7 @@ def attend(
             # The efficient kernel may be the only fused one left, and takes no grouped heads.
             repeats = num_heads // k_BGRD.shape[1]
             k_BGRD, v_BGRD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGRD, v_BGRD))
-    with only_kernels(kernel, device, q_BNSD.shape[-1], v_BGRD.shape[-1]):
+    with only_kernels(kernel, device, q_BNSD.shape[-1], v_BGRD.shape[-1], mask):
         out_BNSD = F.scaled_dot_product_attention(
             q_BNSD,
             k_BGRD,

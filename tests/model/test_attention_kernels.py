@@ -95,6 +95,21 @@ def test_the_order_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 
+def test_cudnn_is_left_out_where_its_gradient_may_be_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask over 64 keys more than a multiple of 128, and nowhere else."""
+    monkeypatch.setattr(attention_kernels, "cudnn_first", True)
+    for keys in (64, 192, 704, 2112):
+        mask = torch.ones(1, 1, 2, keys, dtype=torch.bool)
+        assert cuda_order(128, 128, mask) == [FLASH, EFFICIENT, MATH]
+        with only_kernels("sdpa", "cuda", 128, 128, mask):
+            assert CUDNN not in _cur_sdpa_kernel_backends()
+        with pytest.raises(BackendError, match=rf"mask over {keys} keys.*kernels\.attention=sdpa"):
+            only_kernels("cudnn", "cuda", 128, 128, mask)
+    for mask in (None, *(torch.ones(1, 1, 2, keys, dtype=torch.bool) for keys in (63, 65, 128, 640))):
+        assert cuda_order(128, 128, mask)[0] == CUDNN
+        only_kernels("cudnn", "cuda", 128, 128, mask)
+
+
 @pytest.mark.parametrize(
     ("capability", "version", "first"),
     [
