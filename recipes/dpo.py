@@ -54,7 +54,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     device, train, args = context.device, config.train, config.recipe_args
 
     # ---------------------------------------------------------------- a checkpoint's model on both meshes
-    meshes = build_meshes(shape, device, timedelta(seconds=config.launch.timeout_s))
+    meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
     parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages

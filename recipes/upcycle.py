@@ -28,7 +28,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
     if not (config.model.hf_path and config.model.upcycle):
         rule = "recipe=upcycle makes a mixture of experts out of a dense checkpoint"
         raise ConfigError("model.upcycle", config.model.upcycle, rule, "Set model.hf_path=DENSE model.upcycle=true")
-    meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.timeout_s))
+    meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
     parts = build_parts(config, meshes)
     allocate(parts, context.device)
     _, upcycling = upcycled_model(config.model, config.train.seed)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.errors import AutomoeError, CheckpointError, SaveError, retried
+from automoe.parallel.groups import SAVES
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class Ranks:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             if timeout_s is not None:
                 wait = timedelta(seconds=timeout_s)
-                self.group = dist.new_group(backend="gloo", timeout=wait, group_desc="checkpoint")
+                self.group = dist.new_group(backend="gloo", timeout=wait, group_desc=SAVES)
 
     def all(self, action: Callable[[], T]) -> list[T]:
         """What ``action`` returned on each rank, in rank order, on every rank.

@@ -86,6 +86,11 @@ class MeshShape:
         counts = {n for group in groups for n in Counter(rank // gpus_per_node for rank in group).values()}
         return counts.pop() if len(counts) == 1 else 0
 
+    def process_groups(self) -> list[tuple[str, int]]:
+        """(name, ranks) of the groups of several ranks that every rank of a training run is in, the world first."""
+        flat = [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
+        return [("world", self.world_size), *self.active_axes("default"), *self.active_axes("moe"), *flat]
+
     def describe(self, view: str) -> str:
         """``pp2 x dp_shard2``: the axes larger than one, or ``one rank``."""
         return " x ".join(f"{axis}{size}" for axis, size in self.active_axes(view)) or "one rank"

@@ -114,3 +114,7 @@ def number_rows(config: Config) -> Iterator[Row]:
            "rotated dims are multiplied by it: a finite number larger than 0", "Set model.rope.attention_factor=null")
     yield ("model.rope.theta", rope.scaling == "yarn" and rope.theta <= 1,
            "YaRN divides by its logarithm, so it must be larger than 1", "Set model.rope.theta=10000")
+    launch = config.launch
+    yield ("launch.init_timeout_s", launch.init_timeout_s < launch.timeout_s,
+           f"what a run begins and ends with takes longer than its steps, and launch.timeout_s={launch.timeout_s}",
+           f"Set launch.init_timeout_s={launch.timeout_s} or more")

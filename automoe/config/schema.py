@@ -387,6 +387,7 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_ranks: int | None = None  # ranks that a derived (-1) axis fills; null: all it can see
     timeout_s: int = 600  # a collective that takes longer fails and names its rank
+    init_timeout_s: int = 1800  # the same until the first step is over and after the last: loading, compiling, export
     grace_s: int = 120  # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
     max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
     threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly

@@ -29,8 +29,9 @@ class _OneWorker(type):
         for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
             setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [_Gloo.create_device(interface=name) for name in interfaces] or [
-            _Gloo.create_default_device()
+        lazy = OneWorkerGloo.lazy
+        options._devices = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces] or [
+            _Gloo.create_default_device(lazy_init=lazy)
         ]
         return _Gloo(store, rank, size, options)
 
@@ -44,8 +45,15 @@ class _OneWorker(type):
 class OneWorkerGloo(metaclass=_OneWorker):
     """``ProcessGroupGloo`` with one thread."""
 
+    lazy = False
 
-def use_one_worker() -> None:
-    """Every gloo group made from now on has one worker thread. Call it before ``init_process_group``."""
+
+def use_one_worker(lazy: bool = False) -> None:
+    """Every gloo group made from now on has one worker thread. Call it before ``init_process_group``.
+
+    Args:
+        lazy: ranks connect when they first send each other something, and not all to all when a group is made.
+    """
+    OneWorkerGloo.lazy = lazy
     if _Gloo is not None:
         vars(distributed_c10d)["ProcessGroupGloo"] = OneWorkerGloo

@@ -53,7 +53,7 @@ def init_ranks(
     """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
 
     Args:
-        launch: device (resolved), collective timeout, threads per rank.
+        launch: device (resolved), timeout of collectives until the first step is over, threads per rank.
         store: where ranks meet; a path is that of a ``FileStore``'s file, None takes torch's ``env://``.
     """
     import torch
@@ -61,7 +61,7 @@ def init_ranks(
 
     from automoe.interop.gloo import use_one_worker
 
-    use_one_worker()
+    use_one_worker(lazy=launch.device == "cuda")
     if launch.threads_per_rank:
         torch.set_num_threads(launch.threads_per_rank)
     if launch.device == "cuda":
@@ -71,11 +71,14 @@ def init_ranks(
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    timeout = timedelta(seconds=launch.timeout_s)
+    timeout = timedelta(seconds=launch.init_timeout_s)
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)
         store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Bound to a device, NCCL makes groups by splitting the world's, and one for all sends of a pipeline in place of one
+    # for each pair of ranks.
+    bound = device if launch.device == "cuda" else None
+    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=bound)
     return device
 
 

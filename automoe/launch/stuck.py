@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -118,7 +119,8 @@ class StuckWatch:
         """If ``error`` is a collective's timeout, see that the outcome on record says who did not join it."""
         if self._asked() is None and _is_timeout(error) and self.timeout_s is not None and self._ask():
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-            self._report(*self._find_missing(frames, self.timeout_s))
+            stated = re.search(r"(\d+) ?ms", str(error))  # of the group, which has more than those of a step at times
+            self._report(*self._find_missing(frames, int(stated[1]) / 1000 if stated else self.timeout_s))
         deadline, outcome = time.monotonic() + 2 * _ANSWER_S, self.run_dir / runs.ERROR_FILE
         while self._asked() is not None and not outcome.exists() and time.monotonic() < deadline:
             time.sleep(0.1)  # a rank is asking around: what this one has met is a consequence
@@ -174,7 +176,8 @@ class StuckWatch:
     def _report(self, rank: int, message: str) -> None:
         message += (
             " Where every rank was is in logs/rank*.stuck.json, and its last collectives, as torch "
-            "records them, in logs/flight_*; raise launch.timeout_s if one was only slow"
+            "records them, in logs/flight_*; raise launch.timeout_s, or launch.init_timeout_s before and after the "
+            "steps, if one was only slow"
         )
         runs.record_failure(self.run_dir, runs.launch_failure(rank, message))
 

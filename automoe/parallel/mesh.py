@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.parallel.groups import groups
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
 _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
@@ -56,8 +57,9 @@ class Meshes:
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None
+        made = len(groups())
         group = self.default[tuple(axes)]._flatten("stage").get_group()  # torch makes it once
-        if self.timeout is not None:
+        if self.timeout is not None and len(groups()) > made:
             _set_pg_timeout(self.timeout, group)
         return group
 

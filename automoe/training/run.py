@@ -24,6 +24,7 @@ from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
 from automoe.observe.trackers import Trackers, make_trackers
+from automoe.parallel.groups import open_groups, set_timeouts
 from automoe.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.hooks import Hooks
@@ -63,6 +64,8 @@ def open_run(
         hooks = Hooks()
         saver = Saver(store, config, console.note, console.warn, lambda folder: hooks.call("run.save", run, folder))
         run = Run(config, shape, context, state, saver, resumed, console, log, trackers, hooks)
+        if context.world_size > 1:
+            console.note(str(open_groups()))
         opened.push(run.close_record)
         hooks.call("run.start", run)
         yield run
@@ -132,6 +135,8 @@ class Run:
         """Stop the clock and return the step's record, its validation apart."""
         config, train, state = self.config, self.config.train, self.state
         stops, clock, memory, *paces = update.answers
+        if self.state.step == self._first_step + 1:  # every rank has come to the update
+            set_timeouts(config.launch.timeout_s)
         self.stopping, self._save_is_due = bool(stops), self._save_is_due or bool(clock)
         seconds = time.perf_counter() - self._began
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
@@ -268,11 +273,12 @@ class Run:
             self._trackers.finish("failed" if error else "done")
 
     def check_result(self) -> None:
-        """Refuse to call a run done whose result is no number.
+        """After the last step: refuse to call a run done whose result is no number; an export may take its time.
 
         Raises:
             AutomoeError: the last validation or training loss is not finite.
         """
+        set_timeouts(self.config.launch.init_timeout_s)
         if self.state.step >= self.config.train.steps and not math.isfinite(self.objective or 0.0):
             raise AutomoeError(
                 f"the run came to step {self.state.step}, and its last loss is {self.objective}: no result. Lower "

@@ -216,7 +216,7 @@ def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> No
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     os.environ.update(LOOPBACK, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    launch = LaunchConfig(device="cpu", timeout_s=math.ceil(timeout_s), threads_per_rank=1)
+    launch = LaunchConfig(device="cpu", init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
     init_ranks(launch, rank, world_size, rank, store)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
+from automoe.interop.gloo import use_one_worker
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
@@ -22,3 +25,28 @@ def worker_threads_of_every_group() -> list[int]:
 def test_every_gloo_group_has_one_worker_thread(ranks: RankPool) -> None:
     for threads in ranks.run(worker_threads_of_every_group, 4):
         assert threads == [1, 1, 1, 1]
+
+
+def files_of_groups(lazy: bool) -> list[int]:
+    """Open files that three groups add: when they are made, after a sum, and after all have sent something to all."""
+    before = len(os.listdir("/proc/self/fd"))
+    use_one_worker(lazy)
+    groups = [dist.new_group(group_desc="checkpoint") for _ in range(3)]
+    found = [len(os.listdir("/proc/self/fd")) - before]
+    for group in groups:
+        dist.all_reduce(total := torch.ones(4), group=group)
+        assert total.tolist() == [dist.get_world_size()] * 4
+    found.append(len(os.listdir("/proc/self/fd")) - before)
+    for group in groups:
+        sent = torch.arange(dist.get_world_size()) + 100 * dist.get_rank()
+        dist.all_to_all_single(got := torch.empty_like(sent), sent, group=group)
+        assert got.tolist() == [100 * rank + dist.get_rank() for rank in range(dist.get_world_size())]
+    use_one_worker()
+    return [*found, len(os.listdir("/proc/self/fd")) - before]
+
+
+def test_lazy_groups_open_no_more_connections_than_they_use(ranks: RankPool) -> None:
+    """Of a thousand ranks a group would take a thousand files of each; a sum takes two neighbours."""
+    eager, lazy = (ranks.run(files_of_groups, 8, lazy)[0] for lazy in (False, True))
+    assert eager[0] >= 3 * 8 and lazy[0] <= 3 * 4 and lazy[1] <= 3 * 6 < eager[1]
+    assert lazy[2] >= 3 * 8

@@ -91,7 +91,7 @@ def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
 @pytest.mark.parametrize(("seed", "what"), [(0, "all_to_all 4 of group world (ranks 0, 1)"), (1, "a send or receive")])
 def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> None:
     code, _, err = command.run(
-        "recipe_stays_away", *TWO_RANKS, "launch.timeout_s=30", f"train.seed={seed}", "launch.max_restarts=0"
+        "recipe_stays_away", *TWO_RANKS, "launch.timeout_s=30", "launch.init_timeout_s=30", f"train.seed={seed}"
     )
     assert code == 1
     assert f"error: rank 1: LaunchError: rank 1 did not join {what} in" in err
@@ -100,7 +100,8 @@ def test_a_rank_that_sleeps_is_named(command: Command, seed: int, what: str) -> 
     assert f"it is at 3: {RECIPES}/recipe_stays_away.py:{line} in forward. Rank 0 waits in it, at 3: " in err
     assert "launch.timeout_s" in err and "logs/rank*.stuck.json" in err and "logs/flight_*" in err
     records = [pickle.loads((command.run_dir / "logs" / f"flight_{rank}").read_bytes()) for rank in (0, 1)]
-    assert all(any(entry["retired"] for entry in record["entries"]) for record in records)
+    ended = [any(entry["retired"] for entry in record["entries"]) for record in records]
+    assert all(ended) or what == "a send or receive"  # which gloo does not record
     assert read_status(command.run_dir)["error"]["rank"] == 1
     assert command.pids() == []
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.parallel.fake_world import fake_world
+from automoe.parallel.groups import groups
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
@@ -46,3 +48,19 @@ def test_groups_of_a_thousand_ranks(rank: int) -> None:
             view = "default" if axis in DEFAULT_AXES else "moe"
             mine = [group for group in shape.groups(view, axis) if rank in group]
             assert mine == [dist.get_process_group_ranks(meshes.group(axis))]
+
+
+FLAGSHIPS = ("dsv3_671b", "kimi_k2_1t_a32b", "qwen3_235b_a22b", "glm45_355b_a32b", "mixtral_8x22b")
+
+
+@pytest.mark.parametrize("shape", [*FLAGSHIPS, *MESHES], ids=str)
+def test_the_plan_counts_the_groups_that_a_rank_is_in(shape: str | dict[str, int]) -> None:
+    """Those of one rank apart, which talk to nobody."""
+    named = isinstance(shape, str)
+    mesh = resolve_mesh(compose_config(shape).mesh if named else MeshConfig(**shape), None)
+    with fake_world(mesh.world_size - 1, mesh.world_size):
+        build_meshes(mesh, torch.device("cpu"))
+        made = [
+            (group.group_desc.removeprefix("mesh_").replace("default_pg", "world"), group.size()) for group in groups()
+        ]
+    assert sorted(one for one in made if one[1] > 1) == sorted(mesh.process_groups())

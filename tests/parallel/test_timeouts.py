@@ -1,15 +1,18 @@
-"""``launch.timeout_s`` reaches the groups that do the work, not the world's alone."""
+"""``launch.timeout_s`` reaches the groups that do the work, not the world's alone, and not those of saves."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
+from automoe.parallel.groups import groups, open_groups, set_timeouts
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
@@ -17,7 +20,9 @@ from automoe.verify.pool import RankPool
 def leave_a_peer_waiting(axis: str) -> str:
     """Rank 0 enters a collective of ``axis`` that its peer never joins; returns how that ends."""
     shape = resolve_mesh(MeshConfig(pp=2, dp_shard=2, ep=2), None)
-    meshes = build_meshes(shape, torch.device("cpu"), timedelta(seconds=2))
+    meshes = build_meshes(shape, torch.device("cpu"), timedelta(seconds=500))
+    open_groups()
+    set_timeouts(2)
     if dist.get_rank() != 0:
         return ""
     try:
@@ -32,3 +37,39 @@ def test_a_collective_without_its_peer_times_out(ranks: RankPool) -> None:
     for axis in ("pp", "dp_shard", "ep"):
         message = ranks.run(leave_a_peer_waiting, 4, axis)[0]
         assert "imed out" in message or "timeout" in message.lower(), (axis, message)
+
+
+def waits_of_groups(mesh: dict[str, int]) -> tuple[int, int, list[list[float]]]:
+    """How many groups there are and were opened, and after how many seconds each gives up, before and after."""
+    build_meshes(resolve_mesh(MeshConfig(**mesh), None), torch.device("cpu"), timedelta(seconds=500))
+    Ranks(timeout_s=1800)
+
+    def waits() -> list[float]:
+        backends = [group._get_backend(torch.device("cpu")) for group in groups()]
+        return [backend.options._timeout.total_seconds() for backend in backends]
+
+    opened, before = open_groups(), waits()
+    assert str(opened).startswith(f"{opened.count} process groups open in ")
+    set_timeouts(7)
+    return opened.count, len(groups()), [before, waits()]
+
+
+def test_all_groups_are_opened_and_wait_less_for_a_step_but_for_those_of_saves(ranks: RankPool) -> None:
+    for count, made, (before, after) in ranks.run(waits_of_groups, 4, dict(pp=2, dp_shard=2, ep=2)):
+        assert count == made == 1 + 2 + 3 + 1  # the world, two views (ep_shard is always there), saves
+        assert before == [600, *[500] * 5, 1800] and after == [*[7] * 6, 1800]
+
+
+def a_rank_missing(_: object) -> str:
+    """What rank 0 hears where its sums are those of one rank less."""
+
+    def one_less(ones: torch.Tensor, group: object) -> None:
+        ones.fill_(dist.get_world_size() - 1)
+
+    with mock.patch.object(dist, "all_reduce", one_less), pytest.raises(RuntimeError) as error:
+        open_groups()
+    return str(error.value)
+
+
+def test_a_group_that_does_not_add_up_is_an_error(ranks: RankPool) -> None:
+    assert ranks.run(a_rank_missing, 2, None)[0] == "1 of the 2 ranks of default_pg answered"

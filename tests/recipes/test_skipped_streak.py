@@ -189,7 +189,10 @@ def test_a_step_takes_two_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_it
         collected.extend((age, gc.isenabled()) for age in ages)  # others collect everything, afterwards
 
     collecting = mock.patch.object(gc, "collect", collect)
-    with mock.patch.object(dist, "all_reduce", count), collecting:
+    waits: list[int] = []
+    waiting = mock.patch.object(training_run, "set_timeouts", waits.append)
+    with mock.patch.object(dist, "all_reduce", count), collecting, waiting:
         run(settings)
+    assert waits == [settings.launch.timeout_s, settings.launch.init_timeout_s]
     assert calls == 2 * settings.train.steps
     assert collected == [(1, False), (1, False)] and gc.isenabled(), "before steps 1 and 3 alone"
