@@ -392,6 +392,7 @@ class LaunchConfig:
     max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
     threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly
     gc_every: int = 50  # steps between collections of Python's garbage, on all ranks at once; 0: as Python likes
+    numa: bool = False  # bind each rank on CUDA to the CPU cores next to its GPU; torchrun and srun offer it themselves
     probe_every: int = 10  # steps between timings of one product on every rank, which name a slow one; 0: none
 
 

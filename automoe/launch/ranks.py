@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automoe.config.schema import LaunchConfig
+from automoe.errors import LaunchError
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,9 @@ def init_ranks(
     if launch.device == "cuda":
         device = torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
+        if launch.numa:
+            facts = torch.cuda.get_device_properties(device)
+            bind_near(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
         # Metadata, stop flags and pickled objects travel over gloo, without a device copy.
         backend = "cpu:gloo,cuda:nccl"
     else:
@@ -88,6 +92,28 @@ def device_index(local_rank: int, visible: int) -> int:
     ``srun --gpus-per-task=1`` shows every task its own GPU alone, as device 0 whatever its place on the node.
     """
     return 0 if visible == 1 else local_rank
+
+
+def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Bind this thread, and those that it starts, to the CPU cores next to a device that it may use.
+
+    Raises:
+        LaunchError: the system does not say which they are, or the process may use none of them.
+    """
+    try:
+        listed = (devices / pci_address / "local_cpulist").read_text().strip()
+        ranges = [[int(end) for end in part.split("-")] for part in listed.split(",")]
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"launch.numa=true: no list of CPU cores next to {pci_address}: {error}. Set it false"
+        ) from None
+    cores = {core for first, *last in ranges for core in range(first, (last or [first])[0] + 1)}
+    if not (usable := cores & os.sched_getaffinity(0)):
+        raise LaunchError(
+            f"launch.numa=true: cores {listed} are next to {pci_address}, and this process may use none. Set it "
+            "false, or give every task the cores next to its GPU"
+        )
+    os.sched_setaffinity(0, usable)
 
 
 def close_ranks() -> None:

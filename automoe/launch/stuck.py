@@ -93,6 +93,7 @@ class StuckWatch:
         self.run_dir, self.rank, self.num_ranks, self.terminal = run_dir, rank, num_ranks, terminal
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
         self.timeout_s: float | None = None  # known once the configuration is read
+        self.device: Any = None  # of this rank, once it has one
         self._next_look = 0.0
         self._first_seen: dict[tuple[str, int], float] = {}
         self._named: set[str] = set()
@@ -100,6 +101,9 @@ class StuckWatch:
 
     def look(self) -> None:
         """Answer where another rank has asked; ask where a collective of this rank is nearly out of time."""
+        if self.device is not None and self.device.type == "cuda":
+            # A thread begins on the node's first GPU, where NCCL's recorder would make a context for every rank.
+            sys.modules["torch"].cuda.set_device(self.device)
         if self._asked() is not None:
             self._say_where(_live_frames())
         elif self.timeout_s is not None and time.monotonic() >= self._next_look:

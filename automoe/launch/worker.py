@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _HANG_UP = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
 _PR_SET_PDEATHSIG = 1
+_LONGEST_PAUSE_S = 4.0  # other ranks wait for ten seconds to hear where this one is
 _GRACE_S = 5.0  # for a rank to end on its own once another has failed
 _leaving = threading.Lock()
 
@@ -120,7 +121,7 @@ def run_rank(
         recipe = load_recipe(config.recipe)
         config = as_class(config, getattr(recipe, CLASS, None))
         complete(config)  # a node that the launcher did not run on
-        device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
+        device = watch.device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
         if rank == 0:
             runs.write_status(run_dir, "running", pid=launcher or os.getpid())
         context = RunContext(rank, world_size, local_rank, device, run_dir, stop)
@@ -175,15 +176,21 @@ def _handle_signals(stop: StopRequest, launcher: int | None) -> None:
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
     """Leave soon after another rank has failed, even from inside a collective that nobody will join."""
+    pause = look_every_s(watch.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", watch.num_ranks)))
     while not (run_dir / runs.ERROR_FILE).exists():
         try:
             watch.look()
         except Exception:
             # It reads what the main thread is changing, and this rank must be able to leave all the same.
             traceback.print_exc()
-        time.sleep(0.5)
+        time.sleep(pause)
     time.sleep(_GRACE_S)
     _leave(run_dir, report)
+
+
+def look_every_s(num_ranks: int, ranks_here: int) -> float:
+    """Between two looks at the run directory: a disk that nodes share is asked as often by a node as by one rank."""
+    return min(0.5 * ranks_here, _LONGEST_PAUSE_S) if num_ranks > ranks_here else 0.5
 
 
 def _leave(run_dir: Path, report: bool) -> None:

@@ -66,6 +66,10 @@ def _summary(config: Config, plan: Plan) -> Table:
         table.add_row("recompute", _recomputed(config))
     if cluster.memory_bytes and plan.mesh.world_size > 1:
         named = plan.mesh.process_groups()
+        if config.moe.dispatcher == "hierarchical" and plan.mesh.ep > 1:
+            per_node = plan.mesh.ep_per_node(cluster.gpus_per_node)
+            levels = ("ep_nodes", plan.mesh.ep // per_node), ("ep_node", per_node)
+            named += [level for level in levels if level[1] > 1]
         table.add_row(
             "communicators",
             f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}. What NCCL keeps for them is "

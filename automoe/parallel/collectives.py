@@ -112,8 +112,10 @@ class ProcessGroupDispatch:
         ranks, node = dist.get_process_group_ranks(self.group), self.rank // per_node
         parts = ranks[self.rank % per_node :: per_node], ranks[node * per_node : (node + 1) * per_node]
         return [
-            ProcessGroupDispatch(dist.new_group(part, timeout, use_local_synchronization=True))
-            for part in parts
+            ProcessGroupDispatch(
+                dist.new_group(part, timeout, use_local_synchronization=True, group_desc=f"mesh_{name}")
+            )
+            for part, name in zip(parts, ("ep_nodes", "ep_node"), strict=True)
             if len(part) > 1
         ]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +18,12 @@ import torch
 import torch.distributed as dist
 
 from automoe.config.schema import LaunchConfig
+from automoe.errors import LaunchError
 from automoe.interop.gloo import OneWorkerGloo
-from automoe.launch.ranks import init_ranks
+from automoe.launch import ranks
+from automoe.launch.ranks import bind_near, init_ranks
+from automoe.launch.stuck import StuckWatch
+from automoe.launch.worker import look_every_s
 
 SHOW = """
 import json, os, resource, sys
@@ -61,3 +68,51 @@ def test_nccl_is_bound_to_the_device_and_gloo_connects_when_it_sends() -> None:
         assert given == {"device_id": device, "timeout": timedelta(seconds=900), "lazy": True}
         init_ranks(LaunchConfig(device="cpu"), 1, 2, 1, None)
         assert given["device_id"] is None and given["backend"] == "gloo" and not given["lazy"]
+
+
+def test_a_rank_is_bound_to_the_cores_next_to_its_gpu(tmp_path: Path) -> None:
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text("0-3,8,12-13\n")
+    bound: list[set[int]] = []
+    with (
+        mock.patch.object(os, "sched_getaffinity", lambda pid: set(range(2, 13))),
+        mock.patch.object(os, "sched_setaffinity", lambda pid, cores: bound.append(cores)),
+    ):
+        bind_near("0000:3b:00.0", tmp_path)
+        assert bound == [{2, 3, 8, 12}]
+        with pytest.raises(LaunchError, match="no list of CPU cores next to 0000:86:00.0"):
+            bind_near("0000:86:00.0", tmp_path)
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text("64-127\n")
+        with pytest.raises(LaunchError, match="cores 64-127 are next to 0000:3b:00.0, and this process may use none"):
+            bind_near("0000:3b:00.0", tmp_path)
+    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(torch.cuda, "device_count", lambda: 8),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts),
+        mock.patch.object(ranks, "bind_near") as bind,
+    ):
+        ranks.init_ranks(LaunchConfig(device="cuda"), 3, 8, 3, None)
+        bind.assert_not_called()
+        ranks.init_ranks(LaunchConfig(device="cuda", numa=True), 3, 8, 3, None)
+        bind.assert_called_once_with("0000:3b:00.0")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "here", "seconds"), [(8, 8, 0.5), (1024, 8, 4.0), (1024, 4, 2.0), (16, 1, 0.5), (64, 16, 4.0)]
+)
+def test_a_shared_disk_is_asked_once_a_node_and_not_once_a_rank(num_ranks: int, here: int, seconds: float) -> None:
+    assert look_every_s(num_ranks, here) == seconds
+
+
+def test_the_thread_that_watches_asks_the_gpu_of_its_rank(tmp_path: Path) -> None:
+    watch = StuckWatch(tmp_path, 3, 8, sys.stderr)
+    with mock.patch.object(torch.cuda, "set_device") as set_device:
+        watch.look()
+        watch.device = torch.device("cpu")
+        watch.look()
+        set_device.assert_not_called()
+        watch.device = torch.device("cuda", 3)
+        watch.look()
+        set_device.assert_called_once_with(torch.device("cuda", 3))
