@@ -30,7 +30,10 @@ _HERE = {
 
 def main(argv: list[str] | None = None) -> int:
     """Hand the rest of the command line to a command's ``main(argv)``; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    return exit_status(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0 if argv else 2
@@ -38,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         print(bash_completion())
         return 0
     if argv[0] == "recipe":
-        return exit_status(lambda: _recipe(argv[1:]))
+        return _recipe(argv[1:])
     if argv[0] == "--version":
         print(f"automoe {__version__}")
         return 0
@@ -48,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
     sys.path.insert(0, os.getcwd())  # as `python -m` does: recipe=my_module finds modules of the working directory
-    return exit_status(lambda: importlib.import_module(f"automoe.{argv[0]}").main(argv[1:]))
+    return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
 
 
 def _usage() -> str:

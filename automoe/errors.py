@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import signal
 import sys
 import threading
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -19,7 +21,7 @@ T = TypeVar("T")
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
 
-EXIT_WRONG, EXIT_INTERRUPTED = 2, 130
+EXIT_WRONG, EXIT_INTERRUPTED, EXIT_NO_READER = 2, 130, 141  # 128 and the number of SIGINT, SIGPIPE
 
 
 def spelled_out(text: str) -> str:
@@ -84,7 +86,8 @@ class BackendError(AutomoeError, RuntimeError):
 
 
 def exit_status(command: Callable[[], int]) -> int:
-    """What ``command`` returns; 2 after an error for people, which is printed; 130 after Ctrl-C.
+    """What ``command`` returns; 2 after an error for people, which is printed; 130 after Ctrl-C; 141 where nobody reads
+    its output any more (``automoe ... | head -1``).
 
     What takes its time to import is imported inside ``command``: Ctrl-C then is as quiet as later, also where a library
     in the middle of its imports makes another error of it.
@@ -93,13 +96,22 @@ def exit_status(command: Callable[[], int]) -> int:
     outermost &= threading.current_thread() is threading.main_thread()
     if outermost:
         signal.signal(signal.SIGINT, _interrupt)
+    show_everything(sys.stdout)
     try:
-        return command()
+        try:
+            status = command()
+        except SystemExit:  # argparse, after --help
+            _flush()
+            raise
+        _flush()  # here, and not where the interpreter ends
+        return status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
         if _interrupted:
             return EXIT_INTERRUPTED
+        if isinstance(error, OSError) and error.filename is None and (lost := _lost_output()) is not None:
+            return lost
         if not isinstance(error, AutomoeError):
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -108,6 +120,32 @@ def exit_status(command: Callable[[], int]) -> int:
         if outermost:
             _interrupted.clear()
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def show_everything(stream: TextIO) -> None:
+    """Let a stream whose encoding lacks a character (``PYTHONIOENCODING=ascii``) show its number in its place."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it was closed: nothing is wanted
+        sys.stdout.flush()
+
+
+def _lost_output() -> int | None:
+    """The status of a command whose output cannot be written any more, which is then closed; None where it can."""
+    lost = None
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            print(end="" if stream is sys.stderr else "\n", file=stream, flush=True)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter flushes again at its end
+            lost = lost or error
+    if lost is None or lost.errno == errno.EPIPE:
+        return None if lost is None else EXIT_NO_READER
+    print(f"error: standard output: {lost.strerror}", file=sys.stderr)
+    return EXIT_WRONG
 
 
 _interrupted: list[int] = []

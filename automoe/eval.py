@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,10 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tasks", required=True, metavar="A,B", help="task files (YAML), folders of them, or names that lm_eval knows"
     )
-    parser.add_argument("--num_fewshot", "--num-fewshot", type=int, metavar="N", help="examples before each question")
     parser.add_argument(
-        "--batch_size", "--batch-size", default="1", metavar="N", help="rows at once, or auto (default: 1)"
+        "--num_fewshot", "--num-fewshot", type=_shots, metavar="N", help="examples before each question"
     )
+    parser.add_argument(
+        "--batch_size", "--batch-size", type=_rows_at_once, default="1", metavar="N",
+        help="rows at once, or auto (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--limit", type=_limit, metavar="N", help="documents of a task; below 1, a share of them")
     parser.add_argument(
         "--apply_chat_template", "--apply-chat-template", action="store_true", help="ask through the chat template"
@@ -110,6 +114,9 @@ def load_tasks(specs: list[str]) -> list[Any]:
         # The tasks of the harness are thousands of files, which take half a minute to read.
         include = named and not looks_like_a_path
         manager = TaskManager(include_path=str(path) if folder else None, include_defaults=include)
+        if not folder and not named and (group := _group_in(path)) is not None:
+            built.append(group)
+            continue
         if named and spec not in manager.all_tasks:
             rule = f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name"
             raise ConfigError("--tasks", spec, rule, "`lm-eval ls tasks` lists its tasks")
@@ -120,6 +127,20 @@ def load_tasks(specs: list[str]) -> list[Any]:
             groups = list(loaded.get("groups", {}).values())
             built += groups[:1] or list(loaded["tasks"].values())
     return built
+
+
+def _group_in(path: Path) -> Any:
+    """The group of tasks in a file; None where it holds a task. Its tasks lie beside it, or are the harness's."""
+    from lm_eval.tasks import TaskManager
+
+    if not re.search(r"^group:", path.read_text(encoding="utf-8"), re.M):
+        return None
+    manager = TaskManager(include_path=str(path.parent), include_defaults=False)
+    entries = manager.task_index
+    [name] = (name for name in manager.all_groups if entries[name].yaml_path.resolve() == path.resolve())
+    if any(isinstance(task, str) and task not in entries for task in entries[name].cfg["task"]):
+        manager = TaskManager(include_path=str(path.parent))
+    return manager.load([name])["groups"][name]
 
 
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -138,6 +159,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
     ]
     with _failing(args.tasks):
         evaluator.add_env_info = lambda results: None  # it would ask pip and the hardware, for many seconds
+        evaluator.get_git_commit_hash = lambda: None  # of the working directory; git would complain that it is none
         found = evaluator.simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             tasks=tasks,
@@ -150,7 +172,7 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
             # One document has no standard error, and the harness would divide by 0 for it.
             **({"bootstrap_iters": 0} if min(limited) < 2 else {}),
         )
-    return {key: value for key, value in found.items() if key != "git_hash"}  # of the working directory
+    return {key: value for key, value in found.items() if key != "git_hash"}
 
 
 @contextlib.contextmanager
@@ -225,6 +247,18 @@ def _free(where: Path, out: str | None) -> Path:
             "--out", path, "its folder is not there, or cannot be written", "Name a file that can be made"
         )
     return path
+
+
+def _shots(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of examples, 0 or more")
+    return int(text)
+
+
+def _rows_at_once(text: str) -> str:
+    if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of rows, 1 or more, nor auto")
+    return text
 
 
 def _limit(text: str) -> float:

@@ -144,6 +144,11 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     else:
         if ema:
             raise CheckpointError(f"{run_dir} has no training checkpoint, which has the averages. Omit --ema")
+        if (run_dir / "adapter" / "adapter_config.json").is_file():
+            raise CheckpointError(
+                f"{run_dir} has no weights of a whole model, only the adapter in {run_dir / 'adapter'}, which peft loads "
+                f"onto {config.model.hf_path}. Train it with checkpoint.every=N to have it merged here"
+            )
         raise CheckpointError(
             f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
             "Train it with checkpoint.every=N or checkpoint.export_hf=true"

@@ -8,6 +8,7 @@ automoe generate runs/default --text "def main():"    # goes on with the text, f
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import math
 import sys
@@ -71,7 +72,9 @@ def _lines() -> Iterator[str]:
     if typed:
         print("> ", end="", flush=True)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is an error for people in ``answer``
+        ascii_alone = codecs.lookup(sys.stdin.encoding).name == "ascii"  # PYTHONIOENCODING=ascii says nothing of a pipe
+        # What is not UTF-8 is an error for people in ``answer``.
+        sys.stdin.reconfigure(encoding="utf-8" if ascii_alone else None, errors="surrogateescape")
     for line in sys.stdin:
         if line := line.strip():
             yield line
@@ -82,15 +85,16 @@ def _lines() -> Iterator[str]:
 
 
 def _at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, 1 or more")
+    return int(text)
 
 
 def _not_negative(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no temperature: 0 or more")
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no temperature: 0 or more")
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,35 @@ def test_what_steers_a_terminal_is_spelled_out() -> None:
     said = str(CheckpointError("a\x1b[2J\x07b\u202ec\ud800\nd\té"))
     assert said == "a\\x1b[2J\\x07b\\u202ec\\ud800\nd\té"
     assert str(ConfigError("key", "\x9b31m", "rule", "remedy")) == "key=\\x9b31m: rule. remedy"
+
+
+PRINTS = """
+import sys
+from automoe import errors
+
+def command():
+    for n in range(20000):
+        print(n, "\\u23ce")
+    return 0
+
+sys.exit(errors.exit_status(command))
+"""
+
+
+@pytest.mark.parametrize(("buffered", "target", "status", "says"), [
+    ("", "|", 141, ""), ("1", "|", 141, ""),
+    ("", "/dev/full", 2, "error: standard output: No space left on device\n"),
+    ("1", "/dev/full", 2, "error: standard output: No space left on device\n"),
+])  # fmt: skip
+def test_output_that_nobody_reads_or_that_no_disk_takes_ends_a_command_without_a_traceback(
+    buffered: str, target: str, status: int, says: str
+) -> None:
+    env = os.environ | {"PYTHONUNBUFFERED": buffered, "PYTHONIOENCODING": "ascii"}
+    with open(os.devnull if target == "|" else target, "w") as out:
+        piped = subprocess.PIPE if target == "|" else out
+        command = subprocess.Popen([sys.executable, "-c", PRINTS], env=env, stdout=piped, stderr=subprocess.PIPE)
+        if command.stdout is not None:
+            assert command.stdout.readline() == b"0 \\u23ce\n"  # nor is a character that it lacks an error
+            command.stdout.close()
+        assert command.stderr is not None and command.stderr.read().decode() == says
+        assert command.wait() == status

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from automoe import cli
+from automoe.eval import load_tasks
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
 
@@ -104,6 +105,31 @@ def test_a_folder_of_tasks_asked_through_the_chat_template(folder: Path) -> None
 def test_one_document_has_no_standard_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "1", "--out", str(folder / "one.json")) == 0
     assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "-"
+
+
+def test_a_group_in_a_file_of_its_own(folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / "letters.jsonl"))
+    group = {"group": "both", "task": ["one", "two"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (tmp_path / "both.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in group.items()))
+    [both] = load_tasks([str(tmp_path / "both.yaml")])
+    assert both.name == "both" and sorted(both.child_names) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--num_fewshot", "-1", "-1 is no number of examples"),
+        ("--num_fewshot", "some", "some is no number"),
+        ("--batch_size", "0", "0 is no number of rows"),
+        ("--batch_size", "-4", "-4 is no number of rows"),
+        ("--batch_size", "autoo", "autoo is no number of rows"),
+    ],
+)
+def test_counts_below_the_least(capsys: pytest.CaptureFixture[str], option: str, value: str, says: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "nowhere", "--tasks", "a", option, value])
+    assert says in capsys.readouterr().err
 
 
 def test_a_number_that_is_not_finite_is_no_success(

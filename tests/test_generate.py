@@ -68,7 +68,8 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, m
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--max-new-tokens", "0", "Who?"], "0 is less than 1"),
+        (["--max-new-tokens", "0", "Who?"], "0 is no number of tokens"),
+        (["--temperature", "hot", "Who?"], "hot is no temperature"),
         (["--temperature", "-1", "Who?"], "-1 is no temperature"),
         (["--temperature", "nan", "Who?"], "nan is no temperature"),
         (["--text", ""], "an empty prompt asks nothing"),

@@ -46,6 +46,13 @@ class Conversation:
         return f"{self.path}:{self.line}"
 
 
+def num_bytes(message: Message) -> int:
+    """Of a message's text, in UTF-8."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return sum(len(text.encode()) for text in texts)
+
+
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
     """Every conversation in order, up to ``data.max_bytes`` of their contents; of a pair the preferred one comes first.
 
@@ -62,8 +69,7 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
                 reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
                 conversations, prompt = reader.read_pair(record) if data.is_preference else ([reader.read(record)], 0)
                 if left is not None:
-                    texts = (message.get("content") for messages in conversations for message in messages)
-                    left -= sum(len(str(text or "").encode()) for text in texts)
+                    left -= sum(num_bytes(message) for messages in conversations for message in messages)
                     if left < 0 and not some:
                         raise DataError(
                             f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first conversation. "
@@ -158,7 +164,7 @@ class _Reader:
 
     def _system(self, record: dict[str, Any]) -> list[Message]:
         system = record.get(self.keys.get("system", ""))
-        return [{"role": "system", "content": self._text(system, self.keys["system"])}] if system else []
+        return [{"role": "system", "content": self._content(system, self.keys["system"])}] if system else []
 
     def _checked(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
@@ -207,7 +213,7 @@ class _Reader:
             return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
         if content is None and not (role == "assistant" and message.get("tool_calls")):
             self._value(raw, "content", f"message {number}: ")
-        message["content"] = "" if content is None else self._text(content, f"message {number}'s content")
+        message["content"] = "" if content is None else self._content(content, f"message {number}'s content")
         return message
 
     def tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -236,9 +242,22 @@ class _Reader:
             )
         return record[name]
 
+    def _content(self, value: Any, what: str) -> str | list[dict[str, str]]:
+        """A message's text; where it is in several parts, these: how they are joined is the chat template's to say."""
+        if not isinstance(value, list):
+            return self._text(value, what)
+        if not value:
+            raise self._wrong(f"{what} is an empty list", "Correct it or remove the line")
+        for number, part in enumerate(value, start=1):
+            kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+            if kind != "text":
+                rule = f"part {number} of {what} is of type {kind!r}, and text alone is trained"
+                raise self._wrong(rule, "Remove the part or the line")
+            self._text(part.get("text"), f"part {number} of {what}")
+        texts = [part["text"] for part in value]
+        return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
     def _text(self, value: Any, what: str) -> str:
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-            value = value[0].get("text")  # [{"type": "text", "text": ...}]
         if not isinstance(value, str):
             raise self._wrong(f"{what} is {type(value).__name__} where text is needed", "Correct it or remove the line")
         return value

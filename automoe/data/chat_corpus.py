@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from automoe.data.chat import Conversation
+from automoe.data.chat import Conversation, num_bytes
 from automoe.data.chat_template import ChatTemplate, Sample
 from automoe.errors import DataError
 
@@ -46,7 +46,7 @@ def tokenise_chat(
             raw = json.dumps([hashed, conversation.tools], sort_keys=True, default=str).encode()
             text_hash = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
             counts["conversations"] += 1
-            counts["text_bytes"] += sum(len(str(m.get("content") or "").encode()) for m in conversation.messages)
+            counts["text_bytes"] += sum(map(num_bytes, conversation.messages))
             counts["rendered_tokens"] += len(samples[-1].ids)
             for sample in samples:
                 trained = np.zeros(len(sample.ids), dtype=np.bool_)
@@ -124,6 +124,8 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
     for key, what in told.items():
         if counts.get(key):
             yield f"{counts[key]:,} answers {what}"
+    if empty := counts.get("empty"):
+        yield f"warning: {empty:,} answers are empty, and teach to say nothing (weight: 0 in a message leaves it out)"
     if counts.get("tools_unseen"):
         yield f"warning: the chat template shows no tools, and {counts['tools_unseen']:,} conversations have some"
     if counts.get("unseen"):

@@ -29,7 +29,7 @@ from automoe.hub import local_folder
 from automoe.shipped import shipped_folder
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_VERSION = 2  # raise it when the same template and record give other tokens or marks
+_VERSION = 3  # raise it when the same template and record give other tokens or marks
 _PROBE = "probe_name", "probe_key", "probe value"
 _ASKING = ("system", "developer", "user")  # roles whose text a template should show as it is
 
@@ -97,7 +97,7 @@ class ChatTemplate:
         own: the template that ``data.chat.template`` names; None: the tokenizer's.
         counts: what was met so far: ``answers``; of them ``apart`` (the tokenizer would have merged the answer's first
             characters with the prompt), ``prompt_cut`` (the template writes answers otherwise than its generation
-            prompt begins them), ``eos_added`` (no stop token); conversations with ``tools_unseen``; messages
+            prompt begins them), ``eos_added`` (no stop token), ``empty``; conversations with ``tools_unseen``; messages
             before answers that are ``unseen``.
 
     Raises:
@@ -112,7 +112,7 @@ class ChatTemplate:
             settings.append(chat.date)
         self.digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
         self._tool_form: tuple[bool, Any] | None = None
-        self._openers: dict[bool, int | None] = {}
+        self._endings: dict[bool, tuple[str, int | None]] = {}
         self.counts: Counter[str] = Counter()
 
     @cached_property
@@ -146,6 +146,7 @@ class ChatTemplate:
                     f"weight above 0). Remove this line, or set data.chat.roles to what stands for the assistant."
                 )
             answers = answers[-1:] if self.chat.turns == "last" else answers
+            self.counts["empty"] += sum(_is_empty(messages[n]) for n in answers)
             asked.append((messages, answers))
             for n in answers:
                 texts += self._renders(conversation, messages, n)
@@ -238,7 +239,7 @@ class ChatTemplate:
                 cut = len(os.path.commonprefix([before, through]))
                 [head] = self._encode([through[:cut]])
                 ids, start = head + self._encode_inside(through[cut:]), len(head)
-        end = self._stop(ids, start)
+        end = self._stop(ids, start, calls)
         return _Turn([*ids, self._next_token(calls)], start) if end is None else _Turn(ids[:end], start)
 
     def _encode_inside(self, text: str) -> list[int]:
@@ -249,31 +250,58 @@ class ChatTemplate:
                 return ids[len(head) :]
         return self._encode([text])[0]
 
-    def _stop(self, ids: list[int], start: int) -> int | None:
-        """The place behind the special token that ends an answer, if nothing but blanks follows it."""
-        for end in range(len(ids), start, -1):
-            if ids[end - 1] in self._special:
-                return None if self.decode(ids[end:]).strip() else end
-        return None
+    def _stop(self, ids: list[int], start: int, calls: bool) -> int | None:
+        """The place behind the special token that ends an answer, where what the template always writes follows it."""
+        ends = [end for end in range(len(ids), start, -1) if ids[end - 1] in self._special]
+        behind = {end: self.decode(ids[end:]).strip() for end in ends}
+        if closing := self._ending(calls)[0].strip():
+            for end in ends:
+                if behind[end] == closing:
+                    return end
+        return ends[0] if ends and not behind[ends[0]] else None
 
     def _next_token(self, calls: bool) -> int:
         """What ends an answer where the template writes nothing: the token that opens the next turn, or the EOS."""
-        if calls not in self._openers:
-            name, key, value = _PROBE
-            call = {"id": "probe0000", "type": "function", "function": {"name": name, "arguments": {key: value}}}
-            answer = {"role": "assistant", "content": "a"} | ({"tool_calls": [call]} if calls else {})
-            messages = [{"role": "user", "content": "q"}, answer]
-            try:
-                through = self._render(messages, None)
-                more = self._render([*messages, {"role": "tool" if calls else "user", "content": "x"}], None)
-            except Exception:  # a template may want an id, or the roles in another order
-                through, more = "", ""
-            opener = more.removeprefix(through).lstrip() if more != through else ""
-            token = self._encode([opener])[0][0] if opener else None
-            self._openers[calls] = token if token in self._special else None
-        opener_id = self._openers[calls]
+        opener_id = self._ending(calls)[1]
         self.counts["eos_added"] += opener_id is None
         return self._hf.eos_token_id if opener_id is None else opener_id
+
+    def _ending(self, calls: bool) -> tuple[str, int | None]:
+        """What the template writes behind the token that ends any last answer, and the token that opens the next turn.
+
+        Several special tokens may follow an answer's text. Those that follow it also where the conversation goes on are
+        the turn's (Command-R's two); others close the conversation (Phi-3's end of text behind its end of turn), unless
+        they stand in the place of the turn's own (GPT-OSS).
+        """
+        if calls not in self._endings:
+            name, key, value = _PROBE
+
+            def texts(said: str) -> tuple[str, str]:
+                function = {"name": name, "arguments": {key: value + said}}
+                call = {"id": "probe0000", "type": "function", "function": function}
+                answer = {"role": "assistant", "content": "" if calls else said}
+                messages = [{"role": "user", "content": "q"}, answer | ({"tool_calls": [call]} if calls else {})]
+                messages = self._normal(messages, "a probe")
+                more = [*messages, {"role": "tool" if calls else "user", "content": "x"}]
+                return self._render(messages, None), self._render(more, None)
+
+            try:
+                (through, more), (other, other_more) = texts("a"), texts("b")
+            except Exception:  # a template may want an id, or the roles in another order
+                through = more = other = other_more = ""
+            tail = through[len(os.path.commonprefix([through, other])) + 1 :]
+            inside = more[len(os.path.commonprefix([more, other_more])) + 1 :]
+            ends = [self._end_of_last_special(text) for text in (os.path.commonprefix([tail, inside]), tail)]
+            opener = more.removeprefix(through).lstrip() if more != through else ""
+            token = self._encode([opener])[0][0] if opener else None
+            closing = tail[ends[0] or ends[1] or len(tail) :]
+            self._endings[calls] = closing, token if token in self._special else None
+        return self._endings[calls]
+
+    def _end_of_last_special(self, text: str) -> int:
+        """The place behind the last special token in ``text``; 0 where there is none."""
+        names = self._hf.convert_ids_to_tokens(sorted(i for i in self._special if i is not None))
+        return max((text.rfind(name) + len(name) for name in names if name in text), default=0)
 
     @cached_property
     def _always_opens(self) -> bool:
@@ -307,7 +335,10 @@ class ChatTemplate:
         return self._hf(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def _normal(self, messages: list[Message], where: str) -> list[Message]:
-        """Messages with tool calls in the form that this template writes out."""
+        """Messages with text in parts, and tool calls, in the form that this template writes out."""
+        messages = [
+            m | {"content": self._joint.join(p["text"] for p in m["content"])} if _in_parts(m) else m for m in messages
+        ]
         if not any(message.get("tool_calls") for message in messages):
             return messages
         if self._tool_form is None:
@@ -321,6 +352,17 @@ class ChatTemplate:
                     message["content"] = empty
             found.append(message)
         return found
+
+    @cached_property
+    def _joint(self) -> str:
+        """What the template writes between the parts of a text; a line end, as servers do, where it takes no parts."""
+        parts = [{"type": "text", "text": text} for text in _PROBE[:2]]
+        try:
+            text = self._render([{"role": "user", "content": parts}], None)
+        except Exception:  # it takes text alone
+            text = ""
+        between = text.partition(_PROBE[0])[2].partition(_PROBE[1])[0] if _PROBE[1] in text else "\n"
+        return "\n" if between.strip() else between
 
     def _find_tool_form(self, where: str) -> tuple[bool, Any]:
         """Whether arguments are text to this template, and what stands for no content.
@@ -368,6 +410,17 @@ def with_date(config: Config) -> Config:
 def _is_wanted(message: Message) -> bool:
     """Whether an answer is trained: not with ``weight: 0`` (OpenAI's files) or ``train: false`` (axolotl's)."""
     return all(message.get(key, 1) != 0 for key in ("weight", "train", "training"))
+
+
+def _in_parts(message: Message) -> bool:
+    return isinstance(message.get("content"), list)
+
+
+def _is_empty(answer: Message) -> bool:
+    """Whether nothing but a stop token would be trained."""
+    return not any(
+        str(answer.get(key) or "").strip() for key in ("content", "tool_calls", "reasoning_content", "thinking")
+    )
 
 
 def _end_of_prompt(head: str, before: str) -> int:

@@ -293,9 +293,12 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tupl
         for place in np.flatnonzero(long):
             kept[place] = corpus.trained[starts[place] + 1 : starts[place] + seq_len].any()
     if not kept.any():
+        what = "pair of answers" if config.data.is_preference else "conversation"
+        cut = config.data.on_long == "truncate"
+        why = ", and no answer begins before that" if cut else f" (the shortest has {lengths.min()} tokens)"
         raise DataError(
-            f"No conversation is left for the {split} split: all {len(lengths)} are longer than train.seq_len="
-            f"{seq_len}, under data.on_long={config.data.on_long}. Raise train.seq_len."
+            f"No {what} is left for the {split} split: all {len(lengths)} are longer than train.seq_len={seq_len}{why}, "
+            f"under data.on_long={config.data.on_long}. Raise train.seq_len."
         )
     return starts[kept], lengths[kept]
 

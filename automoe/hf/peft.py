@@ -174,7 +174,7 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
         module, _, last = name.rpartition(".lora.")
         if last == "A":
             stored = _module(f"{module}.weight", keys)
-            if ".mlp." in stored and config.num_moe_layers:
+            if ".mlp." in stored and not family_of(config).dense:
                 parameters.add(stored.split(".", 3)[3] + ".weight")
             else:
                 modules.add(stored.rpartition(".")[2])

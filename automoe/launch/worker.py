@@ -24,7 +24,7 @@ from automoe.config.convert import as_class
 from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.recipe_args import CLASS
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, LaunchError
+from automoe.errors import AutomoeError, LaunchError, show_everything
 from automoe.hf.identity import complete
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
@@ -51,6 +51,8 @@ class Outlet:
 
     def __init__(self, *streams: TextIO) -> None:
         self._streams = streams
+        for stream in streams:
+            show_everything(stream)
 
     def write(self, text: str) -> int:
         for stream in self._streams:
@@ -149,7 +151,7 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
 
     File descriptors, not only ``sys.stderr``: C++ warnings must not tear the progress line.
     """
-    log = open(run_dir / runs.LOG_FOLDER / f"rank{rank}.log", "w", buffering=1)
+    log = open(run_dir / runs.LOG_FOLDER / f"rank{rank}.log", "w", buffering=1, encoding="utf-8")
     terminal = os.fdopen(os.dup(2), "w")
     os.dup2(log.fileno(), 2)
     sys.stderr = Outlet(sys.stderr)

@@ -21,7 +21,7 @@ from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
 from automoe.data.prepare import Split
-from automoe.errors import DataError
+from automoe.errors import ConfigError, DataError
 from automoe.hf.identity import checkpoint_identity
 from automoe.model.loss import LossInputs
 from automoe.parallel.mesh import Meshes
@@ -103,12 +103,17 @@ def open_reference(
 
     Returns:
         None: the run was asked to stop meanwhile, and is ``preempted``.
+
+    Raises:
+        ConfigError, CheckpointError: a folder lies where the file belongs; the checkpoint cannot be read.
     """
     path, hf_path = context.run_dir / REFERENCE_FILE, config.model.hf_path
     weights = checkpoint_identity(hf_path, ranks) if hf_path else f"random, train.seed={config.train.seed}"
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
 
     def look() -> tuple[dict[str, Any], Any]:
+        if path.is_dir():
+            raise ConfigError("run_dir", context.run_dir, f"{path} is a folder, where a file belongs", "Move it away")
         belongs = _belongs(config, weights, loader, splits)
         return belongs, _read(path, belongs, loader.num_pairs)
 
@@ -142,7 +147,7 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
         values = np.frombuffer(base64.b64decode(content["log_probs"], validate=True), "<f8").reshape(num_pairs, 2)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, IsADirectoryError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"it is damaged ({error})"
     then = content.get("belongs")
     if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):

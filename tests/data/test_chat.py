@@ -17,7 +17,7 @@ import torch
 
 from automoe.config.schema import ChatConfig, Config, DataConfig, TrainConfig
 from automoe.config.validate import validate
-from automoe.data.chat import Conversation, read_conversations
+from automoe.data.chat import Conversation, num_bytes, read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate
 from automoe.data.corpora import find_files
@@ -86,6 +86,12 @@ BAD = {
     '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is str where an object is needed",
     '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; there is role",
     '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
+    '{"messages": [{"role": "user", "content": []}]}': r"a\.jsonl:2: message 1's content is an empty list",
+    '{"messages": [{"role": "user", "content": ["a"]}]}': r"a\.jsonl:2: part 1 of message 1's content is of type 'str'",
+    '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}': (
+        r"a\.jsonl:2: part 2 of message 1's content is of type 'image_url', and text alone is trained"
+    ),
+    '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': r"part 1 of message 1's content is NoneType where",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate pair \(\\ud800\)",
     '{"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "\\ud800"}]}': r"a\.jsonl:2: half of a surrogate",
 }
@@ -265,3 +271,11 @@ def test_questions_about_the_library_are_on_every_machine(make: Make) -> None:
     assert found[0].messages[0]["content"].startswith("What is the ") and found[0].where.endswith(
         f".py:{found[0].line}"
     )
+
+
+def test_text_in_parts_stays_in_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "é"}, {"type": "text", "text": "b"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+    [found] = read(write_chat(tmp_path / "a.jsonl", [turns]))
+    assert [message["content"] for message in found] == [parts, "é"]
+    assert list(map(num_bytes, found)) == [3, 2]

@@ -17,6 +17,7 @@ from automoe.config.compose import compose_config
 from automoe.config.frozen import dump_config
 from automoe.config.schema import ChatConfig
 from automoe.data.chat import Conversation
+from automoe.data.chat_corpus import describe_chat, tokenise_chat
 from automoe.data.chat_template import ChatTemplate, Sample, stored_template
 from automoe.errors import ConfigError, DataError
 from automoe.launch.prepare import settle
@@ -51,6 +52,9 @@ ANSWERS = {
     "moves": [[" 4<|endoftext|>", " 6<|endoftext|>"]],
     "prefills": [["4<|im_end|>", "6<|im_end|>"]],
     "returns": [["4<|endoftext|>"], ["6<|endoftext|>"]],
+    "closes": [["4<|im_end|>", "6<|im_end|>"]],
+    "signs": [["4<|im_end|>", "6<|im_end|>"]],
+    "two": [["4<|tool|><|im_end|>", "6<|tool|><|im_end|>"]],
     "bare": [[" 4\n<|endoftext|>"], [" 6\n<|endoftext|>"]],
     "text_calls": [["4<|endoftext|>", "6<|endoftext|>"]],
 }
@@ -250,3 +254,40 @@ def test_a_template_that_writes_the_date_writes_that_of_the_run(
     assert "It is 17 May 2031." in second.decode(second.prompt(messages("2+2?")))
     plain = settle(compose_config("sft_small", ["run_dir=none"]), [])
     assert plain.data.chat.date is None
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("chatml", "1: a\nb."),  # takes text alone
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>{% endfor %}", None),
+        ("{% for m in messages %}{% if m.content is string %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% else %}"
+         "{% for p in m.content %}{{ p.text }}{{ '+' }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}", "1: a\nb."),
+        ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}", "1: ab."),
+    ],
+)  # fmt: skip
+def test_text_in_parts_is_joined_as_the_template_joins_it(tmp_path: Path, template: str, shown: str | None) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer", "chatml")
+    if template != "chatml":
+        (folder / "chat_template.jinja").write_text(template)
+    loaded = ChatTemplate(ChatConfig(), str(folder))
+    parts = [{"type": "text", "text": text} for text in ("1: a", "b.")]
+    if shown is None:
+        assert loaded._joint == ""
+        return
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+    [sample] = samples(loaded, turns)
+    assert loaded.decode(sample.ids).count(shown) == 2
+    assert trained(loaded, sample) == [f"{shown}<|im_end|>"]
+
+
+def test_empty_answers_are_counted_and_said(load: Load, tmp_path: Path) -> None:
+    template = load("chatml")
+    turns = [*messages("?", " ", "?", "", "?", "4"), {"role": "user", "content": "?"}]
+    turns += [{"role": "assistant", "content": "", "weight": 0}]
+    facts = tokenise_chat(tmp_path, [Conversation(turns, None, tmp_path, 0, 1)], template, 304)
+    assert facts["chat"]["empty"] == 2
+    assert any("warning: 2 answers are empty" in line for line in describe_chat(facts["chat"], 20, 1))

@@ -181,3 +181,12 @@ def test_answers_of_several_messages_and_equal_ones(tmp_path: Path, monkeypatch:
         Loader(config, 0, 1, pairs=True)
     counts = {"pairs": 3, "equal": 1, "answers": 6, "conversations": 3, "trained_tokens": 10, "rendered_tokens": 20}
     assert any("1 pairs have two answers that are the same" in line for line in describe_chat(counts, 20, 3))
+
+
+def test_pairs_that_are_all_left_out_say_how_long_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_pairs(tmp_path / "a.jsonl", 20)
+    config = config_of(tmp_path, path=str(tmp_path / "a.jsonl"), on_long="drop")
+    config.train.seq_len = 8
+    with pytest.raises(DataError, match=r"No pair of answers is left.* \(the shortest has \d\d tokens\)"):
+        Loader(config, 0, 1, pairs=True)

@@ -88,6 +88,13 @@ def test_adapters_leave_exactly(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(model.get_parameter(n), before[n]) for n in untouched)
 
 
+def test_a_model_of_a_mixtures_family_without_experts_has_an_adapter(tmp_path: Path) -> None:
+    """peft goes by the family: it would take a plain ``gate_proj`` for that of experts also where there are none."""
+    save_small_hf("glm4_moe", tmp_path / "source", other_sizes={"num_hidden_layers": 1, "first_k_dense_replace": 1})
+    written = to_peft(trained(tmp_path / "source"), tmp_path / "out", LORA)
+    assert written.groups == {"attention": 4, "mlp": 3}
+
+
 def test_an_adapter_that_peft_loads_otherwise_is_no_adapter(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_small_hf("dsv3", source)

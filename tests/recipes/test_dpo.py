@@ -28,6 +28,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import Loader
+from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.parallel.mesh import build_meshes
@@ -219,6 +220,10 @@ def test_the_reference_is_kept_and_known_again(
         made.loader.config = replace(made.config, train=replace(made.config.train, seed=7))
         made.reference()
         assert "it belongs to other data" in capsys.readouterr().out
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(ConfigError, match=f"{file} is a folder, where a file belongs"):  # before the pass
+            made.reference()
 
 
 def test_a_step_without_steps_starts_at_log_two_and_counts_padding_rows_for_nothing(

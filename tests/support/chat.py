@@ -42,6 +42,19 @@ TEMPLATES = {
     # GPT-OSS: the last answer ends in another token than those before it.
     "returns": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
     "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}" + _CHATML_PROMPT,
+    # Phi-3: the conversation is closed by a token of its own, behind the last turn's.
+    "closes": "{% for m in messages %}"
+    + _CHATML_TURN
+    + "{% endfor %}"
+    + _CHATML_PROMPT.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}"),
+    # A line of text behind every turn, and another at the end.
+    "signs": "{% for m in messages %}"
+    + _CHATML_TURN
+    + "{{ '--\\n' }}{% endfor %}"
+    + _CHATML_PROMPT.replace("{% endif %}", "{% else %}{{ 'The end.\\n' }}{% endif %}"),
+    # Command-R: two tokens end an answer.
+    "two": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|tool|><|im_end|>' }}{% endfor %}"
+    + _CHATML_PROMPT,
     # No special token at all.
     "bare": "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}",
