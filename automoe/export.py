@@ -142,17 +142,7 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
         check_holds(exported, config.model, family_of(config.model).keys)
     else:
-        if ema:
-            raise CheckpointError(f"{run_dir} has no training checkpoint, which has the averages. Omit --ema")
-        if (run_dir / "adapter" / "adapter_config.json").is_file():
-            raise CheckpointError(
-                f"{run_dir} has no weights of a whole model, only the adapter in {run_dir / 'adapter'}, which peft loads "
-                f"onto {config.model.hf_path}. Train it with checkpoint.every=N to have it merged here"
-            )
-        raise CheckpointError(
-            f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
-            "Train it with checkpoint.every=N or checkpoint.export_hf=true"
-        )
+        raise _no_weights(run_dir, config, ema)
     # Nothing is computed, so the backends that trained it need not be here.
     config, dtype = replace(config, moe=replace(config.moe, experts="loop")), PARAM_DTYPES[config.train.dtype]
     model = build_decoder(config.model, config.moe, dtype)
@@ -172,6 +162,21 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     load_step(held, newest, trained if ema else ())
     return model
+
+
+def _no_weights(run_dir: Path, config: Config, ema: bool) -> CheckpointError:
+    """Why there is nothing to export, and what there is."""
+    if ema:
+        return CheckpointError(f"{run_dir} has no training checkpoint, which has the averages. Omit --ema")
+    if (run_dir / "adapter" / "adapter_config.json").is_file():
+        return CheckpointError(
+            f"{run_dir} has no weights of a whole model, only the adapter in {run_dir / 'adapter'}, which peft loads "
+            f"beside {config.model.hf_path}. Train with checkpoint.every=N to have them merged"
+        )
+    return CheckpointError(
+        f"{run_dir} has no weights: neither a training checkpoint in checkpoints/ nor an export in hf/. "
+        "Train it with checkpoint.every=N or checkpoint.export_hf=true"
+    )
 
 
 def load_step(held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()) -> None:

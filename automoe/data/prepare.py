@@ -297,8 +297,8 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tupl
         cut = config.data.on_long == "truncate"
         why = ", and no answer begins before that" if cut else f" (the shortest has {lengths.min()} tokens)"
         raise DataError(
-            f"No {what} is left for the {split} split: all {len(lengths)} are longer than train.seq_len={seq_len}{why}, "
-            f"under data.on_long={config.data.on_long}. Raise train.seq_len."
+            f"No {what} is left for the {split} split: all {len(lengths)} are longer than train.seq_len={seq_len}{why}"
+            f", under data.on_long={config.data.on_long}. Raise train.seq_len."
         )
     return starts[kept], lengths[kept]
 
