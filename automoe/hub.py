@@ -31,6 +31,15 @@ def local_folder(spec: str | Path) -> Path:
     return Path(HF_HUB_CACHE, f"models--{found[1].replace('/', '--')}", "snapshots", found[3])
 
 
+def is_data_set(path: str) -> bool:
+    """Whether ``path`` is a directory that ``datasets`` saved or, where nothing lies and no folder OWNER, a Hub id."""
+    folder, found = Path(path).expanduser(), _ID.fullmatch(path)
+    if folder.exists():
+        return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    file = folder.suffix in (".json", ".jsonl", ".parquet", ".gz", ".zst")  # mistyped: asks no server
+    return found is not None and "@" not in path and not file and not folder.parent.exists()
+
+
 def id_and_commit(spec: str) -> tuple[str, str] | None:
     """Name and commit of a pinned id; None for a path."""
     found = _ID.fullmatch(spec)

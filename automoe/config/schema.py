@@ -259,6 +259,10 @@ class SourceConfig:
     text_key: str | None = None
     subset: str | None = None
     split: str | None = None
+    # Of conversations, as in data.chat:
+    format: Literal["messages", "sharegpt", "alpaca"] | None = None
+    keys: dict[str, str] | None = None
+    roles: dict[str, str] | None = None
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{key}: {value}" for key, value in vars(self).items() if value is not None) + "}"
@@ -309,10 +313,11 @@ class DataConfig:
         "stdlib_preference",
         "benchmark",
     ] = "stdlib"
-    path: str | None = None  # file, directory or glob; of kind hub an id (org/name), or a directory saved by datasets
+    # File, directory or glob. Of conversations and kind hub also a Hub id (org/name), or a directory saved by datasets
+    path: str | None = None
     sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
-    subset: str | None = None  # hub: which of the data set's configurations
-    split: str = "train"  # hub: which of its splits
+    subset: str | None = None  # of the Hub: which of the data set's configurations
+    split: str = "train"  # of the Hub, or saved by datasets: which of its splits
     tokenizer: str | None = None  # byte, or a directory or Hub id with a tokenizer; null: model.hf_path's, or byte
     text_key: str = "text"  # jsonl field or parquet column
     document_mask: bool = True  # tokens attend within their own document only
@@ -456,8 +461,9 @@ def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
         return [("", 1.0, data)]
     found = []
     for source in data.sources:
-        keys = ("kind", "text_key", "subset", "split")
-        own = {key: value for key in keys if (value := getattr(source, key)) is not None}
+        given = {key: value for key, value in vars(source).items() if value is not None}
+        own = {key: given[key] for key in ("kind", "text_key", "subset", "split") if key in given}
+        own["chat"] = replace(data.chat, **{key: given[key] for key in ("format", "keys", "roles") if key in given})
         place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
         name = source.name or place.partition(".")[0]
         found.append((name, source.weight, replace(data, **own, path=source.path, sources=[])))

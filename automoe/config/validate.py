@@ -19,7 +19,7 @@ from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, ke
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import NO_TOKENIZER, Config, DataConfig, sources_of
 from automoe.errors import ConfigError
-from automoe.hub import local_folder
+from automoe.hub import is_data_set, local_folder
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
@@ -203,7 +203,8 @@ def _data_rows(config: Config) -> Iterator[Row]:
                "Set data=text|jsonl|parquet|chat, or leave data.path out")
         yield (key, not made and one.path is None,
                f"{said}data.kind={one.kind} reads files, and no path is given", "Set data.path=FILE, or data=stdlib")
-        there = one.path is None or one.kind == "hub" or glob.glob(os.path.expanduser(one.path), recursive=True)
+        hub = one.path is not None and (one.kind == "hub" or one.is_chat and is_data_set(one.path))
+        there = one.path is None or hub or glob.glob(os.path.expanduser(one.path), recursive=True)
         yield (key, not there, f"{said}nothing there: {one.path}" if said else f"nothing there (looked from {here})",
                "Name a file, a directory or a glob that exists")
     yield ("model.hf_path", hf_path is not None and not local_folder(hf_path).is_dir(),
@@ -220,7 +221,8 @@ def _chat_rows(config: Config) -> Iterator[Row]:
                "Set data.on_long=drop, or error")
         yield ("data.document_mask", not data.document_mask,
                "both sequences of a pair share a row, each alone to itself", "Set data.document_mask=true")
-        yield ("data.chat.format", data.chat.format == "alpaca", "pairs have a prompt, chosen and rejected: text, or "
+        alpaca = any(one.chat.format == "alpaca" for _, _, one in sources_of(data))
+        yield ("data.chat.format", alpaca, "pairs have a prompt, chosen and rejected: text, or "
                "messages of role and content (messages) or of from and value (sharegpt)",
                "Set data.chat.format=messages, and data.chat.keys={prompt: instruction} for other names")
     if not data.is_chat:

@@ -91,7 +91,7 @@ def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]
     if data.kind.startswith("stdlib"):
         records = _docstring_records(path)
         yield from _shouted(records) if data.is_preference else records
-    elif path.suffix == ".parquet":
+    elif path.suffix in (".parquet", ".arrow"):
         for row, record in parquet_records(path):
             yield row, _without_nulls(record)
     else:

@@ -30,6 +30,7 @@ from automoe.shipped import shipped_folder
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _VERSION = 3  # raise it when the same template and record give other tokens or marks
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROBE = "probe_name", "probe_key", "probe value"
 _ASKING = ("system", "developer", "user")  # roles whose text a template should show as it is
 
@@ -123,6 +124,11 @@ class ChatTemplate:
     def _special(self) -> set[int]:
         special = {i for i, token in self._hf.added_tokens_decoder.items() if token.special}
         return special | {self._hf.eos_token_id}
+
+    def tokenizer_settings(self) -> bytes:
+        """What the tokenizer's folder says besides ``tokenizer.json``: special tokens, which templates write, too."""
+        files = [local_folder(self.tokenizer) / name for name in _SETTINGS]
+        return b"".join(file.read_bytes() for file in files if file.is_file())
 
     def samples(self, conversations: Sequence[Conversation]) -> list[list[Sample]]:
         """Of each conversation the samples that train its answers, every answer in one of them.

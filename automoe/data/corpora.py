@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from automoe.config.plugins import registered
 from automoe.config.schema import CHAT_KINDS, DataConfig
 from automoe.errors import ConfigError, DataError, listed
+from automoe.hub import is_data_set
 
 # Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -75,7 +76,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         ConfigError: ``data.path`` is not set.
         DataError: nothing is found there, or a directory of records in several formats.
     """
-    if data.kind == "hub" and data.path is not None:
+    if data.path is not None and (data.kind == "hub" or data.is_chat and is_data_set(data.path)):
         from automoe.data.hub import hub_files
 
         return hub_files(data)
@@ -110,14 +111,14 @@ def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
     """Visible files of a directory whose names match; of automoe's own kinds of records, compressed ones too."""
     visible = [path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"]
     patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
-    if kind in ("jsonl", "parquet", "chat"):
+    if kind in ("jsonl", "parquet", *CHAT_KINDS):
         formats = {match[0]: path.name for path in sorted(visible) if (match := _RECORDS.search(path.name))}
         if len(formats) > 1:
             raise DataError(
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
                 f"of another. Name those that count with a glob: data.path='{root}/**/{pattern.split()[0]}'"
             )
-    matches = _RECORDS.search if kind == "chat" else lambda name: any(map(Path(name).match, patterns))
+    matches = _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
     for path in (path for path in sorted(visible) if path.is_symlink()):
         if matches(path.name) and not path.exists():
             raise DataError(f"{path}: a link to nothing. Bring back the file, or remove the link.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from automoe.config.schema import DataConfig
 from automoe.errors import DataError
+from automoe.hub import is_data_set
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:
@@ -27,7 +28,7 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
     folder = Path(data.path or "").expanduser()
     try:
         found: Any
-        if folder.is_dir() and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if folder.is_dir() and is_data_set(str(folder)):
             found = datasets.load_from_disk(str(folder))
             if isinstance(found, datasets.DatasetDict):
                 found = found[data.split]

@@ -114,7 +114,7 @@ def _cache_key(
     key.update(json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode())
     key.update(reader_digest(data.kind).encode())
     if template is not None:
-        key.update(version("transformers").encode())  # which renders it
+        key.update(version("transformers").encode() + template.tokenizer_settings())  # which render it
     for name, path in files.items():
         try:
             with path.open("rb") as file:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from automoe.config.schema import ChatConfig, Config, DataConfig, TrainConfig
+from automoe.config.schema import ChatConfig, Config, DataConfig, SourceConfig, TrainConfig, sources_of
 from automoe.config.validate import validate
 from automoe.data.chat import Conversation, num_bytes, read_conversations
 from automoe.data.chat_corpus import tokenise_chat
@@ -23,9 +23,10 @@ from automoe.data.chat_template import ChatTemplate
 from automoe.data.corpora import find_files
 from automoe.data.loader import Loader
 from automoe.errors import ConfigError, DataError
+from automoe.hub import is_data_set
 from automoe.moe.tokens import IGNORE
 from automoe.observe.sample_view import describe_row
-from tests.support.chat import messages, save_tokenizer, write_chat
+from tests.support.chat import TEMPLATES, messages, save_tokenizer, write_chat
 
 ASKED = messages("2+2?", "4")
 
@@ -145,6 +146,21 @@ def test_a_limit_below_the_first_conversation_is_refused(tmp_path: Path) -> None
         list(read_conversations(data, [path]))
     data.max_bytes = sum(len(message["content"]) for message in ASKED)
     assert len(list(read_conversations(data, [path]))) == 1
+
+
+def test_data_sets_and_sources_of_other_formats_say_the_same(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"messages": ASKED}]).save_to_disk(tmp_path / "saved")
+    assert is_data_set(str(tmp_path / "saved")) and read(tmp_path / "saved") == [ASKED]
+    assert is_data_set("some-owner/some-name") and not is_data_set(f"{tmp_path.name}/a.jsonl")
+    assert not is_data_set("automoe/nothing")  # a folder of that name is here: a mistyped path
+    turns = [{"speaker": "human", "value": "2+2?"}, {"speaker": "gpt", "value": "4"}]
+    file = write(tmp_path / "turns.jsonl", {"conversations": turns})
+    other = SourceConfig(path=str(file), format="sharegpt", keys={"role": "speaker"})
+    sources = sources_of(DataConfig(kind="chat", sources=[SourceConfig(path=str(tmp_path / "saved")), other]))
+    found = [[c.messages for c in read_conversations(one, find_files(one).values())] for _, _, one in sources]
+    assert found == [[ASKED], [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]]]
 
 
 # The loader -----------------------------------------------------------------------------------------
@@ -279,3 +295,14 @@ def test_text_in_parts_stays_in_parts(tmp_path: Path) -> None:
     [found] = read(write_chat(tmp_path / "a.jsonl", [turns]))
     assert [message["content"] for message in found] == [parts, "é"]
     assert list(map(num_bytes, found)) == [3, 2]
+
+
+def test_special_tokens_that_changed_are_read_again(make: Make) -> None:
+    config = make("bare")
+    settings = Path(config.data.tokenizer or "") / "tokenizer_config.json"
+    old = json.loads(settings.read_text())
+    (settings.parent / "chat_template.jinja").write_text("{{ bos_token }}" + TEMPLATES["chatml"])
+    for bos in ("<|user|>", "<|tool|>"):
+        settings.write_text(json.dumps(old | {"bos_token": bos}))
+        loader = Loader(config, 0, 1)
+        assert loader.tokenizer.decode(loader.corpus.tokens[:1]) == bos

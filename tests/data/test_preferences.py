@@ -58,6 +58,10 @@ def test_what_trl_documents_and_what_people_have_says_the_same(tmp_path: Path) -
     columns = {"prompt": [ASKED], "chosen": [json.dumps(GOOD)], "rejected": [json.dumps(BAD)]}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == PAIR
+    with pytest.raises(DataError, match="files of 2 formats"):
+        read(tmp_path)
+    file.unlink()
+    assert read(tmp_path) == PAIR  # a folder
 
 
 @pytest.mark.parametrize(
