@@ -102,9 +102,13 @@ def test_a_folder_of_tasks_asked_through_the_chat_template(folder: Path) -> None
     assert found["n-samples"]["letters"]["effective"] == 10 and found["config"]["apply_chat_template"]
 
 
-def test_one_document_has_no_standard_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_document_has_no_standard_error(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)  # which is in no git repository
     assert evaluate(folder, "--tasks", str(folder / "tasks"), "--limit", "1", "--out", str(folder / "one.json")) == 0
-    assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "-"
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-2].split()[-1] == "-" and "git" not in said.err
 
 
 def test_a_group_in_a_file_of_its_own(folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import automoe.config.schema as schema
 from automoe.config.convert import check_key, field_types, type_name
@@ -120,8 +120,8 @@ def _kind(hint: Any) -> str:
         return "its keys"
     if get_origin(hint) is Literal:
         return " | ".join(map(str, get_args(hint)))
-    if get_origin(hint) is UnionType:
-        return " or ".join("null" if one is type(None) else type_name(one) for one in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join("null" if one is type(None) else _kind(one) for one in get_args(hint))
     if get_origin(hint) is tuple:
         return f"{len(get_args(hint))} numbers"
     return type_name(hint)

@@ -259,8 +259,7 @@ class SourceConfig:
     text_key: str | None = None
     subset: str | None = None
     split: str | None = None
-    # Of conversations, as in data.chat:
-    format: Literal["messages", "sharegpt", "alpaca"] | None = None
+    format: Literal["messages", "sharegpt", "alpaca"] | None = None  # these three: as in data.chat
     keys: dict[str, str] | None = None
     roles: dict[str, str] | None = None
 
