@@ -195,7 +195,8 @@ class _Reader:
     def _message(self, raw: Any, number: int) -> Message:
         if not isinstance(raw, dict):
             raise self._wrong(f"message {number} is {type(raw).__name__} where an object is needed", "Correct it")
-        raw = {key: value for key, value in raw.items() if value is not None}
+        # Some templates take calls that are null, or an empty list, for calls.
+        raw = {key: value for key, value in raw.items() if value is not None and (key, value) != ("tool_calls", [])}
         name = self._value(raw, "role", f"message {number}: ")
         role = self.roles.get(name) if isinstance(name, str) else None
         if role is None:

@@ -202,6 +202,11 @@ def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise _not_utf8(path, number, error) from error
             if not line:
                 continue
+            if number == 1 and line.startswith("["):
+                raise DataError(
+                    f"{path}:1: a JSON array, where each line is one JSON object. Write its items as lines "
+                    f"(jq -c '.[]' {path.name} > {path.name.partition('.')[0]}.jsonl)."
+                )
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:

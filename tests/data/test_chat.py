@@ -106,6 +106,11 @@ def test_a_bad_record_names_its_line(tmp_path: Path, line: str) -> None:
         read(path)
 
 
+def test_no_calls_are_no_calls(tmp_path: Path) -> None:
+    path = write_chat(tmp_path / "a.jsonl", [[ASKED[0], ASKED[1] | {"tool_calls": empty}] for empty in ([], None)])
+    assert read(path) == [ASKED, ASKED]  # some templates would write a call of nothing, and not the text
+
+
 def test_a_history_is_not_left_out_and_what_no_template_reads_may_be_anything(tmp_path: Path) -> None:
     record = {"instruction": "2+2?", "output": "4"}
     assert read(write(tmp_path / "a.jsonl", record | {"history": []}), format="alpaca") == [ASKED]
@@ -306,3 +311,12 @@ def test_special_tokens_that_changed_are_read_again(make: Make) -> None:
         settings.write_text(json.dumps(old | {"bos_token": bos}))
         loader = Loader(config, 0, 1)
         assert loader.tokenizer.decode(loader.corpus.tokens[:1]) == bos
+
+
+def test_no_token_to_stop_at_is_an_error_for_people(make: Make) -> None:
+    config = make("bare")
+    folder = Path(config.data.tokenizer or "")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    with pytest.raises(ConfigError, match=r"names no eos_token.*Set eos_token in its tokenizer_config\.json"):
+        Loader(config, 0, 1)

@@ -172,6 +172,13 @@ def test_bad_jsonl_line_is_named(line, tmp_path):
         read("jsonl", path)
 
 
+@pytest.mark.parametrize("text", ['[{"text": "a"}]', '[\n  {"text": "a"}\n]\n'])
+def test_a_json_array_says_how_it_becomes_lines(text, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=r"a\.json:1: a JSON array, .*jq -c '\.\[\]' a\.json > a\.jsonl"):
+        read("jsonl", tmp_path / "a.json")
+
+
 def test_bad_utf8_in_text_names_the_line(tmp_path):
     (tmp_path / "latin.txt").write_bytes("erste\nzweite\ndrítte\n".encode("latin1"))
     with pytest.raises(DataError, match=r"latin\.txt:3: byte 0xed is not UTF-8 .*Convert the file"):

@@ -88,6 +88,14 @@ def read_wandb(path: Path) -> tuple[tuple, list[tuple[int, float]]]:
     return about, rows
 
 
+def test_a_new_run_forgets_who_was_here_before(tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text(json.dumps({"W&B": "earlier"}))
+    make_trackers(Config(), tmp_path, resume_step=3)
+    assert (tmp_path / "trackers.json").exists()
+    make_trackers(Config(), tmp_path)
+    assert not (tmp_path / "trackers.json").exists()
+
+
 def test_off_does_not_import_wandb(tmp_path):
     done = run(tmp_path, "off")
     assert done.stdout == "trained to step 3 with nothing False\n\n", done.stderr

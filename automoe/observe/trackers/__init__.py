@@ -94,6 +94,8 @@ def make_trackers(
     ids |= {name: tracker.id for name, tracker in opened.items() if tracker.id}
     if ids:
         replace_json(run_dir / IDS_FILE, ids)
+    else:  # those of an earlier run that was here
+        (run_dir / IDS_FILE).unlink(missing_ok=True)
     return Trackers(opened, config, warn)
 
 
