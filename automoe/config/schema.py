@@ -312,8 +312,7 @@ class DataConfig:
         "stdlib_preference",
         "benchmark",
     ] = "stdlib"
-    # File, directory or glob. Of conversations and kind hub also a Hub id (org/name), or a directory saved by datasets
-    path: str | None = None
+    path: str | None = None  # file, folder or glob; of conversations and kind hub also a Hub id, or what datasets saved
     sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
     subset: str | None = None  # of the Hub: which of the data set's configurations
     split: str = "train"  # of the Hub, or saved by datasets: which of its splits

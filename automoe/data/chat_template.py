@@ -270,7 +270,7 @@ class ChatTemplate:
         """What ends an answer where the template writes nothing: the token that opens the next turn, or the EOS."""
         opener_id = self._ending(calls)[1]
         if opener_id is None and self._hf.eos_token_id is None:
-            rule = "its chat template ends answers in no special token, and it names no eos_token, which would be put there"
+            rule = "its chat template ends answers in no special token, and it names no eos_token to put there"
             raise ConfigError("data.tokenizer", self.tokenizer, rule, "Set eos_token in its tokenizer_config.json")
         self.counts["eos_added"] += opener_id is None
         return self._hf.eos_token_id if opener_id is None else opener_id
