@@ -123,6 +123,7 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     wide = f"it has heads of up to {MAX_FLASH_DIM} dims, and this model's have {dim}"
     yield key, kernel == "flash" and dim > MAX_FLASH_DIM, wide, remedy
     if kernel == "cudnn":
+        yield from _masked_cudnn_rows(config, shape)
         return
     causal, window = "on CUDA it knows causality alone, and ", config.model.attention.sliding_window
     masks = f"{causal}data.document_mask=true masks documents"
@@ -133,6 +134,20 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
         (config.model.attention.sinks and kernel == "te", "model.attention.sinks=true adds a key"),
     ):
         yield key, broken, causal + why, remedy
+
+
+def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
+    """cuDNN's gradient of queries may be NaN with a mask over 64 keys more than a multiple of 128 (pytorch#196678)."""
+    attention, cp, seq_len = config.model.attention, shape.cp, config.train.seq_len
+    masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1
+    # A rank of cp computes up to the end of each of its chunks of the row. A sink is one more key.
+    chunk, ends = (seq_len, 1) if cp == 1 else (seq_len // (2 * cp), 2 * cp)
+    wrong = [n * chunk for n in range(1, ends + 1) if (n * chunk + attention.sinks) % 128 == 64]
+    yield ("kernels.attention", masked and bool(wrong),
+           "with a mask its gradient may be NaN over a number of keys that leaves 64 when divided by 128: "
+           f"train.seq_len={seq_len} on mesh.cp={cp} has {wrong and wrong[0]}",
+           "Nearest valid choice: kernels.attention=sdpa, which leaves it out there, or a train.seq_len that "
+           f"{128 * ends} divides")
 
 
 def head_dims(config: Config) -> tuple[int, int]:

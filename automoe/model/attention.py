@@ -22,6 +22,9 @@ from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
 LATENT_NORM_EPS = 1e-6
+# How many operations of a product take as long as one byte between ranks: an H100, 400 TFLOP/s in products and 450 GB/s
+# over NVLink; one core, and gloo on one machine.
+FLOPS_PER_BYTE = {"cuda": 900, "cpu": 40}
 
 
 class AttentionContext:
@@ -34,6 +37,7 @@ class AttentionContext:
         self.cos, self.sin = rotary_cos_sin(config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype)
         self.interleaved = config.rope.interleaved
         self.mask = attention_mask(tokens, self.keys, always=runtime.always_masked)
+        self.blocks = query_blocks(tokens.index.shape[1], self.keys)
         self.window = attention.sliding_window
         self.window_mask = None
         if self.window:
@@ -48,13 +52,42 @@ class AttentionContext:
     def attend(self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None) -> torch.Tensor:
         """An ``AttentionFn`` whose mask is that of these rows, and of the layer's ``window`` if it has one."""
         assert window in (0, self.window)
-        return self._attend(q_BSND, k_BRGD, v_BRGD, self.window_mask if window else self.mask, scale, sinks_N)
+        mask = self.window_mask if window else self.mask
+        if len(self.blocks) == 1:
+            return self._attend(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N)
+        out = []
+        for rows, end in self.blocks:
+            # Later keys are masked for all of the block's queries, and so are those further back than its first sees.
+            seen = slice(max(end - (rows.stop - rows.start) - window + 1, 0) if window else 0, end)
+            block = q_BSND[:, rows], k_BRGD[:, seen], v_BRGD[:, seen], mask[:, :, rows, seen]
+            out.append(self._attend(*block, scale, sinks_N))
+        return torch.cat(out, dim=1)
+
+
+def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
+    """[B, S, ...] of the ranks that share rows -> [B, R, ...] in the order of the row."""
+    if keys.num_ranks == 1:
+        return x_BS
+    chunks = keys.all_gather(x_BS).split(x_BS.shape[1] // 2, dim=1)
+    return torch.cat(chunks[::2] + chunks[::-2], dim=1)
+
+
+def query_blocks(num_queries: int, keys: Communicator) -> list[tuple[slice, int]]:
+    """Runs of the row among this rank's positions, and the row's position behind each: no query of it sees further.
+
+    Ranks that share rows have them as ``automoe.parallel.context.head_tail_index`` cuts them: of 2 P chunks one from
+    the head and its mirror from the tail, so that each computes 2 P + 1 pairs of chunks, of the 4 P that there are.
+    """
+    if keys.num_ranks == 1:
+        return [(slice(0, num_queries), num_queries)]
+    chunk, head, tail = num_queries // 2, keys.rank + 1, 2 * keys.num_ranks - keys.rank
+    return [(slice(0, chunk), head * chunk), (slice(chunk, num_queries), tail * chunk)]
 
 
 def attention_mask(
     tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
 ) -> torch.Tensor | None:
-    """[B, 1, S, R] True where a query may look, or None where plain causality says it all.
+    """[B, 1, S, R] True where a query may look at a key of the row, or None where plain causality says it all.
 
     With ``window`` no further back than that many positions of the row, its own included. With ``always`` rows
     with document ids get a mask whatever the ids are: compiled code is made for one case.
@@ -68,13 +101,28 @@ def attention_mask(
         docs_BS = None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
     if docs_BS is None and whole and not window:
         return None
-    key_index_BR = keys.all_gather(tokens.index)
+    key_index_BR = torch.arange(tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device).unsqueeze(0)
     mask_BSR = key_index_BR[:, None, :] <= tokens.index[:, :, None]
     if window:
         mask_BSR = mask_BSR & (key_index_BR[:, None, :] > tokens.index[:, :, None] - window)
     if docs_BS is not None:
-        mask_BSR = mask_BSR & (keys.all_gather(docs_BS)[:, None, :] == docs_BS[:, :, None])
+        mask_BSR = mask_BSR & (gather_row(docs_BS, keys)[:, None, :] == docs_BS[:, :, None])
     return mask_BSR[:, None]
+
+
+def gathers_latents(latent: int, expanded: int, device_type: str, num_bytes: int) -> bool:
+    """Whether ranks that share rows gather MLA's latent, and each expands the whole row; else what it expands to.
+
+    To expand a token of another rank again takes 2 latent * expanded operations, and twice as many backward. To send
+    what it expands to instead takes its width in a gather, and again in the reduce-scatter of the backward.
+
+    Args:
+        latent: numbers of a token's latent, 512 in DeepSeek-V3.
+        expanded: of its keys and values in this rank's heads, 32,768 in DeepSeek-V3.
+        num_bytes: of a number.
+    """
+    saved = 2 * num_bytes * (expanded - latent)
+    return 6 * latent * expanded < FLOPS_PER_BYTE[device_type] * saved
 
 
 class GroupedQueryAttention(nn.Module):
@@ -118,8 +166,8 @@ class GroupedQueryAttention(nn.Module):
         if self.output_gate:
             q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         q_BSND = context.rotate(self.q_norm(q_BSND.reshape(heads)))
-        k_BRGD = context.keys.all_gather(context.rotate(self.k_norm(self.k_proj(x_BSH).view(heads))))
-        v_BRGD = context.keys.all_gather(self.v_proj(x_BSH).view(heads))
+        k_BRGD = gather_row(context.rotate(self.k_norm(self.k_proj(x_BSH).view(heads))), context.keys)
+        v_BRGD = gather_row(self.v_proj(x_BSH).view(heads), context.keys)
         sinks_N = None if self.sinks is None else local_shard(self.sinks)
         out_BSND = self.attend(context, q_BSND, k_BRGD, v_BRGD, self.scale, self.window, sinks_N)
         out_BSND = out_BSND if gate is None else out_BSND * gate.sigmoid()
@@ -159,14 +207,16 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         latent_BRL = self.sequence.all_gather(self.kv_a_layernorm(latent))
         k_rope_BRD = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
-        if context.keys.num_ranks > 1:
-            # What other ranks need of this row is the latent, not the K and V it expands to: 576 numbers
-            # a token in DeepSeek-V3 instead of 40,960.
-            gathered = context.keys.all_gather(torch.cat((latent_BRL, k_rope_BRD), dim=-1))
+        if context.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
+            gathered = gather_row(torch.cat((latent_BRL, k_rope_BRD), dim=-1), context.keys)
             latent_BRL, k_rope_BRD = gathered.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         q_BSND, k_BRND, v_BRND = self.project_up(query_BSL, latent_BRL, k_rope_BRD, context)
         out_BSND = self.attend(context, q_BSND, k_BRND, v_BRND, self.scale)
         return self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
+
+    def gathers_latents(self, latent: torch.Tensor) -> bool:
+        expanded = self.num_heads * (self.nope_dim + self.v_dim) // self.sequence.num_ranks
+        return gathers_latents(self.kv_lora_rank, expanded, latent.device.type, latent.element_size())
 
     def project_up(
         self, query_BSL: torch.Tensor, latent_BRL: torch.Tensor, k_rope_BRD: torch.Tensor, context: AttentionContext
@@ -175,11 +225,13 @@ class LatentAttention(nn.Module):
 
         Args:
             query_BSL: the latent of queries, or the hidden states where they have none.
-            latent_BRL: the latent of keys and values.
+            latent_BRL: the latent of keys and values; of this rank's positions where what it expands to is gathered.
             k_rope_BRD: the dims of keys that turn with the position, rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         kv_BRND = self.kv_b_proj(latent_BRL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        if context.keys.num_ranks > 1 and not self.gathers_latents(latent_BRL):
+            kv_BRND, k_rope_BRD = (gather_row(x, context.keys) for x in (kv_BRND, k_rope_BRD))
         k_BRND, v_BRND = context.rope.join_keys(kv_BRND, k_rope_BRD, self.nope_dim)
         return context.rotate(q_BSND, self.nope_dim), k_BRND, v_BRND

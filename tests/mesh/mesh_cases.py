@@ -126,7 +126,8 @@ MODELS["qwen3-tied"] = replace(MODELS["qwen3"], tie_embeddings=True)
 MODELS["deepseek-direct"] = replace(
     MODELS["deepseek"],
     num_shared_experts=2,
-    attention=replace(MODELS["deepseek"].attention, q_lora_rank=None, num_heads=4, num_kv_heads=4),
+    # With tp, a latent as wide as what it expands to: cp gathers keys and values themselves.
+    attention=replace(MODELS["deepseek"].attention, q_lora_rank=None, kv_lora_rank=24, num_heads=4, num_kv_heads=4),
     router=replace(MODELS["deepseek"].router, num_groups=1, topk_groups=1),
 )
 

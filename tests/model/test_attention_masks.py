@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automoe.model.attention import attention_mask
+from automoe.config.schema import AttentionConfig, ModelConfig
+from automoe.model.attention import AttentionContext, attention_mask, gather_row, gathers_latents
 from automoe.model.attention_kernels import attend
+from automoe.model.runtime import Runtime
+from automoe.moe.communicators import Communicator, Communicators
 from automoe.moe.tokens import Tokens
+from automoe.parallel.context import head_tail_index
 
 B, S, N, G, D = 2, 11, 4, 2, 6
 
@@ -65,3 +69,61 @@ def test_attention_is_the_softmax_over_what_is_seen(
     )
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+class PartOfRows(Communicator):
+    """Of a rank of three that share rows of 12 positions; ``whole`` is what all of them have, in order."""
+
+    num_ranks = 3
+
+    def __init__(self, rank: int, whole: torch.Tensor) -> None:
+        self.rank, self.whole = rank, whole
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [self.whole[:, head_tail_index(12, 3, rank)] for rank in range(3)]
+        assert torch.equal(x, parts[self.rank])
+        return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 20])
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_ranks_that_share_rows_compute_what_is_seen(window: int, with_documents: bool, with_sinks: bool) -> None:
+    """Each rank the same 2 P + 1 pairs of chunks, of 4 P; with a window those near the diagonal."""
+    length, computed = 12, []
+    generator = torch.Generator().manual_seed(window)
+    q, k, v = (torch.randn(B, length, n, D, generator=generator, dtype=torch.float64) for n in (N, G, G))
+    sinks = torch.randn(N, generator=generator, dtype=torch.float64) if with_sinks else None
+    docs = torch.tensor([[0] * 3 + [1] * 9, [0] * 10 + [-1] * 2])
+    index = torch.arange(length)
+    near = (index <= index[:, None]) & (index > index[:, None] - (window or length))
+    allowed = near & (docs[:, None, :] == docs[:, :, None]) if with_documents else near.expand(B, -1, -1)
+    wanted = written_out(q, k, v, allowed[:, None], 0.5, sinks)
+
+    def counting(q, k, *others):
+        computed.append(q.shape[1] * k.shape[1])
+        return attend(q, k, *others)
+
+    interval = 2 if window else 1
+    attention = AttentionConfig(num_heads=N, head_dim=D, sliding_window=window, full_attention_interval=interval)
+    for rank in range(3):
+        mine = head_tail_index(length, 3, rank)
+        keys = PartOfRows(rank, docs)
+        assert torch.equal(gather_row(docs[:, mine], keys), docs)
+        tokens = Tokens(mine.expand(B, -1), mine.expand(B, -1), docs[:, mine] if with_documents else None, index.sum())
+        runtime = Runtime(comms=Communicators(context=keys, keys=keys), attend=counting)
+        context = AttentionContext(ModelConfig(attention=attention), tokens, runtime, torch.float64)
+        got = context.attend(q[:, mine], k, v, 0.5, window, sinks)
+        torch.testing.assert_close(got, wanted[:, mine], rtol=1e-11, atol=1e-12)
+        pairs, chunk = sum(computed), length // 6
+        assert pairs == 7 * chunk**2 if not window else pairs <= min(2 * chunk * (chunk + window - 1), 7 * chunk**2)
+        computed.clear()
+
+
+def test_latents_are_gathered_where_expanding_them_again_is_cheaper_than_sending_more() -> None:
+    """DeepSeek-V3: 512 numbers a token that expand to 256 for each of 128 heads."""
+    assert gathers_latents(512, 128 * 256, "cuda", 2)
+    assert gathers_latents(512, 128 * 256 // 4, "cuda", 2)
+    assert not gathers_latents(512, 128 * 256 // 16, "cuda", 2), "mesh.tp=16"
+    assert not gathers_latents(512, 128 * 256, "cpu", 4)
+    assert gathers_latents(8, 24, "cpu", 8) and not gathers_latents(24, 24, "cpu", 8)

@@ -303,6 +303,9 @@ _MODEL = [
     ("attention_kernels.py", "F.pad(mask, (1, 0), value=True)", "F.pad(mask, (1, 0), value=False)", GPT_OSS),
     ("attention.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-4", parity("dsv3_odd")),
     ("attention.py", "self.window_mask if window else self.mask", "self.mask", GPT_OSS),
+    ("attention.py", "chunks[::2] + chunks[::-2]", "chunks[::2] + chunks[1::2]", MASKS),
+    ("attention.py", "2 * keys.num_ranks - keys.rank\n", "2 * keys.num_ranks\n", MASKS),
+    ("attention.py", "- window + 1, 0) if window", "- window + 2, 0) if window", MASKS),
     ("attention.py", "whole = keys.num_ranks == 1", "whole = True", [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"]),
     (
         "attention.py",
