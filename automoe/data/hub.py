@@ -45,7 +45,8 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
 def _reason(data: DataConfig, error: Exception) -> str:
     import datasets
 
-    what = f"{data.path}: datasets cannot load it ({' '.join(str(error).split())[:300]})."
+    absent = "" if Path(data.path or "").expanduser().exists() else f"nothing there (looked from {Path.cwd()}), and "
+    what = f"{data.path}: {absent}datasets cannot load it ({' '.join(str(error).split())[:300]})."
     if datasets.config.HF_HUB_OFFLINE or isinstance(error, ConnectionError):
         return (
             f"{what} The Hub is out of reach from here, or HF_HUB_OFFLINE is set: where there is a network, save it "

@@ -222,6 +222,7 @@ def test_without_a_network_the_way_around_is_said(monkeypatch):
     for module in ("datasets.config", "huggingface_hub.constants"):
         monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        DataError, match=r"some-org/some-data: .*HF_HUB_OFFLINE is set.*save_to_disk\(DIR\).*data\.path=DIR"
+        DataError,
+        match=r"some-org/some-data: nothing there \(looked from /.*HF_HUB_OFFLINE is set.*save_to_disk\(DIR\).*data\.path=DIR",
     ):
         find_files(DataConfig(kind="hub", path="some-org/some-data"))
