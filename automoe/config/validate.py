@@ -207,6 +207,12 @@ def _data_rows(config: Config) -> Iterator[Row]:
         there = one.path is None or hub or glob.glob(os.path.expanduser(one.path), recursive=True)
         yield (key, not there, f"{said}nothing there: {one.path}" if said else f"nothing there (looked from {here})",
                "Name a file, a directory or a glob that exists")
+        part = [name for name, asked in (("split", one.split != "train"), ("subset", one.subset is not None)) if asked]
+        yield (key, bool(part) and not hub,
+               f"{said}{', '.join(part)}: that is for data sets of the Hub, and files are read whole",
+               "Leave it out, and name the files that count")
+        yield (key, not data.is_chat and one.chat != data.chat, f"{said}format, keys and roles are for conversations",
+               "Leave them out; data.text_key names the text")
     yield ("model.hf_path", hf_path is not None and not local_folder(hf_path).is_dir(),
            f"no such directory (looked from {here})",
            "Name a directory with config.json and *.safetensors, or a Hub id (OWNER/NAME@main), or set null")
