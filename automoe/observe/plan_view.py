@@ -69,7 +69,7 @@ def _summary(config: Config, plan: Plan) -> Table:
         if config.moe.dispatcher == "hierarchical" and plan.mesh.ep > 1:
             per_node = plan.mesh.ep_per_node(cluster.gpus_per_node)
             levels = ("ep_nodes", plan.mesh.ep // per_node), ("ep_node", per_node)
-            named += [level for level in levels if level[1] > 1]
+            named += levels if min(level[1] for level in levels) > 1 else ()
         table.add_row(
             "communicators",
             f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}. What NCCL keeps for them is "

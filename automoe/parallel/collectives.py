@@ -7,7 +7,6 @@ operation of torch first reads them. They have no storage for kernels that read 
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -105,19 +104,6 @@ class ProcessGroupDispatch:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def levels(self, per_node: int, timeout: timedelta | None) -> list[ProcessGroupDispatch]:
-        """The groups of more than one rank in which a node has ``per_node`` consecutive ranks: of those with this
-        rank's place in every node, then of those in its node. Collective; makes new groups."""
-        ranks, node = dist.get_process_group_ranks(self.group), self.rank // per_node
-        parts = ranks[self.rank % per_node :: per_node], ranks[node * per_node : (node + 1) * per_node]
-        return [
-            ProcessGroupDispatch(
-                dist.new_group(part, timeout, use_local_synchronization=True, group_desc=f"mesh_{name}")
-            )
-            for part, name in zip(parts, ("ep_nodes", "ep_node"), strict=True)
-            if len(part) > 1
-        ]
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._timed(all_gather(x, 0, self.group))

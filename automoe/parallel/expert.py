@@ -32,12 +32,11 @@ def _deepep(ep: ProcessGroupDispatch) -> Callable[[int], Dispatcher]:
     return lambda num_experts: DeepEPDispatcher(num_experts, ep.num_ranks, exchange)
 
 
-def _hierarchical(ep: ProcessGroupDispatch, meshes: Meshes, gpus_per_node: int) -> Callable[[int], Dispatcher]:
-    per_node = meshes.shape.ep_per_node(gpus_per_node)  # validation has refused 0
-    levels = ep.levels(per_node, meshes.timeout)
-    if per_node > 1:  # the last level is a node's own
+def _hierarchical(meshes: Meshes, gpus_per_node: int) -> Callable[[int], Dispatcher]:
+    levels = [ProcessGroupDispatch(group) for group in meshes.ep_levels(gpus_per_node)]
+    if meshes.shape.ep_per_node(gpus_per_node) > 1:  # the last level is a node's own
         here = zlib.crc32(socket.gethostname().encode())
-        seen = torch.tensor([here, -here])
+        seen = torch.tensor([here, -here], device=meshes.moe.device_type)
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=levels[-1].group)
         if seen.tolist() != [here, -here]:
             raise BackendError(
@@ -49,11 +48,11 @@ def _hierarchical(ep: ProcessGroupDispatch, meshes: Meshes, gpus_per_node: int) 
     return partial(HierarchicalDispatcher, levels=levels)
 
 
-# For the ep group, what makes a dispatcher from the number of experts.
+# For the ep group, what makes a dispatcher from the number of experts; a hierarchical one is made from the meshes.
 DISPATCHERS: dict[str, Callable[..., Callable[[int], Dispatcher]]] = {
     "alltoall": lambda ep: partial(AllToAllDispatcher, ep=ep),
     "allgather": lambda ep: partial(AllGatherDispatcher, ep=ep),
-    "hierarchical": _hierarchical,  # also takes the meshes and the size of a node
+    "hierarchical": _hierarchical,
     "deepep": _deepep,
 }
 
@@ -65,16 +64,16 @@ def build_dispatcher(meshes: Meshes, config: Config) -> Dispatcher:
         BackendError: no such dispatcher, or none on this machine; names those that there are.
     """
     moe, num_experts = config.moe, config.model.num_experts
-    nodes = partial(_hierarchical, meshes=meshes, gpus_per_node=config.cluster.gpus_per_node)
-    dispatchers = DISPATCHERS | {"hierarchical": nodes} | registered("moe.dispatcher")
+    dispatchers = DISPATCHERS | registered("moe.dispatcher")
     if moe.dispatcher not in dispatchers:
         raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}")
     ep, etp = meshes.group("ep"), meshes.group("etp")
-    dispatcher = (
-        local_dispatcher(num_experts, moe)
-        if ep is None
-        else dispatchers[moe.dispatcher](ProcessGroupDispatch(ep))(num_experts)
-    )
+    if ep is None:
+        dispatcher: Dispatcher = local_dispatcher(num_experts, moe)
+    elif (make := dispatchers[moe.dispatcher]) is _hierarchical:
+        dispatcher = make(meshes, config.cluster.gpus_per_node)(num_experts)
+    else:
+        dispatcher = make(ProcessGroupDispatch(ep))(num_experts)
     return dispatcher if etp is None else ExpertTensorDispatcher(dispatcher, ProcessGroupDispatch(etp))
 
 

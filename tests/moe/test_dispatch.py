@@ -115,7 +115,10 @@ def dispatched(kind: str, routing: str, tokens_per_rank: list[int], *top_ks: int
     world = ProcessGroupDispatch(dist.group.WORLD)
     kind, _, per_node = kind.partition(" ")
     if kind == "hierarchical":
-        dispatcher = HierarchicalDispatcher(E, world.levels(int(per_node), None))
+        meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=WORLD, ep=WORLD), None), torch.device("cpu"))
+        levels = meshes.ep_levels(int(per_node))
+        assert [dist.get_world_size(group) for group in levels] == {1: [4], 2: [2, 2], 4: [4]}[int(per_node)]
+        dispatcher = HierarchicalDispatcher(E, [ProcessGroupDispatch(group) for group in levels])
     else:
         dispatcher = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}[kind](E, world)
     for seed, top_k in product(range(3), top_ks):

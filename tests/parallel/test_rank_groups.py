@@ -48,6 +48,10 @@ def test_groups_of_a_thousand_ranks(rank: int) -> None:
             view = "default" if axis in DEFAULT_AXES else "moe"
             mine = [group for group in shape.groups(view, axis) if rank in group]
             assert mine == [dist.get_process_group_ranks(meshes.group(axis))]
+        across, within = (dist.get_process_group_ranks(group) for group in meshes.ep_levels(gpus_per_node=8))
+        ep = dist.get_process_group_ranks(meshes.group("ep"))
+        assert within == [other for other in ep if other // 8 == rank // 8] and len(within) == 4
+        assert across == [other for other in ep if other % 8 == rank % 8] and len(across) == 8
 
 
 FLAGSHIPS = ("dsv3_671b", "kimi_k2_1t_a32b", "qwen3_235b_a22b", "glm45_355b_a32b", "mixtral_8x22b")
