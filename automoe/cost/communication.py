@@ -56,13 +56,14 @@ NOTHING = Cost()
 
 
 def gather(machine: Machine, group: Group, whole: float) -> Cost:
-    """All-gather to ``whole`` bytes on every rank, or reduce-scatter of as many: rings over nodes and within them."""
+    """All-gather to ``whole`` bytes on every rank, or reduce-scatter of as many: across nodes, then within them."""
     if group.size == 1 or not whole:
         return NOTHING
     per_node = group.size / group.nodes
     sent = whole * (1 - 1 / group.size)
     across = whole * group.off_node / (per_node * machine.off_node)
-    return Cost(max(sent / machine.on_node if per_node > 1 else 0.0, across) + machine.constants.latency, sent)
+    within = sent / machine.on_node if per_node > 1 else 0.0
+    return Cost(across + within + machine.constants.latency, sent)
 
 
 def reduce_all(machine: Machine, group: Group, whole: float) -> Cost:
@@ -70,32 +71,36 @@ def reduce_all(machine: Machine, group: Group, whole: float) -> Cost:
     return gather(machine, group, whole) * 2
 
 
-def all_to_all(machine: Machine, group: Group, sent: float, copies: float = 0.0) -> Cost:
-    """Every rank sends ``sent`` bytes evenly to all of its group, itself included.
-
-    Args:
-        copies: nodes that get one copy of a token, over the copies that go to ranks: where rows cross to a node once
-            and are copied there (DeepEP). 0: a copy for every rank.
-    """
+def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
+    """Every rank sends ``sent`` bytes evenly to all of its group, itself included."""
     if group.size == 1 or not sent:
         return NOTHING
-    if copies and group.nodes > 1:  # both networks work at the same time
-        across, within = copies * sent * group.off_node, sent * (1 - 1 / group.size)
-        seconds = max(across / machine.off_node, within / machine.on_node)
-    else:
-        across, within = sent * group.off_node, sent * group.on_node
-        seconds = across / machine.off_node + within / machine.on_node
-    return Cost(seconds + machine.constants.latency, across + within)
+    across, within = sent * group.off_node, sent * group.on_node
+    return Cost(across / machine.off_node + within / machine.on_node + machine.constants.latency, across + within)
 
 
-def node_copies(top_k: int, nodes: int, most_nodes: int = 0) -> float:
-    """Distinct nodes that the ``top_k`` experts of a token lie on, over ``top_k``.
+def dispatch_once(
+    machine: Machine, group: Group, token: float, top_k: int, most_nodes: int = 0, together: bool = True
+) -> Cost:
+    """The same for rows of tokens that cross to a node once, and there to a rank once.
 
     Args:
+        token: bytes of one copy of all tokens.
+        top_k: experts that a token goes to.
         most_nodes: routing is limited to the experts of so many nodes; 0: it is not.
+        together: both networks work at the same time (DeepEP), not one after the other.
     """
-    among = min(nodes, most_nodes or nodes)
-    return among * (1 - (1 - 1 / among) ** top_k) / top_k
+    if group.size == 1 or not token:
+        return NOTHING
+    across = token * distinct(top_k, min(group.nodes, most_nodes or group.nodes)) * group.off_node
+    within = token * distinct(top_k, group.size) * (1 - 1 / group.size)
+    parts = across / machine.off_node, within / machine.on_node
+    return Cost((max(parts) if together else sum(parts)) + machine.constants.latency, across + within)
+
+
+def distinct(top_k: int, places: int) -> float:
+    """Places among ``places`` equal ones that ``top_k`` draws hit, on average."""
+    return places * (1 - (1 - 1 / places) ** top_k)
 
 
 def send(machine: Machine, group: Group, num_bytes: float) -> Cost:

@@ -7,7 +7,7 @@ which does nothing but read and write, by its bytes. A pass over b-byte numbers 
     rotation, norms of heads     2 b T D N (1 + qk_norm) of queries and keys
     activation of width I        3 b T I
     router                       24 T E
-    permutation                  2 b R H each way; 4 where rows travel; its backward the same
+    permutation                  4 b R H to experts and back, and as much where rows leave; its backward the same
 
 The backward pass costs twice the forward, 2.5 times in attention, whose scores are made again.
 Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E experts, K top-k, N heads, D head dim.
@@ -22,7 +22,7 @@ from automoe.config.recompute import FULL
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
 from automoe.cost.activations import BatchPlan
 from automoe.cost.adapters import with_adapters
-from automoe.cost.communication import NOTHING, Cost, Group, all_to_all, gather, node_copies
+from automoe.cost.communication import NOTHING, Cost, Group, all_to_all, dispatch_once, gather
 from automoe.cost.machine import Machine
 from automoe.cost.params import Param, layer_params
 
@@ -117,16 +117,17 @@ class Place:
     tokens: int
     rows: float  # (token, expert) pairs that a rank's experts compute
     key: str  # of the model and what of it is trained
+    fused: bool  # products add to the float32 gradient themselves
 
     @classmethod
-    def of(cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan) -> Place:
+    def of(cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan, fused: bool = False) -> Place:
         moe, train = config.moe, config.train
         busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
         if moe.capacity_factor:
             busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
         busy = busy if mesh.ep > 1 else 1.0
         key = repr((config.model, config.lora, train.freeze, train.trainable))
-        return cls(config, mesh, machine, batch.tokens_per_micro_batch, busy * batch.expert_rows_per_rank, key)
+        return cls(config, mesh, machine, batch.tokens_per_micro_batch, busy * batch.expert_rows_per_rank, key, fused)
 
     def group(self, axis: str) -> Group:
         """That of ``axis``; ``fsdp`` is dp_shard and cp together."""
@@ -172,20 +173,26 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
             local = weight.groups / mesh.ep
             rows, columns = (rows, columns / mesh.etp) if "down" in weight.name else (rows / mesh.etp, columns)
             seconds, part = machine.gemm(place.rows / local, rows, columns, local), "moe"
+            tokens = place.rows
         else:
             cut = weight.tp_dim is not None
-            tokens = place.tokens * (mesh.tp if cut else 1)
+            tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
             rows, columns = rows / (mesh.tp if weight.tp_dim == 0 else 1), columns / (mesh.tp if weight.tp_dim else 1)
             seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
             if weight.part == "router" and place.config.moe.router_dtype == "float32":
                 seconds *= SLOW_PRODUCTS
             if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
                 part = "mla_up_proj"
-        forward.add(part, seconds)
-        backward.add(part, seconds * (1 + weight.trained))
-    # Gradients of every micro-batch are read, added to and written in float32.
-    experts = found.expert_trained / (mesh.ep * mesh.etp)
-    backward.add("gradients", machine.pass_over(10.0 * (found.dense_trained + experts)))
+        forward.add(part, seconds + machine.cast(tokens * columns))
+        own = seconds * weight.trained
+        if place.fused:
+            numbers = rows * columns * (weight.groups / mesh.ep if weight.groups > 1 else 1)
+            own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
+        backward.add(part, seconds + own + machine.cast(tokens * rows))
+    if not place.fused:
+        # Gradients of every micro-batch are read, added to and written in float32.
+        experts = found.expert_trained / (mesh.ep * mesh.etp)
+        backward.add("gradients", machine.pass_over(10.0 * (found.dense_trained + experts)))
 
 
 _PART = {"dense_ffn": "mlp", "shared_experts": "shared_experts", "router": "router"}
@@ -258,17 +265,22 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
     scores = machine.pass_over(24.0 * tokens * model.num_experts)
     forward.add("router", scores)
     backward.add("router", scores)
-    travel = mesh.ep * mesh.etp > 1
-    moved = machine.pass_over((4.0 if travel else 2.0) * 2 * size * chosen * model.hidden_size / 2)
+    # Sorted by rank where they leave, by expert where they arrive, and back; DeepEP takes them unsorted.
+    sorted_here = 0.0 if config.moe.dispatcher == "deepep" or mesh.ep * mesh.etp == 1 else chosen
+    moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.hidden_size)
     act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
     forward.add("moe", moved + act)
     backward.add("moe", moved + 2 * act)
     if mesh.ep > 1:
-        group, copies = place.group("ep"), 0.0
-        if config.moe.dispatcher == "deepep":
+        group, top_k, sent = place.group("ep"), model.num_experts_per_token, 1.0 * size * chosen * model.hidden_size
+        if config.moe.dispatcher in ("deepep", "hierarchical"):
             limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
-            copies = node_copies(model.num_experts_per_token, group.nodes, limit)
-        cost = all_to_all(machine, group, 1.0 * size * chosen * model.hidden_size, copies) * 2
+            together = config.moe.dispatcher == "deepep"
+            cost = dispatch_once(machine, group, sent / top_k, top_k, limit, together) * 2
+        elif config.moe.dispatcher == "allgather":
+            cost = gather(machine, group, 1.0 * size * tokens * mesh.ep * model.hidden_size) * 2
+        else:
+            cost = all_to_all(machine, group, sent) * 2
         hidden = 0.0
         if config.moe.overlap_shared_experts and model.shared_width:
             hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), cost.seconds)
@@ -285,7 +297,7 @@ def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
     if FULL in again:
         backward.add("again", forward.compute)
         for axis, cost in forward.communication.items():
-            backward.send(axis, cost)
+            backward.send(axis, cost * (0.5 if axis in ("ep", "etp") else 1.0))
         return
     backward.add("again", sum(forward.parts.get(name, 0.0) for name in again))
     if "moe" in again:

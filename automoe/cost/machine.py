@@ -95,6 +95,10 @@ class Machine:
         """Seconds of attention's products, never in 8 bits."""
         return flops / (self.peak * self.curve[-1] * self.constants.gemm * self.constants.attention)
 
+    def cast(self, numbers: float) -> float:
+        """Seconds to write so many numbers in 8 bits, as rows and as columns; 0: nothing is cast."""
+        return self.pass_over((self.number_bytes + 2.0) * numbers) if self.fp8 > 1 else 0.0
+
     def pass_over(self, num_bytes: float) -> float:
         """Seconds to read or write so many bytes of the GPU's own memory."""
         return num_bytes / self.memory

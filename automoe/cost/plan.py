@@ -12,6 +12,7 @@ from automoe.cost.activations import BatchPlan, at_load, plan_batch
 from automoe.cost.adapters import step_flops_per_token
 from automoe.cost.memory import RankMemory, plan_memory
 from automoe.cost.params import ParamCount, TokenFlops, count_params
+from automoe.cost.time import StepTime, step_time
 
 TIGHT = 0.92  # share of a GPU's memory above which fragmentation and NCCL buffers may not fit
 UNEVEN = 2.0  # times the even load of experts: where routers start, and at times stay
@@ -30,7 +31,7 @@ class Plan:
     flops: TokenFlops
     ranks: list[RankMemory]
     uneven_ranks: list[RankMemory]
-    bubble: float  # share of a step that a pipeline rank idles, at equal stages
+    time: StepTime
     num_nodes: int
     warnings: list[str]
 
@@ -38,6 +39,11 @@ class Plan:
     def heaviest(self) -> RankMemory:
         """The rank that needs the most memory; of equal ones the first."""
         return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step that the busiest pipeline rank waits for others."""
+        return self.time.bubble / self.time.seconds
 
     @property
     def uneven_peak(self) -> float:
@@ -57,6 +63,7 @@ class Plan:
             "flops_per_token": asdict(self.flops),
             "flops_per_step": self.flops.causal * self.batch.tokens_per_step,
             "bubble": self.bubble,
+            "time": self.time.to_dict(),
             "heaviest_pp_rank": self.heaviest.pp_rank,
             "bytes_per_rank": ranks,
             "peak_at_twice_the_even_load": self.uneven_peak,
@@ -67,9 +74,6 @@ class Plan:
 def make_plan(config: Config, mesh: MeshShape) -> Plan:
     """Plan a validated configuration on its resolved mesh."""
     batch = plan_batch(config, mesh)
-    stages_per_rank = config.parallel.stages_per_rank
-    # arXiv 2104.04473, section 2.2: idle time over ideal time, here as a share of the whole step.
-    idle = (mesh.pp - 1) / (batch.num_micro_batches * stages_per_rank)
     plan = Plan(
         mesh=mesh,
         params=count_params(config.model),
@@ -77,7 +81,7 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
         flops=step_flops_per_token(config),
         ranks=plan_memory(config, mesh, batch),
         uneven_ranks=plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh)),
-        bubble=idle / (1 + idle),
+        time=step_time(config, mesh, batch),
         num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),
         warnings=[],
     )

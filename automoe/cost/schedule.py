@@ -15,7 +15,9 @@ from automoe.cost.memory import rank_actions
 
 Action = tuple[str, int, int]  # kind, stage, micro-batch
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-HIDDEN = 0.93  # share of an all-to-all that another micro-batch's computing hides (Megatron-Core, DeepSeek-V3)
+# Share of an all-to-all that another micro-batch's computing hides, less what products lose to the multiprocessors that
+# send meanwhile (Megatron-Core's report on DeepSeek-V3: 93% and 20%).
+HIDDEN = 0.93 - 0.20
 STEADY_ROUNDS = 3  # rounds of pp micro-batches after which each is like the one before
 
 

@@ -82,6 +82,7 @@ def step_time(
     constants: Constants | None = None,
     num_mtp: int = 0,
     overlap: bool = False,
+    fused: bool = False,
 ) -> StepTime:
     """The time of one step of a validated ``config`` on ``mesh``.
 
@@ -90,10 +91,11 @@ def step_time(
         constants: others than those that ship.
         num_mtp: multi-token-prediction modules behind the last layer.
         overlap: all-to-alls hide behind another micro-batch (schedules with pairs: 1F1B kinds, DualPipeV).
+        fused: products add to float32 gradients themselves (Megatron-Core); here FSDP does so afterwards.
     """
     batch = batch or plan_batch(config, mesh)
     machine = Machine.of(config, constants or Constants.load())
-    place = Place.of(config, mesh, machine, batch)
+    place = Place.of(config, mesh, machine, batch, fused)
     stages = _stages(place, num_mtp)
     per_step = [_fsdp(place, stage) for stage in stages]
     times = []
@@ -107,7 +109,7 @@ def step_time(
     rank = busy.index(max(busy))
     numbers = machine.number_bytes * batch.tokens_per_micro_batch * config.model.hidden_size
     border = send(machine, Group.of(pp, mesh.stride("default", "pp"), machine.gpus_per_node), numbers)
-    if pp > 1:
+    if pp > 1 or overlap:
         still = pipeline_seconds(schedule, times, pp, count, 0.0, overlap)
         end = max(still, pipeline_seconds(schedule, times, pp, count, border.seconds, overlap))
     else:

@@ -29,6 +29,7 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
         narrow = console.width < STAGES_WIDTH
         wide = Console(file=console.file, width=STAGES_WIDTH, highlight=False) if narrow else console
         wide.print(_stages_table(plan), "")
+    console.print(_time_table(config, plan), "")
     for warning in plan.warnings:
         console.print(f"[bold yellow]warning[/] {warning}", highlight=False)
     return plan
@@ -142,6 +143,33 @@ def _rank_table(config: Config, plan: Plan) -> Table:
     table.add_row("peak", gib(rank.peak), f"{moment}{share}{note}", style="bold")
     if plan.uneven_peak > rank.peak:
         table.add_row("", gib(plan.uneven_peak), f"where experts get twice their even share of tokens{uneven}")
+    return table
+
+
+def _time_table(config: Config, plan: Plan) -> Table:
+    time = plan.time
+    doubt = "" if time.calibrated else f", uncalibrated: {config.cluster.name} has no cluster.gemm_curve"
+    table = _titled(f"time of a step, predicted{doubt}", Column("part"), _number("seconds"), _number("share"), Column("what it is", style="dim"))
+    seen = time.communication
+    for name, seconds, text in [
+        ("computing", time.compute, "products, attention and passes over memory"),
+        ("tp", seen["tp"], "gathers and reductions of tensor parallelism"),
+        ("cp", seen["cp"], "keys and values of other ranks' tokens"),
+        ("ep", seen["ep"], f"tokens to their experts and back, {config.moe.dispatcher}"),
+        ("etp", seen["etp"], "rows of ranks that share an expert's width"),
+        ("fsdp", seen["fsdp"], "weights and gradients that nothing hides"),
+        ("pp", seen["pp"], "activations between stages"),
+        ("bubble", time.bubble, "waiting for other pipeline ranks"),
+        ("other", time.other, "optimizer, launches, data"),
+    ]:
+        if seconds > 0:
+            table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", text)
+    low, high = time.band
+    speed = f"{time.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
+    table.add_row("step", f"{time.seconds:.3g}", "", speed, style="bold")
+    if time.mfu is not None:
+        full = f"{time.mfu_full_attention:.1%} if the masked half of attention counts"
+        table.add_row("MFU", f"{time.mfu:.1%}", "", full, style="bold")
     return table
 
 
