@@ -36,6 +36,7 @@ TOLERANCE = {
     "on_node": 0.25,
     "off_node": 0.25,
     "overlap": 0.60,
+    "latency": 0.50,
     "host_layer": 0.60,
 }
 AT_MOST = {"gemm": 1.0, "grouped": 1.0, "attention": 1.0, "memory": 0.95, "fp8": 1.0, "off_node": 1.0, "overlap": 1.0}

@@ -113,9 +113,7 @@ def ordered(chosen: Sequence[Run], constants: Constants | None = None) -> tuple[
         if a.model == b.model
         and max(a.tokens_per_second, b.tokens_per_second) > APART * min(a.tokens_per_second, b.tokens_per_second)
     ]
-    right = sum(
-        (predicted[id(a)] > predicted[id(b)]) == (a.tokens_per_second > b.tokens_per_second) for a, b in pairs
-    )
+    right = sum((predicted[id(a)] > predicted[id(b)]) == (a.tokens_per_second > b.tokens_per_second) for a, b in pairs)
     return right, len(pairs)
 
 

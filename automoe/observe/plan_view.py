@@ -148,8 +148,14 @@ def _rank_table(config: Config, plan: Plan) -> Table:
 
 def _time_table(config: Config, plan: Plan) -> Table:
     time = plan.time
-    doubt = "" if time.calibrated else f", uncalibrated: {config.cluster.name} has no cluster.gemm_curve"
-    table = _titled(f"time of a step, predicted{doubt}", Column("part"), _number("seconds"), _number("share"), Column("what it is", style="dim"))
+    doubt = "" if time.calibrated else ", uncalibrated (no cluster.gemm_curve)"
+    table = _titled(
+        f"time of a step, predicted{doubt}",
+        Column("part"),
+        _number("seconds"),
+        _number("share"),
+        Column("what it is", style="dim"),
+    )
     seen = time.communication
     for name, seconds, text in [
         ("computing", time.compute, "products, attention and passes over memory"),

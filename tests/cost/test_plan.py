@@ -128,8 +128,8 @@ def test_no_limit_no_verdict() -> None:
 def test_an_idle_pipeline_is_named() -> None:
     mesh = ["mesh=first_mixtral_8x22b"]
     plan = plan_of("mixtral_8x22b", *mesh, "train.global_batch_size=128", "cluster=laptop")
-    assert plan.bubble == pytest.approx(7 / (8 + 7))
-    assert "idles 47% of a step: 8 micro-batches over mesh.pp=8" in plan.warnings[0]
+    assert plan.bubble == pytest.approx(7 / (8 + 7), rel=0.03)  # simulated, with what stages do not share evenly
+    assert f"idles {plan.bubble:.0%} of a step: 8 micro-batches over mesh.pp=8" in plan.warnings[0]
 
 
 def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:
