@@ -103,6 +103,9 @@ def number_rows(config: Config) -> Iterator[Row]:
         rule = "a login in it would be kept in config.yaml and shown"
         raise ConfigError("observe.mlflow", re.split(r"[:?]", uri)[0] + "...", rule,
             "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or observe.mlflow='${oc.env:NAME}'")
+    curve = config.cluster.gemm_curve
+    yield ("cluster.gemm_curve", curve != [] and (len(curve) < 2 or not all(0 < share <= 1 for share in curve)),
+           "two or more shares of cluster.peak_flops, each above 0 and at most 1", "Set cluster.gemm_curve=[]")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
            "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")

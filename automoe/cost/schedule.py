@@ -18,7 +18,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 # Share of an all-to-all that another micro-batch's computing hides, less what products lose to the multiprocessors that
 # send meanwhile (Megatron-Core's report on DeepSeek-V3: 93% and 20%).
 HIDDEN = 0.93 - 0.20
-STEADY_ROUNDS = 3  # rounds of pp micro-batches after which each is like the one before
+GRAIN = 60
+STEADY_ROUNDS = 2  # rounds of pp micro-batches after which each is like the one before
 
 
 @dataclass(frozen=True)
@@ -189,28 +190,33 @@ def simulate(
     return max(clock)
 
 
-@lru_cache(maxsize=20_000)
-def _remembered(
-    schedule: str, stages: tuple[StageTimes, ...], pp: int, count: int, border: float, overlap: bool
-) -> float:
-    return simulate(schedule, stages, pp, count, border, overlap)
+@lru_cache(maxsize=50_000)
+def _rounds(
+    schedule: str, stages: tuple[StageTimes, ...], pp: int, counts: tuple[int, ...], border: float, overlap: bool
+) -> tuple[float, ...]:
+    return tuple(simulate(schedule, stages, pp, count, border, overlap) for count in counts)
 
 
-def pipeline_seconds(
+def stretch(
     schedule: str, stages: list[StageTimes], pp: int, num_micro_batches: int, border: float = 0.0, overlap: bool = False
 ) -> float:
-    """``simulate``, of many micro-batches by the rounds that repeat, and remembered for times alike to a thousandth."""
-    unit = max(stage.forward + stage.backward for stage in stages) / 1000
+    """How much longer a step is than the work of its busiest rank: ``simulate``, remembered for times alike.
+
+    Many micro-batches are taken from the rounds that repeat. Times are rounded to a ``GRAIN`` of the largest stage's,
+    which moves what ranks wait and not what they work.
+    """
+    unit = max(stage.forward + stage.backward for stage in stages) / GRAIN
     scaled = tuple(
-        StageTimes(round(s.forward / unit), round(s.backward / unit), round(s.all_to_all / unit)) for s in stages
+        StageTimes(round(s.forward / unit), round(s.backward / unit), round(s.all_to_all / unit) if overlap else 0)
+        for s in stages
     )
-    steady = STEADY_ROUNDS * pp + num_micro_batches % pp
-    arguments = (pp, border and round(border / unit, 1), overlap)
-
-    def seconds(count: int) -> float:
-        return unit * _remembered(schedule, scaled, arguments[0], count, *arguments[1:])
-
+    near, steady = round(4 * border / unit) / 4, STEADY_ROUNDS * pp + num_micro_batches % pp
     if schedule == "GPipe" or num_micro_batches <= steady + pp:
-        return seconds(num_micro_batches)
-    start, end = seconds(steady), seconds(steady + pp)
-    return end + (num_micro_batches - steady - pp) / pp * (end - start)
+        (seconds,) = _rounds(schedule, scaled, pp, (num_micro_batches,), near, overlap)
+    else:
+        start, end = _rounds(schedule, scaled, pp, (steady, steady + pp), near, overlap)
+        seconds = end + (num_micro_batches - steady - pp) / pp * (end - start)
+    busy = [0.0] * pp
+    for index, stage in enumerate(scaled):
+        busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward
+    return seconds / (num_micro_batches * max(busy))

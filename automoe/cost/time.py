@@ -7,6 +7,7 @@ The parts are those of the busiest pipeline rank; what it waits for others is th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from automoe.cost.layer_time import AXES, Pass, Place, head_time, layer_time, la
 from automoe.cost.machine import Constants, Machine
 from automoe.cost.memory import DTYPE_BYTES
 from automoe.cost.params import TokenFlops
-from automoe.cost.schedule import StageTimes, pipeline_seconds, rank_of
+from automoe.cost.schedule import StageTimes, rank_of, stretch
 
 OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
 # How far a prediction may be off either way: docs/plan.md, from runs that the constants were not fitted to. A GPU whose
@@ -68,6 +69,15 @@ class _Stage:
     experts: float = 0.0  # over ep_shard
     dense_trained: int = 0
     experts_trained: float = 0.0
+    once: Cost = NOTHING  # FSDP's, exposed: of a step
+    each: tuple[Cost, Cost] = (NOTHING, NOTHING)  # of a micro-batch, forward and backward
+
+    @property
+    def times(self) -> StageTimes:
+        """As the pipeline's simulation takes them."""
+        forward, backward = self.seconds
+        sent = sum(half.communication.get("ep", NOTHING).seconds for half in (self.forward, self.backward))
+        return StageTimes(forward + self.each[0].seconds, backward + self.each[1].seconds, sent)
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -97,12 +107,7 @@ def step_time(
     machine = Machine.of(config, constants or Constants.load())
     place = Place.of(config, mesh, machine, batch, fused)
     stages = _stages(place, num_mtp)
-    per_step = [_fsdp(place, stage) for stage in stages]
-    times = []
-    for stage, (_, each) in zip(stages, per_step, strict=True):
-        forward, backward = stage.seconds
-        sent = sum(half.communication.get("ep", NOTHING).seconds for half in (stage.forward, stage.backward))
-        times.append(StageTimes(forward + each[0].seconds, backward + each[1].seconds, sent))
+    times = [stage.times for stage in stages]
     count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
     ranks = [[i for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
     busy = [count * sum(times[i].forward + times[i].backward for i in held) for held in ranks]
@@ -110,12 +115,12 @@ def step_time(
     numbers = machine.number_bytes * batch.tokens_per_micro_batch * config.model.hidden_size
     border = send(machine, Group.of(pp, mesh.stride("default", "pp"), machine.gpus_per_node), numbers)
     if pp > 1 or overlap:
-        still = pipeline_seconds(schedule, times, pp, count, 0.0, overlap)
-        end = max(still, pipeline_seconds(schedule, times, pp, count, border.seconds, overlap))
+        still = busy[rank] * stretch(schedule, times, pp, count, 0.0, overlap)
+        end = max(still, busy[rank] * stretch(schedule, times, pp, count, border.seconds, overlap))
     else:
         still = end = busy[0]
     mine = [stages[i] for i in ranks[rank]]
-    communication, traffic = _by_axis(mine, [per_step[i] for i in ranks[rank]], count)
+    communication, traffic = _by_axis(mine, count)
     if overlap and still < busy[rank]:  # what pairs hide is less of the all-to-alls that are seen
         communication["ep"] -= busy[rank] - still
         busy[rank] = still
@@ -144,59 +149,75 @@ def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
     return _FLOPS[key, seq_len]
 
 
-def _by_axis(
-    stages: list[_Stage], fsdp: list[tuple[Cost, tuple[Cost, Cost]]], count: int
-) -> tuple[dict[str, float], dict[str, float]]:
+def _by_axis(stages: list[_Stage], count: int) -> tuple[dict[str, float], dict[str, float]]:
     """Exposed seconds and bytes of a whole step by axis."""
     seconds, sent = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
-    for stage, (once, each) in zip(stages, fsdp, strict=True):
+    for stage in stages:
         for half in (stage.forward, stage.backward):
             for axis, cost in half.communication.items():
                 seconds[axis] += count * cost.seconds
                 sent[axis] += count * cost.bytes
-        seconds["fsdp"] += once.seconds + count * (each[0].seconds + each[1].seconds)
-        sent["fsdp"] += once.bytes + count * (each[0].bytes + each[1].bytes)
+        seconds["fsdp"] += stage.once.seconds + count * (stage.each[0].seconds + stage.each[1].seconds)
+        sent["fsdp"] += stage.once.bytes + count * (stage.each[0].bytes + stage.each[1].bytes)
     return seconds, sent
 
 
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:
+    """Every stage; those of the same layers are one object."""
     config, mesh = place.config, place.mesh
-    model, parallel = config.model, config.parallel
+    model, parallel, attention = config.model, config.parallel, config.model.attention
     split = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
-    known: dict[tuple[bool, bool, bool, frozenset[str]], tuple[Pass, Pass]] = {}
+    same = not (parallel.recompute_layers or attention.sliding_window or attention.linear_num_key_heads)
+    kinds = [
+        (layer >= model.first_k_dense,)
+        if same
+        else (
+            layer >= model.first_k_dense,
+            is_linear(attention, layer),
+            window_of(attention, layer) > 0,
+            recomputed_modules(parallel, layer),
+        )
+        for layer in range(model.num_layers)
+    ]
     # The layer of a module for more tokens stands before a head that stands alone.
     extra = len(split) - 1 - (len(split) > 1 and not split[-1])
+    example = {kind: layer for layer, kind in enumerate(kinds)}
+    known = {kind: layer_time(place, layer, recomputed_modules(parallel, layer)) for kind, layer in example.items()}
+    made: dict[tuple[Any, ...], _Stage] = {}
     stages = []
     for index, layers in enumerate(split):
-        stage = _Stage(Pass(), Pass())
-        for layer in [*layers, *[model.num_layers - 1] * (num_mtp * (index == extra))]:
-            again = recomputed_modules(parallel, layer)
-            routed, attention = layer >= model.first_k_dense, model.attention
-            kind = (routed, is_linear(attention, layer), window_of(attention, layer) > 0, again)
-            if kind not in known:
-                known[kind] = layer_time(place, layer, again)
-            _add(place, stage, layer, routed, known[kind])
-        _add_ends(place, stage, index == 0, index == len(split) - 1, num_mtp)
-        stages.append(stage)
+        counts = Counter(kinds[layer] for layer in layers)
+        if num_mtp and index == extra:
+            counts[kinds[-1]] += num_mtp
+        ends = index == 0, index == len(split) - 1
+        key = (ends, *sorted(counts.items(), key=str))
+        if key not in made:
+            stage = made[key] = _Stage(Pass(), Pass())
+            for kind, number in counts.items():
+                _add(place, stage, example[kind], number, known[kind])
+            _add_ends(place, stage, *ends, num_mtp)
+            _fsdp(place, stage)
+        stages.append(made[key])
     return stages
 
 
-def _add(place: Place, stage: _Stage, layer: int, routed: bool, times: tuple[Pass, Pass]) -> None:
-    mesh, waits = place.mesh, []
+def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass, Pass]) -> None:
+    """Add ``number`` layers like ``layer``."""
+    config, mesh, waits = place.config, place.mesh, []
     # A CPU launches nothing; a dense layer has half of the kernels.
-    floor = place.machine.constants.host_layer * (1.0 if routed else 0.5) * (place.config.cluster.gpu != "cpu")
+    share = 0.0 if config.cluster.gpu == "cpu" else 1.0 if layer >= config.model.first_k_dense else 0.5
     for total, half in zip((stage.forward, stage.backward), times, strict=True):
-        total.compute += half.compute
+        total.compute += number * half.compute
         for axis, cost in half.communication.items():
-            total.send(axis, cost)
-        waits.append(max(0.0, floor - half.seconds))
+            total.send(axis, cost * number)
+        waits.append(number * max(0.0, share * place.machine.constants.host_layer - half.seconds))
     stage.idle_host = (stage.idle_host[0] + waits[0], stage.idle_host[1] + waits[1])
-    found = layer_weights(place.key, place.config, layer, mesh.tp)
-    cut = mesh.ep * mesh.etp
-    stage.dense += found.dense_numel
-    stage.dense_trained += found.dense_trained
-    stage.experts += found.expert_numel / cut
-    stage.experts_trained += found.expert_trained / cut
+    found = layer_weights(place.key, config, layer, mesh.tp)
+    cut = number / (mesh.ep * mesh.etp)
+    stage.dense += number * found.dense_numel
+    stage.dense_trained += number * found.dense_trained
+    stage.experts += cut * found.expert_numel
+    stage.experts_trained += cut * found.expert_trained
 
 
 def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int) -> None:
@@ -216,8 +237,8 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int
         stage.backward.add("ends", backward + num_mtp * 2 * joined + machine.pass_over(10.0 * numel * trained))
 
 
-def _fsdp(place: Place, stage: _Stage) -> tuple[Cost, tuple[Cost, Cost]]:
-    """Exposed gathers and reductions of a stage: once a step, and forward and backward of every micro-batch."""
+def _fsdp(place: Place, stage: _Stage) -> None:
+    """Find the exposed gathers and reductions of a stage: ``once`` a step, and for ``each`` micro-batch."""
     config, mesh, machine = place.config, place.mesh, place.machine
     parallel = config.parallel
     _, narrow, wide = DTYPE_BYTES[config.train.dtype]
@@ -239,7 +260,7 @@ def _fsdp(place: Place, stage: _Stage) -> tuple[Cost, tuple[Cost, Cost]]:
     once += seen(reduced + replicas, backward) if once_gradients else replicas
     each = NOTHING if once_weights else seen(gathered, forward)
     back = (NOTHING if once_weights else gathered) + (NOTHING if once_gradients else reduced)
-    return once, (each, seen(back, backward))
+    stage.once, stage.each = once, (each, seen(back, backward))
 
 
 def _optimizer(place: Place, stages: list[_Stage]) -> float:

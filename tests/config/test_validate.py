@@ -232,6 +232,8 @@ BAD = [
             ("model.rope.original_seq_len", "0", "at least 1", "model.rope.original_seq_len=1"),
             ("data.max_bytes", "0", "at least 1", "data.max_bytes=1"),
             ("cluster.peak_flops", "-1", "at least 0", "cluster.peak_flops=0"),
+            ("cluster.gemm_curve", "[0.5,1.5]", "each above 0 and at most 1", "cluster.gemm_curve=[]"),
+            ("cluster.inter_node_bandwidth", "-1", "at least 0", "cluster.inter_node_bandwidth=0"),
             ("cluster.gpus_per_node", "0", "at least 1", "cluster.gpus_per_node=1"),
         )
     ),

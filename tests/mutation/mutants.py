@@ -33,6 +33,7 @@ def loop(case: str) -> list[str]:
 
 LLAMA, QWEN, DSV3, GPT_OSS, NEXT = (loop(c) for c in ("llama", "qwen3_moe", "dsv3", "gpt_oss", "qwen3_next"))
 ADAMW, NORM, SKIP = ["tests/optim/test_adamw.py"], ["tests/optim/test_grad_norm.py"], ["tests/training/test_skip.py"]
+TIME, SCHEDULE_T = ["tests/cost/test_time.py"], ["tests/cost/test_schedule.py"]
 DECAY, SCHEDULE = ["tests/optim/test_decay_groups.py"], ["tests/optim/test_schedule.py"]
 STOCHASTIC = ["tests/optim/test_stochastic.py"]
 ROUTER, BALANCE = ["tests/moe/test_router.py"], ["tests/moe/test_balance.py"]
@@ -471,7 +472,37 @@ _QUANTIZE = [
     ("scaling.py", "local.nan_to_num(nan=torch.inf", "local.nan_to_num(nan=0.0", FP8),
     ("scaling.py", "GRAD: gradients}", "GRAD: E4M3}", FP8),
 ]
+_COST = [
+    (
+        "communication.py",
+        "whole * group.off_node / (per_node * machine.off_node)",
+        "whole * group.off_node",
+        SCHEDULE_T,
+    ),
+    ("communication.py", "return 1 - 1 / self.nodes", "return 1 - 1 / self.size", SCHEDULE_T),
+    ("communication.py", "max(parts) if together", "min(parts) if together", TIME),
+    ("schedule.py", "pp - 1 - place if schedule in V_SHAPED", "place if schedule in V_SHAPED", SCHEDULE_T),
+    ("schedule.py", "rank % 2 == parity", "rank % 2 != parity", SCHEDULE_T),
+    ("schedule.py", "ahead = min(ahead + 1, len(forwards))", "ahead = min(ahead, len(forwards))", SCHEDULE_T),
+    ("layer_time.py", "ATTENTION_BACKWARD * seconds", "2 * seconds", TIME),
+    (
+        "layer_time.py",
+        "forward.communication.get(axis, NOTHING) * 0.5",
+        "forward.communication.get(axis, NOTHING)",
+        TIME,
+    ),
+    ("layer_time.py", "seconds * weight.trained", "seconds", TIME),
+    ("time.py", "max(0.0, cost.seconds - behind)", "cost.seconds", TIME),
+    (
+        "time.py",
+        "once += seen(reduced + replicas, backward) if once_gradients",
+        "once += NOTHING if once_gradients",
+        TIME,
+    ),
+    ("machine.py", "self.constants.grouped if groups > 1 else 1.0", "1.0", TIME),
+]
 _FOLDERS = {
+    "automoe/cost": _COST,
     "automoe/optim": _OPTIM,
     "automoe/training": _TRAINING + _RUN,
     "recipes": _RECIPES,
