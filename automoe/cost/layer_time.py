@@ -177,6 +177,8 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         else:
             cut = weight.tp_dim is not None
             tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
+            if "kv_b_proj" in weight.name and place.config.parallel.context == "gather":
+                tokens *= mesh.cp  # latents are gathered, and expanded for whole rows
             rows, columns = rows / (mesh.tp if weight.tp_dim == 0 else 1), columns / (mesh.tp if weight.tp_dim else 1)
             seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
             if weight.part == "router" and place.config.moe.router_dtype == "float32":
@@ -215,11 +217,14 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
     else:
         window = window_of(attention, layer)
         keys = min(window or seq, seq)
-        # A mask is read in every layer, and nothing of the matrix is left out; without one a kernel skips half.
-        masked = config.data.document_mask or (mesh.cp > 1 and config.parallel.context == "gather") or window > 0
-        seen = float(seq) if masked else keys * (1 - keys / (2 * seq))
+        # A mask is read in every layer, and nothing is left out; without one a kernel skips half. Of rows that ranks
+        # share, chunks of queries meet the keys before their end: 2 cp + 1 of 4 cp pairs.
+        gathered = mesh.cp > 1 and config.parallel.context == "gather"
+        masked = config.data.document_mask or gathered or window > 0
+        seen = seq * (2 * mesh.cp + 1) / (4 * mesh.cp) if gathered else float(seq)
+        seen = seen if masked else keys * (1 - keys / (2 * seq))
         flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
-        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seq if masked else 0.0)
+        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen if masked else 0.0)
     forward.add("core_attn", seconds)
     backward.add("core_attn", ATTENTION_BACKWARD * seconds)
     heads = attention.num_heads + (attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads)

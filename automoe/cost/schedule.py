@@ -211,12 +211,14 @@ def stretch(
         for s in stages
     )
     near, steady = round(4 * border / unit) / 4, STEADY_ROUNDS * pp + num_micro_batches % pp
+    busy = [0.0] * pp
+    for index, stage in enumerate(scaled):
+        busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward
     if schedule == "GPipe" or num_micro_batches <= steady + pp:
         (seconds,) = _rounds(schedule, scaled, pp, (num_micro_batches,), near, overlap)
     else:
         start, end = _rounds(schedule, scaled, pp, (steady, steady + pp), near, overlap)
-        seconds = end + (num_micro_batches - steady - pp) / pp * (end - start)
-    busy = [0.0] * pp
-    for index, stage in enumerate(scaled):
-        busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward
+        # Of uneven stages the busiest rank has not caught up yet, and a round takes what it takes there.
+        a_round = end - start if overlap else max(end - start, pp * max(busy))
+        seconds = end + (num_micro_batches - steady - pp) / pp * a_round
     return seconds / (num_micro_batches * max(busy))
