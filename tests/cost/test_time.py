@@ -100,7 +100,7 @@ def test_long_rows_are_shared_by_chunks() -> None:
         return time_of("qwen3_30b_a3b", *long, f"mesh.cp={cp}", "mesh.ep=16").compute
 
     # Whole matrices on one rank; 2 cp + 1 of 4 cp pairs of chunks on several: 0.56 of it with cp=4, 0.53 with 8.
-    assert 0.5 < attention(4) / attention(1) < 0.7 and attention(8) < attention(4)
+    assert 0.5 < 4 * attention(4) / attention(1) < 0.7 and 2 * attention(8) < attention(4)
     assert time_of("dsv3_671b", "mesh.cp=2", "mesh.dp_shard=32").communication["cp"] > 0
 
 
@@ -131,6 +131,20 @@ def test_published_runs_are_reproduced_as_the_results_say() -> None:
 def test_runs_that_nothing_was_fitted_to_are_within_the_band() -> None:
     held = [run for run in runs() if not run.fit]
     assert len(held) >= 3 and all(abs(run.error()) < BAND for run in held)
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    fitted, left_out = RESULT["fitted"], RESULT["leave one model out"]
+    for number, text in (
+        (RESULT["priors alone"]["mean_absolute_error"], "| constants as known without the runs | {:.1%} |"),
+        (fitted["mean_absolute_error"], "| fitted | {:.1%} |"),
+        (left_out["mean_absolute_error"], "| each model by constants fitted to the others | {:.1%} |"),
+        (max(left_out["by_model"].values()), "Mixtral-8x22B-G8T8, {:.1%}"),
+        (fitted["mean_absolute_error_of_runs_not_fitted_to"], "| runs not fitted to | {:.1%} |"),
+    ):
+        assert text.format(number) in page
+    assert "{} of {} pairs".format(*fitted["pairs_ordered_rightly"]) in page
 
 
 def test_published_runs_are_those_of_their_sources() -> None:
