@@ -221,10 +221,10 @@ class LoraConfig:
     rank: int = 0  # of every adapter; 0: no adapters, the model itself is trained
     alpha: float = 32.0  # what adapters compute is multiplied by alpha / rank
     dropout: float = 0.0  # share of each adapter's input features that a step leaves out
-    # attention, mlp (dense FFNs), shared_experts, experts (routed), or single matrices such as q_proj,
-    # shared_experts.up_proj, experts.down_proj; a group that the model lacks is no error
+    # groups of matrices (one that the model lacks is no error), or such as q_proj, mlp.up_proj, experts.down_proj
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "shared_experts", "experts"])
     export: Literal["merged", "adapter"] = "merged"  # adapter: what peft loads beside model.hf_path
+    base: Literal["weights", "fp8", "nf4"] = "weights"  # frozen matrices: as multiplied, FP8 as stored, or 4 bits
 
 
 @dataclass

@@ -10,8 +10,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row
-from automoe.config.rules_kernels import ELEMENT_BYTES, ROW_BYTES
+from automoe.config.rules_kernels import BLOCK, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.schema import Config, LoraConfig
 from automoe.cost.params import Param, TokenFlops, layer_params, model_params, train_flops_per_token
 
@@ -25,6 +26,8 @@ _GROUPS = {
 _EXPERTS = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # the field's names of our stacks
 _NOT_ADAPTED = ("output_gate", "in_proj_ba")  # one number a token, or a head
 _BACKENDS = ("grouped_mm", "loop")  # of experts; the others multiply by no adapters
+# Of ``lora.base``: numbers of a row that have a scale, and the bytes of their codes with it (automoe.quantize.packed).
+BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
 # Of a target's adapters: the name after the target's module, and which dims of the target they take.
 A, B = "lora.A", "lora.B"
 
@@ -62,6 +65,24 @@ def is_trained(name: str, config: Config) -> bool:
 
 def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
+    """[..., rows, blocks, bytes] of a frozen matrix that ``lora.base`` packs; None of another parameter."""
+    stays = config.lora.base == "weights" or not target_names(param) or ".lora." in param.name
+    if stays or is_trained(param.name, config):
+        return None
+    size, num_bytes = BASE_BLOCKS[config.lora.base]
+    return *param.shape[:-1], -(-param.shape[-1] // size), num_bytes
+
+
+def as_stored(params: list[Param], config: Config) -> list[Param]:
+    """``params``, packed ones with the shape of their bytes."""
+    shapes = [packed_shape(param, config) for param in params]
+    return [
+        param if shape is None else replace(param, shape=shape, packed=BASE_BLOCKS[config.lora.base][0])
+        for param, shape in zip(params, shapes, strict=True)
+    ]
 
 
 def with_adapters(params: list[Param], config: Config) -> list[Param]:
@@ -129,8 +150,8 @@ def describe_training(config: Config) -> list[str]:
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
 # fmt: off
 
-def adapter_rows(config: Config) -> Iterator[Row]:
-    """The rules of ``lora``, ``train.freeze`` and ``train.trainable``, which name what a model has."""
+def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
+    """The rules of ``lora``, ``train.freeze`` and ``train.trainable``; those of cuts where ``shape`` is known."""
     params = model_params(config.model)
     names = [param.name for param in params]
     for key, patterns in (("train.freeze", config.train.freeze), ("train.trainable", config.train.trainable)):
@@ -142,7 +163,11 @@ def adapter_rows(config: Config) -> Iterator[Row]:
            "it names exceptions from what is frozen, and nothing is", "Set train.freeze=['*'], or lora.rank")
     if config.lora.rank:
         yield from _lora_rows(config, params)
+        if config.lora.base != "weights":
+            yield from _base_rows(config, params, shape)
     else:
+        yield ("lora.base", config.lora.base != "weights", "frozen matrices stand beside adapters, and lora.rank=0",
+               "Set lora.rank=16, or lora.base=weights")
         yield ("train.freeze", not any(is_trained(name, config) for name in names),
                "it leaves nothing to train", "Name fewer parameters, or set train.trainable=['*.router.*']")
 
@@ -182,6 +207,26 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     yield ("lora.export", lora.export == "adapter" and config.checkpoint.export_hf and not config.model.hf_path,
            "an adapter is for a checkpoint, and the model began from random weights (model.hf_path=null)",
            "Set lora.export=merged, or model.hf_path")
+
+
+def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> Iterator[Row]:
+    base, moe = config.lora.base, config.moe
+    packed = [param for param in params if packed_shape(param, config) is not None]
+    yield ("moe.experts", any(param.expert for param in packed) and moe.experts not in _BACKENDS,
+           f"{moe.experts} multiplies by weights as they are, and lora.base={base} packs those of routed experts",
+           "Nearest valid choice: moe.experts=grouped_mm")
+    yield ("model.upcycle", bool(config.model.upcycle),
+           f"lora.base={base} packs matrices of a checkpoint, and experts that are made of it are cut from those",
+           "Export the upcycled model first (automoe upcycle), or set lora.base=weights")
+    size, _ = BASE_BLOCKS[base]
+    for param in packed if shape is not None else ():
+        axis, ranks = ("etp", shape.etp) if param.expert else ("tp", shape.tp)
+        cut = param.name.endswith("w_down") if param.expert else param.tp_dim(ranks) == 1
+        columns = param.shape[-1]
+        yield (f"mesh.{axis}", cut and ranks > 1 and (columns % ranks or columns // ranks % size) != 0,
+               f"lora.base={base} has a scale for {size} numbers of a row, and {axis} would cut {param.name} inside "
+               f"them: {columns} / {ranks} = {columns / ranks:g}, no multiple of {size}",
+               f"Set mesh.{axis}=1, or lora.base=weights")
 
 # fmt: on
 

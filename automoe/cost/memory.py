@@ -21,7 +21,7 @@ from automoe.cost.activations import (
     layer_activation_bytes,
     recompute_workspace_bytes,
 )
-from automoe.cost.adapters import adapter_activation_bytes, with_adapters
+from automoe.cost.adapters import adapter_activation_bytes, as_stored, with_adapters
 from automoe.cost.params import Param, stage_params
 
 # Bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients). With
@@ -53,6 +53,7 @@ class RankMemory:
     activations: float  # at the peak of the schedule
     head: float  # cross-entropy workspace, last stage only
     recompute: float  # what one recomputed region holds again during its backward pass
+    widened: int  # the largest packed matrix (lora.base) as it is multiplied
     micro_batches_in_flight: list[int]  # of each of the rank's stages, at that peak
     deferred_gradients: bool
 
@@ -63,7 +64,7 @@ class RankMemory:
             gradients = self.unsharded_gradients + self.gradients
         state = self.weights + self.moments + self.averages + self.gathered_weights + gradients + self.receive_buffers
         # The head's workspace is gone before the backward pass reaches a layer.
-        return state + self.activations + max(self.head, self.recompute)
+        return state + self.activations + max(self.head, self.recompute + self.widened)
 
     @property
     def optimizer_peak(self) -> float:
@@ -91,6 +92,11 @@ def gathered_numel(param: Param, mesh: MeshShape) -> int:
     return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
 
 
+def widened_numel(param: Param, mesh: MeshShape) -> int:
+    """Numbers of a packed ``param`` where a rank multiplies by it; blocks count as whole."""
+    return gathered_numel(param, mesh) // param.shape[-1] * param.packed
+
+
 def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankMemory]:
     """Bytes of every pp rank, in order."""
     return [_plan_rank(config, mesh, batch, pp_rank) for pp_rank in range(mesh.pp)]
@@ -102,30 +108,29 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     stages = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
     wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
     unsharded = stays_unsharded(config, mesh)
-    held = [with_adapters(stage_params(model, layers, stage), config) for stage in stages]
+    held = [as_stored(with_adapters(stage_params(model, layers, stage), config), config) for stage in stages]
     params = [param for stage in held for param in stage]
     trained = [param for param in params if param.trained]
 
     def total(numel: Callable[[Param, MeshShape], int], params: list[Param], size: int) -> int:
         """Bytes at ``size`` a number; those of the router, which multiplies in at least float32, are always wide."""
-        return sum(numel(param, mesh) * (wide if param.part == "router" else size) for param in params)
+        return sum(numel(param, mesh) * param.bytes_each(wide if param.part == "router" else size) for param in params)
 
     gradients = total(local_numel, trained, compute if config.optim.master_weights == "stochastic" else wide)
-    # What is frozen is stored as it is multiplied.
-    weights = gradients + total(local_numel, [param for param in params if not param.trained], compute)
+    weights = gradients + total(local_numel, [param for param in params if not param.trained], compute)  # as multiplied
     moments = 2 * total(local_numel, trained, compute if config.optim.moments == "bfloat16" else wide)
-    few = UNITS_RESIDENT * _largest_unit(params, mesh)
     waiting = sum(gathered_numel(param, mesh) for param in trained)
     # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
     # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
     keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
     deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
     per_stage = sorted(total(gathered_numel, stage, compute) for stage in held)
-    gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), compute * few)
+    few = _resident_units(params, mesh, compute)
+    gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), few)
     if unsharded:  # adapters are rounded where they are multiplied, and kept so for the backward pass
         gathered = compute * waiting if compute < wide and config.lora.rank else 0
     if not deferred:
-        waiting = min(waiting, UNITS_RESIDENT * _largest_unit(trained, mesh))
+        waiting = min(waiting, _resident_units(trained, mesh, 1))
     load = TokenLoad.of(config, mesh, batch)
     border = compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # what one stage gives the next
     received = sum((stage > 0) + (stage < len(layers) - 1) for stage in stages)  # inputs, and gradients of outputs
@@ -142,7 +147,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     return RankMemory(
         pp_rank=pp_rank,
         layers=list(again),
-        params=sum(param.numel for param in params if ".lora." not in param.name),
+        params=sum(param.numel for stage in stages for param in stage_params(model, layers, stage)),
         weights=weights,
         moments=moments,
         averages=total(local_numel, trained, wide) if config.optim.ema_decay else 0,
@@ -153,17 +158,18 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         activations=activations,
         head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) * (len(layers) - 1 in stages),
         recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),
+        widened=compute * max(param.packed and widened_numel(param, mesh) for param in params),
         micro_batches_in_flight=in_flight,
         deferred_gradients=deferred,
     )
 
 
-def _largest_unit(params: list[Param], mesh: MeshShape) -> int:
-    """Numbers of the largest group that FSDP gathers at once: one layer, or what stands outside layers."""
+def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
+    """Bytes, at ``size`` a number, of the FSDP units gathered at once: each as large as a layer, or what is outside."""
     units: dict[int | None, int] = {}
     for param in params:
-        units[param.layer] = units.get(param.layer, 0) + gathered_numel(param, mesh)
-    return max(units.values(), default=0)
+        units[param.layer] = units.get(param.layer, 0) + gathered_numel(param, mesh) * param.bytes_each(size)
+    return UNITS_RESIDENT * max(units.values(), default=0)
 
 
 def rank_actions(

@@ -69,10 +69,15 @@ class Param:
     layer: int | None = None
     kv_heads: int | None = None  # of a key or value projection
     trained: bool = True
+    packed: int = 0  # then its last two dims are blocks of so many numbers and their bytes (``lora.base``)
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    def bytes_each(self, size: int) -> int:
+        """What one entry of ``shape`` takes, where a number takes ``size`` bytes."""
+        return 1 if self.packed else size
 
     @property
     def expert(self) -> bool:

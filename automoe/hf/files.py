@@ -38,6 +38,7 @@ class Written:
         fp8: quantized, so equal to the weights only after their quantization.
         logits_error: relative difference to transformers' logits; None for a model too large to be run twice.
         averaged: the weights are those of ``optim.ema_decay``.
+        base: that adapters were merged into, where it was packed (``lora.base``).
         dense_error: of an upcycled model, that to the logits of the dense one.
     """
 
@@ -51,12 +52,16 @@ class Written:
     logits_error: float | None = None
     dense_error: float | None = None
     averaged: bool = False
+    base: str = ""
 
     def __str__(self) -> str:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
         text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 1e6:,.1f} MB in {files}"
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
+            if self.base:
+                dtype = str(self.dtype).removeprefix("torch.")
+                weights += f", adapters merged into the {self.base} base as {dtype}"
             text += f"; FP8 of {weights}" if self.fp8 else f"; equal bit for bit to {weights}"
         if self.logits_error is not None:
             text += f", logits to transformers' within {self.logits_error:.0e}"

@@ -43,11 +43,16 @@ class WrittenAdapter:
     numbers: int
     groups: dict[str, int]
     averaged: bool = False
+    base: str = "weights"
 
     def __str__(self) -> str:
         groups = ", ".join(f"{count} of {group}" for group, count in self.groups.items())
         kind = "averaged adapter" if self.averaged else "adapter"
-        return f"{self.path}: an {kind} of {self.numbers:,} numbers, as peft loads it ({groups})"
+        text = f"{self.path}: an {kind} of {self.numbers:,} numbers, as peft loads it ({groups})"
+        if self.base == "nf4":
+            text += "; it was trained beside the base in NF4 (lora.base), and peft puts it beside the checkpoint's own "
+            text += "numbers, which are others: load that in NF4 too, or export merged"
+        return text
 
 
 def to_peft(
@@ -87,7 +92,7 @@ def to_peft(
             )
         ranks.all(lambda: _write_stage(parts, tensors, folder, keys))
         written = ranks.lead(lambda: _finish(folder, config, lora, keys))
-    return WrittenAdapter(path, *written)
+    return WrittenAdapter(path, *written, base=lora.base)
 
 
 def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import Piece, hf_pieces
 from automoe.hf.quantized import MXFP4_BLOCK, dequantize_fp8, dequantize_mxfp4
-from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, local_shards
+from automoe.hf.shards import LocalShard, PackedShard, Parts, as_parts, config_of, local_shards
 from automoe.hf.untrusted import open_inside
 from automoe.hf.upcycle import Upcycling
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
+from automoe.quantize.packed import is_packed, pack_fp8, pack_nf4, unpack
 
 CHUNK_BYTES = 2 << 20  # read at once where numbers are converted on the way: the only scratch memory
 DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progress is shown in between
@@ -96,14 +98,19 @@ def load_hf(
     ranks = Ranks(alone=catalog is not None)
     with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), upcycling)) as reader:
         shards = list(local_shards(parts))
-        ranges = reader.plan(shards)
+        rounded = [shard for shard in shards if isinstance(shard, PackedShard) and shard.base == "nf4"]
+        direct = [shard for shard in shards if not isinstance(shard, PackedShard) or shard.base == "fp8"]
         shown = progress and ranks.rank == 0
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
-            total = sum(one.num_bytes(one.place) for one in ranges)
+            ranges = reader.plan(direct)
+            later = (reader.plan([one]) for shard in rounded for _, one in shard.matrices(widened=False))
+            total = sum(one.num_bytes(one.place) for part in chain((ranges,), later) for one in part)
             with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(ranges)
-            odd = _not_finite(ranges)
+                odd = _not_finite(ranges)
+                for shard in rounded:
+                    odd |= _fill_rounded(shard, reader)
             for shard in shards:
                 reader.catalog.finish(shard)
             return reader.bytes_read, time.perf_counter() - started, odd
@@ -116,12 +123,23 @@ def load_hf(
     return Loaded(Path(shown), sum(read), max(seconds), upcycling, not_finite)
 
 
+def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:
+    """Read a packed shard's numbers, a matrix at a time in float32 whatever is trained in, and round them. As below."""
+    odd: dict[tuple[Any, ...], int] = {}
+    for index, one in shard.matrices(widened=False):
+        ranges = reader.plan([one])
+        reader.fill(ranges)
+        odd |= _not_finite(ranges)
+        shard.local[index].copy_(pack_nf4(one.local.to(shard.local.device)))
+    return odd
+
+
 def _not_finite(ranges: list[Range]) -> dict[tuple[Any, ...], int]:
     """Of parts of stored tensors (key, matrices, rows, columns) that were read, the numbers that are not finite."""
     shards = {id(one.shard): one.shard for one in ranges}
-    odd = {known for known, shard in shards.items() if not is_finite(shard.local)}
+    odd = {known for known, shard in shards.items() if is_packed(shard.local) or not is_finite(shard.local)}
     parts = [one for one in ranges if id(one.shard) in odd]
-    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.place) for one in parts}
+    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in parts}
     return {place: count for place, count in counts.items() if count}
 
 
@@ -158,6 +176,10 @@ class Range(NamedTuple):
     row_unit: int
     stored: _Rows
 
+    def widened(self) -> torch.Tensor:
+        """The numbers in its place."""
+        return unpack(self.place, self.cols[1] - self.cols[0], torch.float32)
+
     def num_bytes(self, place: torch.Tensor) -> int:
         """Stored bytes of a part of ``place``, without scales."""
         return place.numel() * self.source.data.num_bytes // math.prod(self.source.shape)
@@ -174,9 +196,14 @@ class Range(NamedTuple):
 
 def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
     """The part of ``shard`` that ``piece`` holds; None where they do not meet."""
-    found = piece.overlap(shard.start, tuple(shard.local.shape))
+    found = piece.overlap(shard.start, shard.extent)
     if found is None:
         return None
+    if isinstance(shard, PackedShard) and (source.encoding != "fp8" or piece.order):
+        raise CheckpointError(
+            f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
+            f"{source.data.dtype}. Set lora.base=nf4 or weights"
+        )
     spans = [(one.start, one.stop) for one in found[0]]
     place = piece.in_stored_order(shard.local[found[1]])
     if len(spans) == 1:
@@ -219,7 +246,7 @@ class Reader:
             if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
-            for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), self.catalog.keys, experts):
+            for piece in hf_pieces(shard.name, shard.shape, self.catalog.keys, experts):
                 if (one := _range(shard, piece, self.catalog.sources[piece.key])) is not None:
                     ranges.append(one)
         return sorted(ranges, key=lambda one: (one.source.data.file, one.source.data.start))
@@ -259,7 +286,7 @@ class Reader:
                 self.advance(one.num_bytes(part))
 
     def _numbers(self, one: Range, matrix: int, begin: int, end: int) -> torch.Tensor:
-        """[rows, columns] of one matrix."""
+        """[rows, columns] of one matrix; of a packed one [rows, blocks, bytes]."""
         source, (left, right) = one.source, one.cols
         data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.data.dtype])
         if source.scales is None:
@@ -268,6 +295,9 @@ class Reader:
             height, width = self.catalog.block
             blocks = (begin // height, -(-end // height))
             scales = self._rows(one, _Rows.of(source.scales, (left // width, -(-right // width))), matrix, blocks)
+            if isinstance(one.shard, PackedShard):
+                by_row = torch.arange(begin, end) // height - blocks[0]
+                return pack_fp8(data, scales.view(DTYPES[source.scales.dtype])[by_row])
             return dequantize_fp8(data, scales.view(DTYPES[source.scales.dtype]), (begin, left), (height, width))
         groups = (left // MXFP4_BLOCK, -(-right // MXFP4_BLOCK))
         scales = self._rows(one, _Rows.of(source.scales, groups), matrix, (begin, end))

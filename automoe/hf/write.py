@@ -23,7 +23,7 @@ from automoe.hf.files import Item, Written, file_names, item_of, split, write_fi
 from automoe.hf.folder import new_folder, write_settings
 from automoe.hf.keys import KeyMap, Piece, fp8_config, hf_pieces, is_quantized_in_fp8
 from automoe.hf.rewrite import own_dtype
-from automoe.hf.shards import LocalShard, Parts, as_parts, config_of, export_dtype, local_shards
+from automoe.hf.shards import LocalShard, PackedShard, Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
@@ -82,6 +82,8 @@ def to_hf(
             merge_adapters(part)
         plan = plan_outgoing(parts, keys, out_dtype, fp8=fp8, source=source)
         written = _write_tensors(plan, ranks, folder, max_shard_bytes)
+        bases = {out.shard.base for out in plan if isinstance(out.shard, PackedShard)}
+        written = replace(written, base="".join(bases))
         ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat))
         if verify:
             error = verify_hf(parts, folder, dtype={out.piece.key: out.dtype for out in plan}, fp8=fp8)
@@ -156,16 +158,16 @@ def plan_outgoing(
     for shard in shards:
         if shard.copy:
             continue
-        for piece in hf_pieces(shard.name, tuple(shard.tensor.shape), keys):
+        for piece in hf_pieces(shard.name, shard.shape, keys):
             holders = stage_ranks
             if isinstance(shard.tensor, DTensor):
                 holders = _holders(shard.tensor, piece, first=stage_ranks[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantized = fp8 and is_quantized_in_fp8(piece.key, piece.shape, keys)
             kept = quantized or not shard.trained  # quantized: rounded once, to FP8
-            out_dtype = shard.tensor.dtype if dtype is None or kept else dtype
+            out_dtype = shard.dtype if dtype is None or kept else dtype
             if source is not None and not kept:
-                out_dtype = own_dtype(source, shard.name, tuple(shard.tensor.shape), piece)
+                out_dtype = own_dtype(source, shard.name, shard.shape, piece)
             item = item_of(piece.key, piece.shape, out_dtype, quantized)
             plan.append(Outgoing(shard, piece, out_dtype, holders, writer, item))
             load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in item)
@@ -176,9 +178,9 @@ def plan_outgoing(
 def gather(outgoing: Outgoing) -> torch.Tensor:
     """The whole tensor in its checkpoint dtype; every rank of ``holders`` calls this together."""
     shard, piece = outgoing.shard, outgoing.piece
-    found = piece.overlap(shard.start, tuple(shard.local.shape))
+    found = piece.overlap(shard.start, shard.extent)
     assert found is not None, "called by a rank that does not hold the tensor"
-    tensor = shard.local[found[1]].to(outgoing.dtype)
+    tensor = shard.numbers(found[1]).to(outgoing.dtype)
     if isinstance(shard.tensor, DTensor):
         for axis, dim, size in _gathered_axes(shard.tensor, piece):
             tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
@@ -200,7 +202,7 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
     """
     mesh = tensor.device_mesh
     outer_first: list[tuple[int, int, int]] = []
-    for dim in range(tensor.dim()):
+    for dim in range(len(piece.select)):
         if piece.select[dim] is not None:
             continue
         axes = [axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim]

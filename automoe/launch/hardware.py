@@ -162,6 +162,8 @@ def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, s
     if deepep:
         remedy = "Build DeepEP from its sources (the release on the package index does not compile)"
         yield "moe.dispatcher=deepep", "deep_ep", f"{remedy}, or set moe.dispatcher=alltoall"
+    if config.lora.base == "nf4":
+        yield "lora.base=nf4", "bitsandbytes", "pip install bitsandbytes, or set lora.base=weights"
     if experts == "quack":
         yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     for key, value, instead in (

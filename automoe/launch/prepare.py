@@ -20,7 +20,7 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, export_name, sources_of, tokenizer_of
 from automoe.config.validate import validate
-from automoe.cost.adapters import adapter_rows
+from automoe.cost.adapters import BASE_BLOCKS, adapter_rows
 from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
@@ -94,11 +94,14 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
 
 def missing_data(config: Config) -> ConfigError | None:
-    """Why there is nothing that a large model could learn from; None for a small one, or where there is.
+    """Why there is nothing that a large model could learn from, or to pack; None for a small one, or where there is.
 
     Large is a model of ``LARGE`` parameters from random weights: a hundred for each byte of the demonstration corpus.
     """
     parameters = count_params(config.model).total
+    if config.lora.base != "weights" and config.model.hf_path is None:
+        rule = "it is how the matrices of a checkpoint are stored, and the model begins from random weights"
+        return ConfigError("lora.base", config.lora.base, rule, "Set model.hf_path=DIR, or lora.base=weights")
     if config.model.hf_path is not None or config.data.is_synthetic or parameters < LARGE:
         return None
     what = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
@@ -112,6 +115,25 @@ def missing_data(config: Config) -> ConfigError | None:
         rule = f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}"
         return ConfigError("data.tokenizer", "byte", rule, f"Set data.tokenizer=DIR of a tokenizer, {speed}")
     return None
+
+
+def _check_fp8_base(config: Config) -> None:
+    """Raise ``ConfigError`` where ``lora.base=fp8`` and the checkpoint is not in FP8 of 128 columns a block."""
+    path = config.model.hf_path
+    if config.lora.base != "fp8" or path is None:
+        return
+    from automoe.hf.families.registry import read_hf_config
+
+    stated = read_hf_config(path).get("quantization_config") or {}
+    block = stated.get("weight_block_size") or [None, None]
+    if stated.get("quant_method") != "fp8" or block[1] != BASE_BLOCKS["fp8"][0]:
+        found = ", ".join(f"{key}={stated.get(key)}" for key in ("quant_method", "weight_block_size"))
+        raise ConfigError(
+            "lora.base",
+            "fp8",
+            f"it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {path} has {found}",
+            "Set lora.base=nf4 or weights, or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8",
+        )
 
 
 def _pinned(config: Config) -> Config:
@@ -172,7 +194,8 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
         ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run would export to.
     """
     shape = validate(config, num_ranks, device)
-    check_rows(config, adapter_rows(config))
+    check_rows(config, adapter_rows(config, shape), shape)
+    _check_fp8_base(config)
     from automoe.data.tokenizer import fitting_tokenizer
 
     fitting_tokenizer(config)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import Config, LoraConfig
-from automoe.cost.adapters import adapters, is_target, is_trained
-from automoe.cost.params import layer_params
+from automoe.cost.adapters import adapters, is_target, is_trained, packed_shape
+from automoe.cost.params import layer_params, model_params
 from automoe.counter_random import bits_at, stream_key, uniform_from
 from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
@@ -23,6 +23,7 @@ from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
+from automoe.quantize.packed import block_size, is_packed, packed_product
 
 
 class Lora(Adapter):
@@ -47,7 +48,8 @@ class Lora(Adapter):
 def adapt(part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
     """Give a part its adapters (``lora``), and freeze what is not trained (``train.freeze``); on the meta device.
 
-    Frozen parameters are stored in ``frozen_dtype``, which they are multiplied in: nothing is added to them.
+    Frozen parameters are stored in ``frozen_dtype``, which they are multiplied in: nothing is added to them. Those that
+    ``lora.base`` names are packed (``automoe.quantize.packed``).
     """
     rank = config.lora.rank
     if not (rank or config.train.freeze):
@@ -67,6 +69,24 @@ def adapt(part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtyp
                 assert isinstance(module, Linear)
                 adapter = Lora(*given, module.weight.shape[1], module.weight.shape[0])
             module.lora = adapter.to("meta", trained_dtype)
+    if config.lora.base != "weights":
+        _pack(part, config)
+
+
+def _pack(part: Decoder, config: Config) -> None:
+    """Give frozen matrices blocks of bytes in place of numbers, and their modules products that widen them."""
+    shapes = {param.name: packed_shape(param, config) for param in model_params(config.model)}
+    for name, parameter in list(part.named_parameters()):
+        if (shape := shapes.get(name)) is None:
+            continue
+        path, _, last = name.rpartition(".")
+        module = part.get_submodule(path)
+        packed = torch.empty(shape, dtype=torch.uint8, device=parameter.device)
+        module.register_parameter(last, nn.Parameter(packed, requires_grad=False))
+        if isinstance(module, Linear):
+            module.product = packed_product
+        elif module.lora is None:  # no expert of it is adapted: the same product, without adapters
+            module.lora = ExpertLora(path, config.lora, config.train.seed, {}, PRODUCTS[config.moe.experts])
 
 
 def fill_adapters(part: Decoder) -> None:
@@ -91,24 +111,34 @@ def fill_adapters(part: Decoder) -> None:
 def merge_adapters(part: Decoder) -> None:
     """Add what adapters compute to the weights that they stand beside, and set every B to zero. Collective.
 
-    In float32 at least, rounded once to the weight's dtype; a weight's shard is merged where it lies.
+    In float32 at least, rounded once to the weight's dtype; a weight's shard is merged where it lies. Packed weights
+    and their B stay: ``added`` of their modules is then what an export adds to them (``automoe.hf.shards``).
     """
     for module in part.modules():
         if isinstance(adapter := getattr(module, "lora", None), Lora):
-            _merge(module.weight, adapter.A, adapter.B, adapter.scale)
+            _merge(module, "weight", adapter.A, adapter.B, adapter.scale)
         elif isinstance(adapter, ExpertLora):
-            for weight, number in ((module.w_gate_up, "13"), (module.w_down, "2")):
+            for name, number in (("w_gate_up", "13"), ("w_down", "2")):
                 if (b := getattr(adapter, f"B{number}")) is not None:
-                    _merge(weight, getattr(adapter, f"A{number}"), b, adapter.scale)
+                    _merge(module, name, getattr(adapter, f"A{number}"), b, adapter.scale)
 
 
-def _merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
     """weight [..., O, I] += scale B [..., O, r] A [r, I]; of experts A [E, r, I]."""
-    local, wide = local_shard(weight), torch.promote_types(weight.dtype, torch.float32)
-    *outer, columns = (slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True))
+    weight = module.get_parameter(name)
+    local, packed = local_shard(weight), is_packed(weight)
+    wide = torch.promote_types(b.dtype if packed else weight.dtype, torch.float32)
+    spans = [slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True)]
+    if packed:  # the last two dims are columns
+        blocks, size = spans[-2], block_size(weight)
+        spans[-2:] = [slice(blocks.start * size, blocks.stop * size)]
+    *outer, columns = spans
     whole_a, whole_b = (p.full_tensor() if isinstance(p, DTensor) else p for p in (a, b))
     mine_b = whole_b[tuple(outer)].to(wide)
     mine_a = (whole_a[outer[0]] if a.dim() == 3 else whole_a)[..., columns].to(wide)
+    if packed:
+        module.added = getattr(module, "added", {}) | {name: (mine_a, mine_b, scale)}
+        return
     pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]
     for matrix, each_b, each_a in pairs:  # one expert after the other: no copy of all of them in a wider dtype
         matrix.copy_(torch.add(matrix.to(wide), each_b @ each_a, alpha=scale))

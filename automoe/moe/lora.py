@@ -19,6 +19,7 @@ from automoe.counter_random import bits_at, stream_key, uniform_from
 from automoe.local_shard import global_offset, local_shard
 from automoe.moe.activation import Activation, row_blocks
 from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert
+from automoe.quantize.packed import unpack
 
 GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # the signature of ``grouped_mm``
 PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}  # of ``moe.experts``
@@ -94,7 +95,7 @@ class ExpertLora(Adapter):
 class _AdaptedExperts(torch.autograd.Function):
     """``automoe.moe.grouped_mm._GroupedExperts`` with adapters, and without gradients of what they stand beside.
 
-    Besides its arguments it keeps gate and up [R, J] and x A13.T [R, r].
+    Besides its arguments it keeps gate and up [R, J] and x A13.T [R, r]; packed weights are widened for each product.
     """
 
     @staticmethod
@@ -108,7 +109,7 @@ class _AdaptedExperts(torch.autograd.Function):
             ctx.save_for_backward(*args, None, None)
             return x_TH.new_empty(0, x_TH.shape[1])
         rows_RH, low_Rr = x_TH.index_select(0, gather_idx_R), None
-        gate_up_RJ = mm(rows_RH, w13_EJH.mT, offsets_E)
+        gate_up_RJ = mm(rows_RH, unpack(w13_EJH, rows_RH.shape[1], x_TH.dtype).mT, offsets_E)
         if a13_ErH is not None:
             low_Rr = mm(rows_RH, a13_ErH.mT, offsets_E)
             gate_up_RJ.add_(mm(low_Rr, b13_EJr.mT, offsets_E), alpha=scale)
@@ -117,7 +118,7 @@ class _AdaptedExperts(torch.autograd.Function):
         ctx.save_for_backward(*args, gate_up_RJ, low_Rr)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
         act_RI = activation(*gate_up_RJ.chunk(2, dim=-1)).mul_(scale_R1).contiguous()
-        out_RH = mm(act_RI, w2_EHI.mT, offsets_E)
+        out_RH = mm(act_RI, unpack(w2_EHI, act_RI.shape[1], x_TH.dtype).mT, offsets_E)
         if a2_ErI is not None:
             out_RH.add_(mm(mm(act_RI, a2_ErI.mT, offsets_E), b2_EHr.mT, offsets_E), alpha=scale)
         if bias2_EH is not None:
@@ -135,7 +136,7 @@ class _AdaptedExperts(torch.autograd.Function):
             return zeros[0], None, None, zeros[1], *[None] * 4, *zeros[2:], *[None] * 3
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
-        grad_act_RI = mm(grad_out_RH, w2_EHI, offsets_E)
+        grad_act_RI = mm(grad_out_RH, unpack(w2_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype), offsets_E)
         if a2_ErI is not None:
             grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
             grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
@@ -162,7 +163,7 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         grad_x_TH = None
         if ctx.needs_input_grad[0]:  # not where nothing below is trained
-            grad_rows_RH = mm(grad_gate_up_RJ, w13_EJH, offsets_E)
+            grad_rows_RH = mm(grad_gate_up_RJ, unpack(w13_EJH, x_TH.shape[1], x_TH.dtype), offsets_E)
             if a13_ErH is not None:
                 grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
             grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)

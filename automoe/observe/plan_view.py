@@ -132,6 +132,7 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         ("receive buffers", rank.receive_buffers, "torch's pipeline: one a micro-batch of the step, both ways"),
         ("activations", rank.activations, f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}"),
         ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
+        ("widened", rank.widened, f"the largest matrix of lora.base={config.lora.base}, while it is multiplied"),
         ("recomputation", rank.recompute, "one module at a time and the outputs it reads, after the cross-entropy"),
     ]:
         if num_bytes:

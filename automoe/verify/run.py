@@ -177,7 +177,7 @@ def _for_a_cpu(config: Config) -> Config:
     return replace(
         config,
         model=replace(config.model, hf_path=None),
-        lora=replace(config.lora, export="merged"),  # an adapter needs a checkpoint
+        lora=replace(config.lora, export="merged", base="weights"),  # the others need a checkpoint
         moe=moe,
         # Gathering keys and values is the arithmetic of a ring.
         parallel=replace(config.parallel, context="gather"),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import MODEL, Run, build_state, config, refusal, run
+from checkpoint_runs import MODEL, Run, build_state, config, on_mesh, refusal, run
 
 from automoe.checkpoint.reader import StepReader
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, LoraConfig, MoEConfig
+from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig
 from automoe.cost.activations import plan_batch
 from automoe.cost.memory import plan_memory
 from automoe.export import export_run
@@ -21,6 +22,7 @@ from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.local_shard import local_shard
 from automoe.model.init import initialize
+from automoe.model.lora import adapt
 from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankError, RankPool
@@ -28,11 +30,11 @@ from automoe.verify.pool import RankError, RankPool
 UNTIL, SAVES, MESH = 4, (1, 2, 3), dict(dp_shard=2, ep=2)
 
 
-def random_base(folder: Path, seed: int) -> Path:
-    model = build_decoder(MODEL, MoEConfig(experts="loop"), torch.float32)
-    allocate({0: model}, torch.device("cpu"))
-    initialize(model, 0.2, seed)
-    return to_hf(model, folder, tokenizer="byte", verify=False).path
+def random_base(folder: Path, seed: int, model: ModelConfig = MODEL, fp8: bool = False) -> Path:
+    part = build_decoder(model, MoEConfig(experts="loop"), torch.float32)
+    allocate({0: part}, torch.device("cpu"))
+    initialize(part, 0.2, seed)
+    return to_hf(part, folder, tokenizer="byte", verify=False, fp8=fp8).path
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +109,19 @@ def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, int
     return size(p for _, p in named), gradients, size(moments), averages, alone
 
 
-@pytest.mark.parametrize("mesh", [dict(dp_shard=1), MESH], ids=["one", "dp2-ep2"])
+@pytest.mark.parametrize(
+    ("mesh", "kept"),
+    [
+        pytest.param(dict(dp_shard=1), "weights", id="one"),
+        pytest.param(MESH, "weights", id="dp2-ep2"),
+        pytest.param(MESH, "nf4", id="nf4", marks=pytest.mark.faults),
+    ],
+)
 def test_gradients_and_moments_are_the_adapters_alone(
-    ranks: RankPool, text: Path, base: Path, tmp_path: Path, mesh: dict[str, int]
+    ranks: RankPool, text: Path, base: Path, tmp_path: Path, mesh: dict[str, int], kept: str
 ) -> None:
     settings = replace(tuned(text, base, dtype="bfloat16"), mesh=config(text, **mesh).mesh)
+    settings = replace(settings, lora=replace(settings.lora, base=kept))
     shape = resolve_mesh(settings.mesh, None)
     [planned] = plan_memory(settings, shape, plan_batch(settings, shape))
     found = ranks.run(bytes_of_a_step, shape.world_size, settings, tmp_path / "run")
@@ -119,3 +129,51 @@ def test_gradients_and_moments_are_the_adapters_alone(
     assert alone and all(rank[-1] for rank in found)
     assert found_bytes == [planned.weights, planned.gradients, planned.moments, planned.averages]
     assert planned.moments == 2 * planned.gradients == 2 * planned.averages > 0
+
+
+# Widths that two ranks of tp and of etp cut where blocks of FP8 and NF4 meet, and experts of less than one block.
+WIDE = replace(MODEL, hidden_size=24, intermediate_size=256, moe_intermediate_size=256, num_layers=2)
+WIDE = replace(WIDE, attention=replace(MODEL.attention, num_heads=4, num_kv_heads=4, v_head_dim=64))
+MESHES = {
+    "dp2-ep2": dict(dp_shard=2, ep=2),
+    "tp2-ep2": dict(tp=2, ep=2),
+    "dp2-etp2": dict(dp_shard=2, etp=2),
+    "pp2-ep_shard2": dict(pp=2, dp_shard=2, ep_shard=2),
+    "cp2-tp2-etp2": dict(cp=2, tp=2, ep_shard=2, etp=2),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kept", ["fp8", "nf4"])
+def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Path, tmp_path: Path, kept: str) -> None:
+    source = random_base(tmp_path / "source", 0, WIDE, fp8=kept == "fp8")
+
+    def settings(path: Path, base: str, **mesh: int) -> Config:
+        made = on_mesh(tuned(text, path), **mesh)
+        return replace(made, model=replace(WIDE, hf_path=str(path)), lora=LoraConfig(rank=8, dropout=0.25, base=base))
+
+    # The same base as plain numbers: what is exported while every B is zero.
+    packed = settings(source, kept)
+    part = build_decoder(packed.model, packed.moe, torch.float32)
+    adapt(part, packed, torch.float32, torch.float32)
+    allocate({0: part}, torch.device("cpu"))
+    load_hf(part, source)
+    plain = to_hf(part, tmp_path / "plain", dtype="float32", tokenizer="byte").path
+    expected = run(ranks, settings(plain, "weights"), tmp_path / "expected", 3).losses
+    assert expected[0] - expected[2] > 1e-3
+    meshes = MESHES if kept == "nf4" else {name: MESHES[name] for name in ("dp2-ep2", "cp2-tp2-etp2")}
+    for name, mesh in meshes.items():
+        found = run(ranks, settings(source, kept, **mesh), tmp_path / name, 3, (1,) if name == "dp2-ep2" else ())
+        assert found.losses == pytest.approx(expected, rel=1e-10), name
+        frozen = {key for key, tensor in found.states[0].items() if tensor.dtype == torch.uint8}
+        assert len(frozen) == 2 * 4 + 3 + 3 + 2
+        assert all(torch.equal(found.states[0][key], found.states[3][key]) for key in frozen)
+    # What another mesh saved goes on here, beside the base that is packed again.
+    shutil.copytree(tmp_path / "dp2-ep2", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "checkpoints" / "step-3", ignore_errors=True)
+    resumed = run(ranks, settings(source, kept, tp=2, ep=2), tmp_path / "moved", 3)
+    assert resumed.resumed_at == 1 and resumed.losses == pytest.approx(expected[1:], rel=1e-10)
+    settled = replace(packed, run_dir=str(tmp_path / "moved"), mesh=on_mesh(packed, dp_shard=2, ep=2).mesh)
+    (tmp_path / "moved" / "config.yaml").write_text(json.dumps(asdict(settled)))
+    merged = export_run(tmp_path / "moved", tmp_path / "merged")
+    assert merged.checked and merged.base == kept and merged.logits_error < 1e-5

@@ -103,9 +103,10 @@ def test_whole_layers_are_the_remedy_where_parts_are_recomputed_already() -> Non
 
 def test_the_page_on_adapters_says_what_the_plan_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
-    [words] = [line.split()[2:] for line in page.splitlines() if line.startswith("automoe plan ")]
-    plan = plan_of(words[1], *words[2:])
-    assert f"needs {plan.heaviest.peak / 2**30:.0f} of 79 GiB" in page and plan.warnings == []
+    commands = [line.split()[2:] for line in page.splitlines() if line.startswith("automoe plan ")]
+    for words, limit in zip(commands, (79, 24, 45, 140), strict=True):
+        plan = plan_of(words[1], *words[2:])
+        assert f"needs {plan.heaviest.peak / 2**30:.0f} of {limit} GiB" in page and plan.warnings == []
 
 
 def test_a_plan_that_fits_at_even_load_alone_says_what_helps() -> None:

@@ -1,0 +1,119 @@
+"""Frozen matrices in fewer bytes than they are multiplied in (``lora.base``), widened for the time of one product.
+
+Codes and scales are one uint8 tensor [..., rows, blocks, bytes]: a block is 128 float8 codes of a row (``fp8``) or 64
+codes of 4 bits (``nf4``, arXiv 2305.14314) with its float32 scale behind them. Its dims are those of the matrix, so
+whatever cuts the matrix between rows, or between blocks, cuts codes and scales alike; and FSDP casts no bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from automoe.cost.adapters import BASE_BLOCKS
+from automoe.errors import import_backend
+from automoe.quantize.formats import E4M3
+
+_KINDS = {size: kind for kind, (_, size) in BASE_BLOCKS.items()}
+_CHUNK = 1 << 24  # numbers widened at once, which bounds the scratch memory
+_SCALE = 4  # bytes
+
+
+def is_packed(weight: torch.Tensor) -> bool:
+    """Whether ``weight`` holds blocks of bytes."""
+    return weight.dtype == torch.uint8
+
+
+def base_of(weight: torch.Tensor) -> str:
+    """The ``lora.base`` that made a packed ``weight``."""
+    return _KINDS[weight.shape[-1]]
+
+
+def block_size(weight: torch.Tensor) -> int:
+    """Numbers in a block of a packed ``weight``."""
+    return BASE_BLOCKS[base_of(weight)][0]
+
+
+def pack_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Blocks [R, ceil(C / 128), 132] of codes [R, C] float8_e4m3fn and scales [R, ceil(C / 128)], some floats."""
+    size, _ = BASE_BLOCKS["fp8"]
+    whole = F.pad(codes.view(torch.uint8), (0, -codes.shape[1] % size)).unflatten(1, (-1, size))
+    return _joined(whole, scales.to(torch.float32))
+
+
+def pack_nf4(numbers: torch.Tensor) -> torch.Tensor:
+    """Blocks [..., R, ceil(C / 64), 36] of float32 numbers [..., R, C], as bitsandbytes rounds them on their device.
+
+    Raises:
+        BackendError: it is not installed.
+    """
+    size, _ = BASE_BLOCKS["nf4"]
+    whole = F.pad(numbers, (0, -numbers.shape[-1] % size)).unflatten(-1, (-1, size)).contiguous()
+    codes, state = _bitsandbytes().quantize_4bit(whole, blocksize=size, quant_type="nf4")
+    return _joined(codes.view(*whole.shape[:-1], size // 2), state.absmax.view(whole.shape[:-1]))
+
+
+def _joined(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.cat((codes, scales.contiguous().unsqueeze(-1).view(torch.uint8)), dim=-1)
+
+
+@torch.no_grad()
+def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """[..., R, columns] in ``dtype`` of blocks, each number rounded from float32 once; another tensor as it is.
+
+    Args:
+        columns: without those that fill the last block up.
+    """
+    if not is_packed(weight):
+        return weight
+    wide = torch.empty(*weight.shape[:-2], columns, dtype=dtype, device=weight.device)
+    if wide.numel() == 0:
+        return wide
+    step = max(1, _CHUNK // columns)
+    for rows, into in zip(weight.flatten(0, -3).split(step), wide.flatten(0, -2).split(step), strict=True):
+        into.copy_(_numbers(rows, dtype).flatten(1)[:, :columns])
+    return wide
+
+
+def _numbers(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[R, blocks, bytes] -> [R, blocks, numbers of one], float32 or ``dtype``."""
+    codes, scales = blocks[..., :-_SCALE], blocks[..., -_SCALE:].contiguous().view(torch.float32)
+    if base_of(blocks) == "fp8":
+        return codes.view(E4M3).to(torch.float32) * scales
+    known = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    shape, library = (*codes.shape[:-1], 2 * codes.shape[-1]), _bitsandbytes()
+    state = library.QuantState(scales.flatten(), shape, dtype=known, blocksize=shape[-1], quant_type="nf4")
+    return library.dequantize_4bit(codes.contiguous().view(-1, 1), state)
+
+
+def _bitsandbytes() -> ModuleType:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of CPU kernels that nothing here calls
+    return import_backend(
+        "bitsandbytes.functional", "lora.base=nf4", "pip install bitsandbytes, or set lora.base=weights"
+    )
+
+
+class _PackedProduct(torch.autograd.Function):
+    """``F.linear`` of a packed weight, which the backward widens again: only the bytes are kept."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.columns = x.shape[-1]
+        return F.linear(x, unpack(weight, x.shape[-1], x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        (weight,) = ctx.saved_tensors
+        grad_x = grad @ unpack(weight, ctx.columns, grad.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+
+
+def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A ``Linear.product``: x [..., I], packed weight of [O, I], bias [O] or None -> [..., O]."""
+    return _PackedProduct.apply(x, weight, bias)
