@@ -107,7 +107,7 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
     if pairs := counts.get("pairs", 0):
         yield f"{pairs:,} pairs of answers: {tokens:,} tokens, {share:.0%} of them in answers"
         if equal := counts.get("equal"):
-            yield f"warning: {equal:,} pairs have two answers that are the same, and teach nothing"
+            yield f"warning: both answers are the same in {equal:,} of {pairs:,} pairs, which teach nothing"
     else:
         yield f"{conversations:,} conversations, {answers:,} answers: {tokens:,} tokens, {share:.0%} of them trained"
     if samples > conversations:

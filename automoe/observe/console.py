@@ -148,7 +148,7 @@ class Console:
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
                 shown = "".join(char if char.isprintable() else " " for char in text.replace("\n", "⏎"))
                 self._print(f"{'':>{self._step_width}}  {shown}"[:80].rstrip(), style)
-        self.note(f"{len(samples)} answers in {seconds_text(seconds)}")
+        self.note(f"answered in {seconds_text(seconds)}")
 
     def warn(self, text: str) -> None:
         if self.enabled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import resource
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -50,7 +51,8 @@ def open_run(
     console = Console(config, shape, enabled=context.rank == 0)
     console.start(resume_step=state.step)
     for line in describe_training(config):
-        console.note(line)
+        for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns
+            console.note(part)
     with ExitStack() as opened:
         log = trackers = None
         if context.rank == 0:

@@ -76,7 +76,7 @@ def test_answers_take_a_line_each(tmp_path):
     console, out = console_of(small_config(tmp_path))
     console.samples([{"prompt": "Who?\n\x1b[2J", "text": "I" * 200}], 1.5)
     prompt, text, note = out.getvalue().splitlines()
-    assert prompt.strip() == "> Who?⏎ [2J" and len(text) == 80 and note.strip() == "1 answers in 1.50 s"
+    assert prompt.strip() == "> Who?⏎ [2J" and len(text) == 80 and note.strip() == "answered in 1.50 s"
 
 
 def test_a_log_file_gets_plain_text_without_escape_codes(tmp_path):

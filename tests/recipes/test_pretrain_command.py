@@ -108,7 +108,7 @@ def test_a_run_leaves_its_record_its_report_and_wandb_files(straight: tuple[Path
     samples = read_jsonl(run_dir / "samples.jsonl")
     assert [record["step"] for record in samples] == [3, 6]
     assert [pair["prompt"] for pair in samples[1]["samples"]] == ["<b>def ", "import os"]
-    assert "<b>def" not in report and "&lt;b&gt;def" in report and "> import os" in said and "2 answers in" in said
+    assert "<b>def" not in report and "&lt;b&gt;def" in report and "> import os" in said and "answered in" in said
 
 
 def test_a_resumed_pipeline_run_is_the_uninterrupted_one(straight: tuple[Path, str], resumed: tuple[Path, str]) -> None:
