@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +27,16 @@ EXIT_WRONG, EXIT_INTERRUPTED, EXIT_NO_READER = 2, 130, 141  # 128 and the number
 
 def spelled_out(text: str) -> str:
     """``text`` from elsewhere for a terminal: what would steer it is shown and not done."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(ascii(c)[1:-1] if steers(c) else c for c in text)
+
+
+def steers(char: str) -> bool:
+    """Whether a character steers a terminal or turns text around: controls, line separators, halves of a pair.
+
+    What joins emoji or letters, and the blanks of other scripts, are text.
+    """
+    turns = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    return turns or (unicodedata.category(char) in ("Cc", "Cs", "Cn", "Zl", "Zp") and char not in "\n\t")
 
 
 class AutomoeError(Exception):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.frozen import CONFIG_FILE, flat, read_mapping
-from automoe.errors import CheckpointError, exit_status, spelled_out
+from automoe.errors import CheckpointError, exit_status, listed, spelled_out
 from automoe.launch.run_dir import read_status
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--temperature", type=_not_negative, default=0.0, help="0: the likeliest token each time (default)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of drawing tokens, with a temperature (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of drawing tokens, with a temperature (default: 0)")
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     return exit_status(lambda: _main(args))
 
@@ -52,17 +52,18 @@ def _main(args: argparse.Namespace) -> int:
             if not prompt:
                 raise CheckpointError("an empty prompt asks nothing. Write some text")
             said = prompt if args.text else [*system, {"role": "user", "content": prompt}]
-            print(f"{prompt}{speaker.answer(said)}" if args.text else f"> {prompt}\n{speaker.answer(said)}")
+            answer = spelled_out(speaker.answer(said))
+            print(f"{prompt}{answer}" if args.text else f"> {prompt}\n{answer}")
         if args.prompt:
             return 0
         messages = list(system)
         for line in _lines():
             if args.text:
-                print(f"{line}{speaker.answer(line)}", flush=True)
+                print(f"{line}{spelled_out(speaker.answer(line))}", flush=True)
                 continue
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": speaker.answer(messages)})
-            print(messages[-1]["content"], flush=True)
+            print(spelled_out(messages[-1]["content"]), flush=True)
     return 0
 
 
@@ -87,6 +88,12 @@ def _lines() -> Iterator[str]:
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens, 1 or more")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is no seed: 0 to 4294967295")
     return int(text)
 
 
@@ -139,13 +146,15 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     """The model and the tokenizer of a HuggingFace checkpoint, on the first GPU if there is one. Runs no code of it.
 
     Raises:
-        CheckpointError: it has no tokenizer, is damaged, or ``transformers`` cannot load it without code of its own.
+        CheckpointError: it has no tokenizer, is damaged, has numbers that are not finite, or ``transformers`` cannot
+            load it without code of its own.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from automoe.hf.headers import read_headers
+    from automoe.hf.read import is_finite
 
     disable_progress_bar()
     read_headers(folder)  # a stranger's folder: refused before anything of it is loaded
@@ -155,10 +164,16 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, **safe)
-        return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
         raise CheckpointError(f"{folder}: transformers cannot load it without code of its own ({why})") from error
+    # With logits that are NaN the first token is the likeliest: an answer all the same, and a share of right choices.
+    named = (
+        (name, p.detach()) for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() > 1
+    )
+    if odd := [name for name, parameter in named if not is_finite(parameter)]:
+        raise CheckpointError(f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 class Speaker:
@@ -174,7 +189,9 @@ class Speaker:
 
         set_seed(seed)
         self.model, self.tokenizer = load_checkpoint(folder)
-        drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        # The likeliest token is that of the model, whatever the checkpoint's own settings would make less likely.
+        greedy = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+        drawn = {"do_sample": True, "temperature": temperature} if temperature else greedy
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id}
         self.options |= drawn
 
@@ -203,12 +220,15 @@ class Speaker:
                 f"a prompt of {length} tokens, and the model knows {longest} positions "
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
-        ids = self.model.generate(**inputs, **self.options)[0, length:]
-        stops, most = self.model.generation_config.eos_token_id, self.options["max_new_tokens"]
+        most, limit = self.options["max_new_tokens"], "--max-new-tokens"
+        if longest and longest - length < most:  # behind it are positions that no token was ever trained at
+            most, limit = longest - length, "max_position_embeddings of its config.json"
+        ids = self.model.generate(**inputs, **self.options | {"max_new_tokens": most})[0, length:]
+        stops = self.model.generation_config.eos_token_id
         ended = int(ids[-1]) in (stops if isinstance(stops, list) else [stops])
         if len(ids) == most and not ended and not isinstance(said, str):
-            print(f"note: cut off after {most} tokens (--max-new-tokens)", file=sys.stderr, flush=True)
-        return spelled_out(self.tokenizer.decode(ids, skip_special_tokens=True))
+            print(f"note: cut off after {most} tokens ({limit})", file=sys.stderr, flush=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 if __name__ == "__main__":

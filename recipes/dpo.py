@@ -47,6 +47,9 @@ class Args:
         if not config.data.is_preference:
             rule = f"recipe={config.recipe} compares two answers"
             raise ConfigError("data.kind", config.data.kind, rule, "Set data=preference data.path=FILE")
+        if config.train.loss != "cross_entropy":
+            rule = f"recipe={config.recipe} has a loss of its own"
+            raise ConfigError("train.loss", config.train.loss, rule, "Leave it out, and set recipe_args.loss")
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from automoe import errors
-from automoe.errors import CheckpointError, ConfigError, retried
+from automoe.errors import CheckpointError, ConfigError, retried, spelled_out
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,8 @@ def test_what_steers_a_terminal_is_spelled_out() -> None:
     """A tensor's name, a path: whoever made the file chose it."""
     said = str(CheckpointError("a\x1b[2J\x07b\u202ec\ud800\nd\té"))
     assert said == "a\\x1b[2J\\x07b\\u202ec\\ud800\nd\té"
+    kept = "1\xa0000\u3000\u4f60 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u062e"  # blanks and joiners of other scripts
+    assert spelled_out(kept) == kept
     assert str(ConfigError("key", "\x9b31m", "rule", "remedy")) == "key=\\x9b31m: rule. remedy"
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from automoe import cli
 from automoe.config.frozen import save_config
 from automoe.config.schema import CheckpointConfig, Config, LoraConfig
 from automoe.errors import CheckpointError
-from automoe.generate import checkpoint_of
+from automoe.generate import Speaker, checkpoint_of
 from tests.support.chat import save_tokenizer
 from tests.support.hf_models import save_small_hf
 
@@ -69,6 +70,7 @@ def test_what_cannot_answer_says_why(checkpoint: Path, tmp_path: Path, capsys, m
     ("words", "says"),
     [
         (["--max-new-tokens", "0", "Who?"], "0 is no number of tokens"),
+        (["--seed", "-1", "Who?"], "-1 is no seed"),
         (["--temperature", "hot", "Who?"], "hot is no temperature"),
         (["--temperature", "-1", "Who?"], "-1 is no temperature"),
         (["--temperature", "nan", "Who?"], "nan is no temperature"),
@@ -81,6 +83,31 @@ def test_options_that_make_no_sense_are_refused(words: list[str], says: str, che
     except SystemExit as ended:  # argparse's
         status = int(str(ended.code))
     assert status == 2 and says in capsys.readouterr().err
+
+
+def test_an_answer_is_the_models_up_to_its_last_position(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    """Whatever the checkpoint's settings would make less likely."""
+    folder = tmp_path / "hf"
+    shutil.copytree(checkpoint, folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"repetition_penalty": 9.0}))
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"max_position_embeddings": 48}))
+    speaker = Speaker(folder, 300)
+    length = len(speaker.tokenizer("the answer")["input_ids"])
+    assert speaker.answer("the answer") == expected(checkpoint, "the answer", 48 - length) != ""
+    speaker.answer([{"role": "user", "content": "Who?"}])
+    assert "tokens (max_position_embeddings of its config.json)" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_nan_answers_nothing(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert cli.main(["generate", str(folder), "Who?"]) == 2
+    assert "numbers are NaN or infinite in model.norm.weight" in capsys.readouterr().err
 
 
 def test_a_folder_runs_no_code_of_its_own(checkpoint: Path, tmp_path: Path, capsys, monkeypatch) -> None:

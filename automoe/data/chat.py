@@ -21,6 +21,7 @@ _KEYS = {  # what we call a thing -> what it is called in a record of each forma
     "sharegpt": {"messages": "conversations", "role": "from", "content": "value", "tools": "tools", "system": "system"},
     "alpaca": {"instruction": "instruction", "input": "input", "output": "output", "system": "system"},
 }
+WANTED = ("weight", "train", "training")  # of a message: 0 or false leaves the answer out
 _PAIR_KEYS = {name: name for name in ("prompt", "chosen", "rejected", "system")}
 _ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -206,6 +207,10 @@ class _Reader:
             )
         own = {"role", "content", self.keys["role"], self.keys["content"]}
         message: Message = {"role": role} | {key: value for key, value in raw.items() if key not in own}
+        for key in set(WANTED) & message.keys():
+            if message[key] not in (0, 1):  # True and False are
+                rule = f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
+                raise self._wrong(rule, "Correct it or leave it out")
         content = raw.get(self.keys["content"])
         if role == "function_call":  # ShareGPT: a JSON object where the text would stand
             call = self._parsed(content)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.schema import ChatConfig, Config, tokenizer_of
-from automoe.data.chat import Conversation, Message
+from automoe.data.chat import WANTED, Conversation, Message
 from automoe.data.tokenizer import ByteTokenizer
 from automoe.errors import ConfigError, DataError
 from automoe.hub import local_folder
@@ -171,6 +171,15 @@ class ChatTemplate:
                 turns.append(self._turn(pair, next(encoded), next(encoded), calls))
             found.append(list(_joined(turns)))
         return found
+
+    def exported(self) -> str | None:
+        """The template of an export, with ``template_args`` as its defaults; None: as the tokenizer has it."""
+        stored = self.own or self._hf.chat_template
+        if not self.chat.template_args or not isinstance(stored, str):
+            return self.own
+        given = self.chat.template_args.items()
+        lines = (f"{{%- if {k} is not defined %}}{{% set {k} = {json.dumps(v)} %}}{{% endif %}}" for k, v in given)
+        return "".join(lines) + stored
 
     def stop_id(self) -> int:
         """The token that ends an answer."""
@@ -418,7 +427,7 @@ def with_date(config: Config) -> Config:
 
 def _is_wanted(message: Message) -> bool:
     """Whether an answer is trained: not with ``weight: 0`` (OpenAI's files) or ``train: false`` (axolotl's)."""
-    return all(message.get(key, 1) != 0 for key in ("weight", "train", "training"))
+    return all(message.get(key, 1) != 0 for key in WANTED)
 
 
 def _in_parts(message: Message) -> bool:

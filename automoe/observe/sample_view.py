@@ -7,6 +7,7 @@ import textwrap
 import numpy as np
 
 from automoe.data.tokenizer import Tokenizer
+from automoe.errors import steers
 from automoe.moe.tokens import IGNORE
 
 _MOST_SAMPLES, _MOST_LINES = 3, 4  # shown of a row; lines of one part
@@ -47,7 +48,7 @@ def _spell(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 def _part(text: str, trained: bool, width: int) -> list[Line]:
-    shown = "".join(char if char.isprintable() else "�" for char in text.replace("\n", "⏎").replace("\t", " "))
+    shown = "".join("�" if steers(char) else char for char in text.replace("\n", "⏎").replace("\t", " "))
     room = width - len(_MARKS[trained])
     lines = textwrap.wrap(shown, room, drop_whitespace=False, break_on_hyphens=False)
     if len(lines) > _MOST_LINES:

@@ -87,6 +87,8 @@ BAD = {
     '{"messages": ["hello"]}': r"a\.jsonl:2: message 1 is str where an object is needed",
     '{"messages": [{"role": "user"}]}': r"a\.jsonl:2: message 1: no key 'content'; there is role",
     '{"messages": [{"role": "user", "content": 3}]}': r"a\.jsonl:2: message 1's content is int where text is needed",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}': r"a\.jsonl:2: message 1 has weight: 0\.5, and",
+    '{"messages": [{"role": "assistant", "content": "a", "train": "false"}]}': r"message 1 has train: 'false', and an",
     '{"messages": [{"role": "user", "content": []}]}': r"a\.jsonl:2: message 1's content is an empty list",
     '{"messages": [{"role": "user", "content": ["a"]}]}': r"a\.jsonl:2: part 1 of message 1's content is of type 'str'",
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}': (

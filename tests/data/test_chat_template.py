@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -291,3 +292,19 @@ def test_empty_answers_are_counted_and_said(load: Load, tmp_path: Path) -> None:
     facts = tokenise_chat(tmp_path, [Conversation(turns, None, tmp_path, 0, 1)], template, 304)
     assert facts["chat"]["empty"] == 2
     assert any("warning: 2 answers are empty" in line for line in describe_chat(facts["chat"], 20, 1))
+
+
+def test_an_export_has_the_arguments_of_the_template_as_its_defaults(load: Load, tmp_path: Path) -> None:
+    file, question = tmp_path / "own.jinja", messages("?")
+    file.write_text("{{ mode | upper }} {{ 'thinks ' if thinks }}" + TEMPLATES["chatml"])
+    args = {"mode": 'a "b" é', "thinks": False}
+    template = ChatTemplate(ChatConfig(template=str(file), template_args=args), load("chatml").tokenizer)
+    (tmp_path / "export.jinja").write_text(template.exported() or "")
+    exported = ChatTemplate(ChatConfig(template=str(tmp_path / "export.jinja")), template.tokenizer)
+    assert exported.prompt(question) == template.prompt(question)
+    asked = replace(exported.chat, template_args={"thinks": True})
+    assert "thinks" in exported.decode(ChatTemplate(asked, template.tokenizer).prompt(question))
+    assert load("chatml").exported() is None
+    assert (ChatTemplate(ChatConfig(template_args=args), template.tokenizer).exported() or "").endswith(
+        TEMPLATES["chatml"]
+    )

@@ -294,3 +294,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_numbers(ranks: RankPool, f
         records.append([[record[key] for key in wanted] for record in map(json.loads, lines)])
     assert len(records[0]) == 5 and records[0] == records[1]
     assert records[0][0][0] == pytest.approx(math.log(2), rel=1e-12) and records[0][4][0] != records[0][3][0]
+
+
+def test_another_loss_beside_that_of_the_recipe_is_refused(folder: Path) -> None:
+    config = config_of(folder)
+    config.train.loss = "focal"
+    with pytest.raises(ConfigError, match="train.loss=focal: recipe=dpo has a loss of its own"):
+        dpo.Args().check(config)
