@@ -31,10 +31,18 @@ def plan_of(name: str, *overrides: str) -> Plan:
 def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
     plan, without_adapters = plan_of(name), plan_of(name, "lora.rank=0")
     assert sum(rank.params for rank in without_adapters.ranks) == plan.params.total
-    assert sorted(layer for rank in plan.ranks for layer in rank.layers) == list(
-        range(compose_config(name).model.num_layers)
-    )
+    config = compose_config(name)
+    assert sorted(layer for rank in plan.ranks for layer in rank.layers) == list(range(config.model.num_layers))
     assert plan.heaviest.peak == max(rank.peak for rank in plan.ranks)
+    time = plan.time
+    parts = [time.compute, time.bubble, time.other, *time.communication.values()]
+    assert min(parts) >= 0 and time.seconds == pytest.approx(sum(parts))
+    assert time.tokens_per_second == pytest.approx(plan.batch.tokens_per_step / time.seconds)
+    assert time.band[0] < time.tokens_per_second < time.band[1]
+    cluster = config.cluster
+    assert time.calibrated == bool(cluster.gemm_curve) and (time.mfu is None) == (not cluster.peak_flops)
+    if time.mfu is not None and time.mfu_full_attention is not None:
+        assert 0 < time.mfu < time.mfu_full_attention < 1
     assert plan.warnings == []  # fits the cluster that it names, and keeps it busy
 
 

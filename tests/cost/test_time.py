@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from automoe.config.compose import compose_config, list_options
+from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config
-from automoe.config.validate import validate
+from automoe.config.schema import ClusterConfig, Config
 from automoe.cost.machine import Constants
 from automoe.cost.time import BAND, StepTime, step_time
 from automoe.plan import main
@@ -23,34 +24,29 @@ CLUSTERS = sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("*.yaml
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "published_runs.json").read_text())
 
 
-@lru_cache(maxsize=64)
-def config_of(name: str, *overrides: str) -> Config:
-    return compose_config(name, list(overrides))
+@lru_cache(maxsize=16)
+def primary(name: str) -> Config:
+    return compose_config(name, [])
 
 
-def time_of(name: str, *overrides: str) -> StepTime:
-    config = config_of(name, *overrides)
+def time_of(name: str, settings: dict[str, Any] | None = None, cluster: str = "h100_sxm") -> StepTime:
+    """Of a primary with these keys, on another cluster."""
+    config = deepcopy(primary(name))
+    assert cluster in CLUSTERS
+    values = yaml.safe_load((ROOT / "conf" / "cluster" / f"{cluster}.yaml").read_text())
+    config.cluster = ClusterConfig(
+        **{key: float(v) if type(v) is str and "e+" in v else v for key, v in values.items()}
+    )
+    for key, value in (settings or {}).items():
+        group, last = key.split(".")
+        assert hasattr(getattr(config, group), last), key
+        setattr(getattr(config, group), last, value)
     return step_time(config, resolve_mesh(config.mesh, config.launch.num_ranks))
-
-
-@pytest.mark.parametrize("name", list_options())
-def test_every_primary_has_a_step_whose_parts_add_up(name: str) -> None:
-    config = config_of(name)
-    found = step_time(config, validate(config, config.launch.num_ranks))
-    parts = [found.compute, found.bubble, found.other, *found.communication.values()]
-    assert min(parts) >= 0 and found.seconds == pytest.approx(sum(parts))
-    tokens = config.train.global_batch_size * config.train.seq_len
-    assert found.tokens_per_second == pytest.approx(tokens / found.seconds)
-    assert found.calibrated == bool(config.cluster.gemm_curve)
-    assert found.band[0] < found.tokens_per_second < found.band[1]
-    assert (found.mfu is None) == (not config.cluster.peak_flops)
-    if found.mfu is not None and found.mfu_full_attention is not None:
-        assert 0 < found.mfu < found.mfu_full_attention < 1
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_cluster_says_whether_its_products_were_measured(cluster: str) -> None:
-    found = time_of("qwen3_30b_a3b", f"cluster={cluster}")
+    found = time_of("qwen3_30b_a3b", cluster=cluster)
     assert found.calibrated == (cluster in ("h100_sxm", "h200"))
     width = found.band[1] / found.tokens_per_second - 1
     assert width == pytest.approx(BAND) if found.calibrated else width > BAND
@@ -58,57 +54,57 @@ def test_a_cluster_says_whether_its_products_were_measured(cluster: str) -> None
 
 def test_faster_hardware_makes_a_faster_step() -> None:
     order = ["a100_sxm", "h100_sxm", "b200", "b300"]
-    speeds = [time_of("dsv3_671b", f"cluster={name}").tokens_per_second for name in order]
+    speeds = [time_of("dsv3_671b", cluster=name).tokens_per_second for name in order]
     assert speeds == sorted(speeds)
-    links = [time_of("dsv3_671b", f"cluster.inter_node_bandwidth={x}") for x in ("25e9", "50e9")]
+    links = [time_of("dsv3_671b", {"cluster.inter_node_bandwidth": x}) for x in (25e9, 50e9)]
     assert links[0].communication["ep"] > 1.8 * links[1].communication["ep"]
     assert links[0].compute == links[1].compute
     # Experts of a rack of 72 are one fast network apart.
-    assert time_of("dsv3_671b", "cluster=gb200_nvl72").communication["ep"] < 0.2 * links[1].communication["ep"]
+    assert time_of("dsv3_671b", cluster="gb200_nvl72").communication["ep"] < 0.2 * links[1].communication["ep"]
 
 
 def test_what_a_configuration_chooses_costs_what_it_should() -> None:
-    name = "qwen3_30b_a3b"
-    plain = time_of(name, "parallel.recompute=[]", "moe.gate=balanced")
+    even = {"parallel.recompute": [], "moe.gate": "balanced"}
+    plain = time_of("qwen3_30b_a3b", even)
 
-    def times(*overrides: str) -> StepTime:
-        return time_of(name, *{"parallel.recompute=[]": 0, "moe.gate=balanced": 0} | dict.fromkeys(overrides, 0))
+    def times(**settings: Any) -> StepTime:
+        """With these keys, ``__`` for a point."""
+        return time_of("qwen3_30b_a3b", even | {key.replace("__", "."): value for key, value in settings.items()})
 
-    def more(*overrides: str) -> float:
-        return times(*overrides).compute / plain.compute
+    def more(**settings: Any) -> float:
+        return times(**settings).compute / plain.compute
 
-    again = {name: more(f"parallel.recompute=[{name}]") for name in ("layernorm", "core_attn", "moe")}
-    assert 1 < again["layernorm"] < again["core_attn"] < again["moe"] < more("parallel.recompute=full") < 1.4
-    assert times("parallel.recompute=[moe]").communication["ep"] == pytest.approx(1.25 * plain.communication["ep"])
-    assert more("train.fp8=blockwise") < 0.95
-    assert more("data.document_mask=false") < 1, "a mask leaves nothing out"
-    assert more("moe.gate=learned") > 1 and times("moe.gate=learned").communication["ep"] > plain.communication["ep"]
-    assert times("mesh.ep=8").communication["ep"] < 0.5 * plain.communication["ep"], "in one node"
-    once = times("moe.dispatcher=hierarchical").communication["ep"]
-    assert times("moe.dispatcher=deepep").communication["ep"] < once < plain.communication["ep"]
-    assert times("moe.dispatcher=allgather").traffic["ep"] == pytest.approx(16 / 8 * plain.traffic["ep"], rel=0.01)
-    freed = times("parallel.reshard=micro_batch", "parallel.grad_sync=micro_batch")
+    again = {name: more(parallel__recompute=[name]) for name in ("layernorm", "core_attn", "moe")}
+    assert 1 < again["layernorm"] < again["core_attn"] < again["moe"] < more(parallel__recompute="full") < 1.4
+    sent = plain.communication["ep"]
+    assert times(parallel__recompute=["moe"]).communication["ep"] == pytest.approx(1.25 * sent)
+    assert more(train__fp8="blockwise") < 0.95
+    assert more(data__document_mask=False) < 1, "a mask leaves nothing out"
+    assert more(moe__gate="learned") > 1 and times(moe__gate="learned").communication["ep"] > sent
+    assert times(mesh__ep=8).communication["ep"] < 0.5 * sent, "in one node"
+    once = times(moe__dispatcher="hierarchical").communication["ep"]
+    assert times(moe__dispatcher="deepep").communication["ep"] < once < sent
+    assert times(moe__dispatcher="allgather").traffic["ep"] == pytest.approx(16 / 8 * plain.traffic["ep"], rel=0.01)
+    freed = times(parallel__reshard="micro_batch", parallel__grad_sync="micro_batch")
     assert freed.traffic["fsdp"] > 10 * plain.traffic["fsdp"]
-    assert times("lora.rank=16", "lora.targets=[attention]").compute < 0.9 * plain.compute, (
-        "frozen weights have no gradients"
-    )
+    frozen = more(lora__rank=16, lora__targets=["attention"])
+    assert frozen < 0.9, "frozen weights have no gradients"
 
 
 def test_long_rows_are_shared_by_chunks() -> None:
     def attention(cp: int) -> float:
-        long = ["train.seq_len=65536", "train.global_batch_size=64", "parallel.recompute=[]", "moe.gate=balanced"]
-        return time_of("qwen3_30b_a3b", *long, f"mesh.cp={cp}", "mesh.ep=16").compute
+        long = {"train.seq_len": 65536, "train.global_batch_size": 64, "parallel.recompute": [], "mesh.cp": cp}
+        return time_of("qwen3_30b_a3b", long | {"moe.gate": "balanced"}).compute
 
     # Whole matrices on one rank; 2 cp + 1 of 4 cp pairs of chunks on several: 0.56 of it with cp=4, 0.53 with 8.
     assert 0.5 < 4 * attention(4) / attention(1) < 0.7 and 2 * attention(8) < attention(4)
-    assert time_of("dsv3_671b", "mesh.cp=2", "mesh.dp_shard=32").communication["cp"] > 0
+    assert time_of("dsv3_671b", {"mesh.cp": 2, "mesh.dp_shard": 32}).communication["cp"] > 0
 
 
 def test_constants_are_few_and_say_where_they_are_from() -> None:
     text = (ROOT / "automoe" / "cost" / "constants.toml").read_text()
     assert text.count("\nprior = ") == text.count("\nvalue = ") == text.count("\nsource = ") <= 12
-    prior, fitted = Constants.load("prior"), Constants.load()
-    assert prior != fitted and fitted == replace(fitted)
+    assert Constants.load("prior") != Constants.load()
 
 
 FITTED = [run for run in runs() if run.fit]
@@ -165,7 +161,7 @@ def test_the_plan_prints_the_step_and_its_doubts(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     lines = text[text.index("time of a step") :].splitlines()
     assert lines[0].strip() == "time of a step, predicted, uncalibrated (no cluster.gemm_curve)"
-    found = time_of("qwen3_30b_a3b", "cluster=b200")
+    found = time_of("qwen3_30b_a3b", cluster="b200")
     assert any(line.startswith("step") and f"{found.tokens_per_second:,.0f} tokens/s" in line for line in lines)
     assert f"{found.mfu:.1%}" in text and f"{found.mfu_full_attention:.1%} if the masked half" in text
     assert max(map(len, lines)) <= 80
