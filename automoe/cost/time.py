@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from automoe.config.mesh_shape import MeshShape, split_layers
@@ -72,7 +73,7 @@ class _Stage:
     once: Cost = NOTHING  # FSDP's, exposed: of a step
     each: tuple[Cost, Cost] = (NOTHING, NOTHING)  # of a micro-batch, forward and backward
 
-    @property
+    @cached_property
     def times(self) -> StageTimes:
         """As the pipeline's simulation takes them."""
         forward, backward = self.seconds
