@@ -111,9 +111,12 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
     else:
         yield f"{conversations:,} conversations, {answers:,} answers: {tokens:,} tokens, {share:.0%} of them trained"
     if samples > conversations:
+        why = (
+            "the chat template rewrites" if not counts.get("apart") else "the chat template, or the tokenizer, rewrites"
+        )
         factor = tokens / max(counts["rendered_tokens"], 1)
         yield (
-            f"the chat template rewrites earlier turns, so {conversations:,} conversations are {samples:,} samples "
+            f"{why} earlier turns, so {conversations:,} conversations are {samples:,} samples "
             f"with {factor:.2f} times the tokens (data.chat.turns=last: the last answer alone)"
         )
     told = {
