@@ -155,28 +155,30 @@ def _time_table(config: Config, plan: Plan) -> Table:
         Column("part"),
         _number("seconds"),
         _number("share"),
+        _number("sent"),
         Column("what it is", style="dim"),
     )
     seen = time.communication
     for name, seconds, text in [
-        ("computing", time.compute, "products, attention and passes over memory"),
-        ("tp", seen["tp"], "gathers and reductions of tensor parallelism"),
+        ("computing", time.compute, "products, attention, passes over memory"),
+        ("tp", seen["tp"], "gathers and reductions around products"),
         ("cp", seen["cp"], "keys and values of other ranks' tokens"),
-        ("ep", seen["ep"], f"tokens to their experts and back, {config.moe.dispatcher}"),
-        ("etp", seen["etp"], "rows of ranks that share an expert's width"),
-        ("fsdp", seen["fsdp"], "weights and gradients that nothing hides"),
+        ("ep", seen["ep"], f"tokens to experts and back, {config.moe.dispatcher}"),
+        ("etp", seen["etp"], "rows of ranks that share a width"),
+        ("fsdp", seen["fsdp"], "weights and gradients, as far as seen"),
         ("pp", seen["pp"], "activations between stages"),
         ("bubble", time.bubble, "waiting for other pipeline ranks"),
         ("other", time.other, "optimizer, launches, data"),
     ]:
         if seconds > 0:
-            table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", text)
+            sent = gib(time.traffic[name]) if time.traffic.get(name) else ""
+            table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", sent, text)
     low, high = time.band
     speed = f"{time.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
-    table.add_row("step", f"{time.seconds:.3g}", "", speed, style="bold")
+    table.add_row("step", f"{time.seconds:.3g}", "", "", speed, style="bold")
     if time.mfu is not None:
-        full = f"{time.mfu_full_attention:.1%} if the masked half of attention counts"
-        table.add_row("MFU", f"{time.mfu:.1%}", "", full, style="bold")
+        full = f"{time.mfu_full_attention:.1%} with all of attention's matrix"
+        table.add_row("MFU", f"{time.mfu:.1%}", "", "", full, style="bold")
     return table
 
 

@@ -163,5 +163,6 @@ def test_the_plan_prints_the_step_and_its_doubts(capsys: pytest.CaptureFixture[s
     assert lines[0].strip() == "time of a step, predicted, uncalibrated (no cluster.gemm_curve)"
     found = time_of("qwen3_30b_a3b", cluster="b200")
     assert any(line.startswith("step") and f"{found.tokens_per_second:,.0f} tokens/s" in line for line in lines)
-    assert f"{found.mfu:.1%}" in text and f"{found.mfu_full_attention:.1%} if the masked half" in text
+    assert f"{found.mfu:.1%}" in text and f"{found.mfu_full_attention:.1%} with all" in text
+    assert f"{found.traffic['ep'] / 2**30:,.1f} GiB" in text
     assert max(map(len, lines)) <= 80
