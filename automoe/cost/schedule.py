@@ -67,7 +67,6 @@ def _in_turn(
             if ahead + index < len(forwards):
                 yield (forwards[ahead + index],)
         return
-    ahead = min(ahead + 1, len(forwards))  # one more, so that no micro-batch meets itself
     yield from ((action,) for action in forwards[:ahead])
     yield from zip(forwards[ahead:], backwards, strict=False)
     yield from ((action,) for action in backwards[len(forwards) - ahead :])

@@ -44,12 +44,15 @@ def test_dual_pipe_v_has_the_bubble_of_its_formula(pp: int) -> None:
 
 
 def test_all_to_alls_hide_behind_other_micro_batches() -> None:
-    pp, count, sent = 4, 32, 1.0
+    sent = 1.0
     pair = F + B - HIDDEN * sent
+    for pp, per_rank, count in ((4, 1, 32), (2, 1, 8), (1, 1, 8), (4, 2, 16), (8, 4, 32)):
+        stages = (StageTimes(F / per_rank, B / per_rank, sent / per_rank),) * (pp * per_rank)
+        hidden = simulate("Interleaved1F1B" if per_rank > 1 else "1F1B", stages, pp, count, overlap=True)
+        # p (F+B) + (m-p) (F&B) + (p-1)/v (F&B)
+        assert hidden == pytest.approx(pp * (F + B) + (count - pp + (pp - 1) / per_rank) * pair)
+    pp, count = 4, 32
     stages = (StageTimes(F, B, sent),) * pp
-    hidden = simulate("1F1B", stages, pp, count, overlap=True)
-    # p (F+B) + (m-p) (F&B) + (p-1) (F&B)
-    assert hidden == pytest.approx(pp * (F + B) + (count - pp) * pair + (pp - 1) * pair, rel=0.02)
     for schedule in ("Interleaved1F1B", "DualPipeV"):
         both = [simulate(schedule, stages * 2, pp, count, overlap=overlap) for overlap in (False, True)]
         assert both[1] == pytest.approx(both[0] - 2 * count * HIDDEN * sent, rel=0.1)

@@ -483,7 +483,7 @@ _COST = [
     ("communication.py", "max(parts) if together", "min(parts) if together", TIME),
     ("schedule.py", "pp - 1 - place if schedule in V_SHAPED", "place if schedule in V_SHAPED", SCHEDULE_T),
     ("schedule.py", "rank % 2 == parity", "rank % 2 != parity", SCHEDULE_T),
-    ("schedule.py", "ahead = min(ahead + 1, len(forwards))", "ahead = min(ahead, len(forwards))", SCHEDULE_T),
+    ("schedule.py", "if overlap else schedule", "if not overlap else schedule", SCHEDULE_T),
     ("layer_time.py", "ATTENTION_BACKWARD * seconds", "2 * seconds", TIME),
     (
         "layer_time.py",
