@@ -51,7 +51,7 @@ class WrittenAdapter:
         text = f"{self.path}: an {kind} of {self.numbers:,} numbers, as peft loads it ({groups})"
         if self.base == "nf4":
             text += "; it was trained beside the base in NF4 (lora.base), and peft puts it beside the checkpoint's own "
-            text += "numbers, which are others: load that in NF4 too, or export merged"
+            text += "numbers, which are others: for the logits that were trained, export merged"
         return text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import MODEL, Run, build_state, config, on_mesh, refusal, run
+from safetensors.torch import load_file
 
 from automoe.checkpoint.reader import StepReader
 from automoe.config.mesh_shape import resolve_mesh
@@ -21,7 +22,7 @@ from automoe.export import export_run
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.local_shard import local_shard
-from automoe.model.init import initialize
+from automoe.model.init import fill_normal_, initialize
 from automoe.model.lora import adapt
 from automoe.parallel.parallelize import allocate, build_decoder
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
@@ -143,6 +144,16 @@ MESHES = {
 }
 
 
+def export_merged(settings: Config, run_dir: Path) -> bool:
+    """A merged export of this mesh, with a B whose numbers do not depend on it."""
+    state, _, _ = build_state(settings, run_dir)
+    for part in state.parts.values():
+        for name, parameter in part.named_parameters():
+            if ".lora.B" in name:
+                fill_normal_(parameter.detach(), name, 0.3, 7)
+    return to_hf(state.parts, run_dir, dtype="float32", tokenizer="byte").checked
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("kept", ["fp8", "nf4"])
 def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Path, tmp_path: Path, kept: str) -> None:
@@ -168,6 +179,17 @@ def test_every_mesh_trains_beside_the_same_packed_base(ranks: RankPool, text: Pa
         frozen = {key for key, tensor in found.states[0].items() if tensor.dtype == torch.uint8}
         assert len(frozen) == 2 * 4 + 3 + 3 + 2
         assert all(torch.equal(found.states[0][key], found.states[3][key]) for key in frozen)
+    stored = []
+    for name in ("one", "tp2-ep2", "pp2-ep_shard2", "dp2-etp2"):
+        chosen = settings(source, kept, **MESHES.get(name, {}))
+        assert all(
+            ranks.run(export_merged, resolve_mesh(chosen.mesh, None).world_size, chosen, tmp_path / f"hf-{name}")
+        )
+        files = (tmp_path / f"hf-{name}").glob("*.safetensors")
+        stored.append({key: tensor for file in files for key, tensor in load_file(file).items()})
+    for other in stored[1:]:
+        assert other.keys() == stored[0].keys()
+        torch.testing.assert_close(other, stored[0], rtol=1e-6, atol=1e-6)
     # What another mesh saved goes on here, beside the base that is packed again.
     shutil.copytree(tmp_path / "dp2-ep2", tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints" / "step-3", ignore_errors=True)
