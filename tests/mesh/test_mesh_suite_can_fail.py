@@ -8,7 +8,7 @@ import mesh_faults as faults
 import pytest
 from mesh_cases import STEPS, Case, batches, run_case
 from mesh_faults import Fault, run_with_fault
-from mesh_mappings import CORE, FULL, PARTS
+from mesh_mappings import CORE, FULL, NODES, PARTS
 from test_mesh_float64 import TOLERANCE
 
 from automoe.verify.compare import differences
@@ -18,7 +18,7 @@ from tests.support.sampling import one_in
 
 # Meshes of the core, so that each of these mistakes would stop any change.
 FOLDED = Case("deepseek", dict(dp_shard=2), rows=4)
-HYBRID = Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1)
+HYBRID = Case("qwen3", dict(dp_replicate=2, dp_shard=2, ep=4), rows=1, **NODES)
 TWO = Case("qwen3", dict(dp_shard=2, ep=2), rows=1)
 CONTEXT = Case("deepseek", dict(cp=2), rows=4, document_mask=False)
 STAGES = Case("deepseek", dict(pp=2), rows=2)
@@ -27,7 +27,7 @@ TENSOR = Case("deepseek", dict(tp=2), rows=4)
 FEW_HEADS = Case("qwen3", dict(tp=4, ep=4), rows=4, dispatcher="allgather")
 EXPERT_TENSOR = Case("deepseek", dict(dp_shard=2, tp=2, etp=2), rows=2)
 EXPERT_COPIES = Case("qwen3", dict(dp_replicate=2, tp=2, ep=2, ep_replicate=2), rows=2)
-GATED_TENSOR = Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL)
+GATED_TENSOR = Case("qwen2", dict(tp=4, ep=4), rows=4, parallel=FULL, **NODES)
 BIASED_TENSOR = Case("gpt-oss", dict(dp_shard=2, tp=2, etp=2), rows=2, document_mask=False)
 DELTA_NETS = Case("qwen3-next", dict(tp=2, ep=2), rows=4, parallel=PARTS)
 WINDOWS = Case("gpt-oss", dict(cp=2, etp=2), rows=4)

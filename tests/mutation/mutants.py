@@ -389,7 +389,7 @@ _PARALLEL = [
         "mesh.py",
         'self.coordinate("dp_replicate") * self.shape.dp_shard',
         'self.coordinate("dp_replicate")',
-        [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-alltoall]"],
+        [f"{MESH}[qwen3-dp_replicate2-dp_shard2-ep4-mb1-hierarchical-nodesof2]"],
     ),
     ("collectives.py", "dim=1)[self.rank]", "dim=1)[0]", [f"{MESH}[qwen3-tp4-ep4-mb4-allgather]"]),
     ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
