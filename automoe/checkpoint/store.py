@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from automoe.checkpoint import folder as folders
 from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
 from automoe.checkpoint.files import FileFacts, HashingFileSystem, flush, set_aside
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
+from automoe.checkpoint.planner import CachedPlanner, forget_plans
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
@@ -72,6 +74,7 @@ class CheckpointStore:
     def __init__(self, config: Config, shape: MeshShape, run_dir: Path) -> None:
         self.config, self.shape, self.run_dir, self.folder = config, shape, run_dir, run_dir / folders.FOLDER
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
+        self._plans = uuid.uuid4().hex
         self._stager: Any = None
         self._in_flight: Future[Path] | None = None
 
@@ -237,8 +240,9 @@ class CheckpointStore:
         writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
         writer.fs = files = HashingFileSystem(step)
         try:
-            dcp.save(tensors, storage_writer=writer, process_group=self.ranks.group)
+            dcp.save(tensors, storage_writer=writer, planner=CachedPlanner(self._plans), process_group=self.ranks.group)
         except CheckpointException as error:
+            forget_plans(self._plans)  # some ranks may have kept what others have not
             raise dcp_error(error) from None
         facts: dict[str, FileFacts] = {}
         for written in self.ranks.all(lambda: files.facts):

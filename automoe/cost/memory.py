@@ -28,7 +28,6 @@ from automoe.cost.params import Param, stage_params
 # optim.master_weights=stochastic weights are stored as gathered, and so are moments with optim.moments=bfloat16.
 DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
-ACTIVE_STAGES = 3  # torch's interleaved schedules gather this many of a rank's stages at once
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,8 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
     keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
     deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
-    per_stage = sorted(total(gathered_numel, stage, compute) for stage in held)
-    few = _resident_units(params, mesh, compute)
-    gathered = sum(per_stage[-ACTIVE_STAGES:]) if keeps_weights else min(sum(per_stage), few)
+    few, whole = _resident_units(params, mesh, compute), total(gathered_numel, params, compute)
+    gathered = whole if keeps_weights else min(whole, few)
     if unsharded:  # adapters are rounded where they are multiplied, and kept so for the backward pass
         gathered = compute * waiting if compute < wide and config.lora.rank else 0
     if not deferred:

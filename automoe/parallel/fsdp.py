@@ -59,6 +59,21 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig
         # gloo has no pre-multiplied sum, which any other factor would use.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+    _gather_ahead(model)
+
+
+def _gather_ahead(model: Decoder) -> None:
+    """Each unit asks for the next one's weights before its own forward pass.
+
+    Left to itself FSDP asks when the host gets there, and the host waits in every MoE layer for the dispatch's sizes.
+    Backward passes ask ahead by themselves, in the opposite order.
+    """
+    units = []
+    for block in model.layers.values():
+        inside = (block.mlp.router, block.mlp.experts) if isinstance(block.mlp, MoE) else ()
+        units += [module for module in (block, *inside) if isinstance(module, FSDPModule)]
+    for unit, following in zip(units, units[1:], strict=False):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:

@@ -5,6 +5,7 @@ Shapes: M micro-batches of B rows, S positions of this rank.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import DEFAULT_AXES
@@ -27,6 +28,10 @@ from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+
+# Torch keeps three stages of a rank gathered and gathers the others anew in every round of micro-batches: 39 times a
+# step, not 4, of DeepSeek-V3 with 4 stages a rank and 128 micro-batches. parallel.reshard=step is once a step.
+vars(schedules)["_add_unshard_reshard"] = partial(schedules._add_unshard_reshard, max_active_stages=sys.maxsize)
 
 Inputs = dict[str, Any]  # keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
 

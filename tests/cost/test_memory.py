@@ -173,7 +173,7 @@ def test_a_pipeline_keeps_weights_and_gradients_whatever_the_policy() -> None:
     assert planned(step)[1] == planned(freed)[1]
 
 
-def test_interleaved_stages_are_gathered_three_at_a_time() -> None:
+def test_interleaved_stages_of_a_rank_are_whole_together() -> None:
     def gathered(stages_per_rank: int) -> int:
         config = Config(
             model=ModelConfig(num_layers=24),
@@ -182,8 +182,7 @@ def test_interleaved_stages_are_gathered_three_at_a_time() -> None:
         )
         return planned(config)[1][1].gathered_weights
 
-    assert gathered(2) == gathered(3)
-    assert gathered(4) < 0.85 * gathered(3)
+    assert gathered(2) == gathered(3) == gathered(4)
 
 
 def test_a_pipeline_keeps_a_buffer_for_every_micro_batch_of_the_step_both_ways() -> None:

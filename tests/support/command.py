@@ -120,9 +120,7 @@ class TrainCommand:
         steps, loads = read_expert_load(self.run_dir)
         by_step = dict(zip(steps.tolist(), loads.tolist(), strict=True))
         return [
-            {key: value for key, value in record.items() if not any(word in key for word in _VOLATILE)}
-            | {"expert_load": by_step.get(record["step"])}
-            for record in read_metrics(self.run_dir)
+            comparable(record) | {"expert_load": by_step.get(record["step"])} for record in read_metrics(self.run_dir)
         ]
 
     def checkpoints(self) -> list[str]:
@@ -130,6 +128,11 @@ class TrainCommand:
         folder = self.run_dir / "checkpoints"
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         return [f"LATEST={(folder / name).read_text().strip()}" if name == "LATEST" else name for name in names]
+
+
+def comparable(record: dict[str, Any]) -> dict[str, Any]:
+    """What of a step's record is the same in every run of the same numbers."""
+    return {key: value for key, value in record.items() if not any(word in key for word in _VOLATILE)}
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
