@@ -99,6 +99,7 @@ class PackedShard(LocalShard):
         """The ``lora.base`` that it is packed by."""
         return base_of(self.local)
 
+    @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
         """Widened, with an adapter's product added, in float32 at least; ``index`` leaves columns whole."""
         found = unpack(self.local[index], self.extent[-1], torch.float32)
