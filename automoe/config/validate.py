@@ -51,6 +51,15 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 
 def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Every rule but those of single numbers, in the order in which they are told."""
+    yield from mesh_rows(config, shape, device)
+    yield from _optimizer_rows(config)
+    yield from _data_rows(config)
+    yield from _chat_rows(config)
+    yield from checkpoint_rows(config)
+
+
+def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
+    """The rules of how a model meets a mesh; ``config`` has one already that the other rules passed."""
     yield from model_rows(config, shape)
     yield from moe_rows(config)
     yield from _batch_rows(config, shape)
@@ -61,10 +70,6 @@ def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     yield from recompute_rows(config)
     yield from kernel_rows(config, shape, device)
     yield from compile_rows(config, shape)
-    yield from _optimizer_rows(config)
-    yield from _data_rows(config)
-    yield from _chat_rows(config)
-    yield from checkpoint_rows(config)
 
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.

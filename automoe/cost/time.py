@@ -94,6 +94,7 @@ def step_time(
     num_mtp: int = 0,
     overlap: bool = False,
     fused: bool = False,
+    bubble: bool = True,
 ) -> StepTime:
     """The time of one step of a validated ``config`` on ``mesh``.
 
@@ -103,6 +104,7 @@ def step_time(
         num_mtp: multi-token-prediction modules behind the last layer.
         overlap: all-to-alls hide behind another micro-batch (schedules with pairs: 1F1B kinds, DualPipeV).
         fused: products add to float32 gradients themselves (Megatron-Core); here FSDP does so afterwards.
+        bubble: False leaves the pipeline out, whose ranks then never wait: a bound from below, ten times as cheap.
     """
     batch = batch or plan_batch(config, mesh)
     machine = Machine.of(config, constants or Constants.load())
@@ -115,11 +117,11 @@ def step_time(
     rank = busy.index(max(busy))
     numbers = machine.number_bytes * batch.tokens_per_micro_batch * config.model.hidden_size
     border = send(machine, Group.of(pp, mesh.stride("default", "pp"), machine.gpus_per_node), numbers)
-    if pp > 1 or overlap:
+    if bubble and (pp > 1 or overlap):
         still = busy[rank] * stretch(schedule, times, pp, count, 0.0, overlap)
         end = max(still, busy[rank] * stretch(schedule, times, pp, count, border.seconds, overlap))
     else:
-        still = end = busy[0]
+        still = end = busy[rank]
     mine = [stages[i] for i in ranks[rank]]
     communication, traffic = _by_axis(mine, count)
     if overlap and still < busy[rank]:  # what pairs hide is less of the all-to-alls that are seen
