@@ -24,6 +24,13 @@ USAGE = """usage: automoe plan [--config-name NAME] [--json] [--build] [key=valu
 Prints both mesh views, parameters, bytes per rank, tokens and micro-batches per
 step, and what will not fit. Needs no GPU and starts no rank.
 
+  search=true world=N  rank all meshes of N GPUs by predicted tokens/s, and write
+                       the fastest as a preset, into plans/ or out=FOLDER. What
+                       is typed beside it stays fixed: mesh.tp=2, cluster=h200,
+                       train.micro_batch_size=1, parallel.recompute=full
+  search=fewest_gpus   the fewest GPUs, in powers of two, on which anything fits
+  search=longest_context world=N
+                       the longest rows, in doublings, that fit
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
   --json               one JSON object instead of tables
@@ -47,11 +54,15 @@ def _main(argv: list[str]) -> int:
     argv = [word for word in argv if word not in ("--json", "--build")]
     # Imported here: --help is there in a tenth of a second, Hydra in half of one.
     from automoe.config.compose import parse_arguments
+    from automoe.search import answer, take_question
 
+    question, argv = take_question(argv)
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")
         return 0
+    if question is not None:
+        return answer(question, args, as_json)
     from automoe.cost.plan import make_plan
     from automoe.launch.prepare import prepare
     from automoe.observe.plan_view import print_plan

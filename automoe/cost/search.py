@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -71,47 +72,63 @@ def search(
     device: str,
     fixed: Sequence[str] = (),
     tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
+    processes: int | None = None,
 ) -> Search:
-    """Rank meshes of ``world_size`` ranks for ``config`` by predicted tokens/s. Uses all cores.
+    """Rank meshes of ``world_size`` ranks for ``config`` by predicted tokens/s, each run in its fastest way.
 
     Args:
         config: passes all rules but those of its mesh; ``cluster`` and the batch are taken from it.
         fixed: keys that stay as ``config`` has them, such as ``mesh.tp`` or ``parallel.recompute``.
         tell: called with a phase's name, what is done of it, and all.
+        processes: that share the work; None: one a core. 1 forks none.
     """
     result = Search(world_size)
     shapes = list(mesh_shapes(config, world_size, fixed))
-    context = multiprocessing.get_context("fork")  # nothing here has threads yet, nor torch
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+    processes = processes or os.cpu_count() or 1
+    with ExitStack() as stack:
+        each: Callable[..., Iterator[Any]] = map
+        if processes > 1:
+            context = multiprocessing.get_context("fork")  # nothing here has threads yet, nor torch
+            each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context)).map
         timed: list[Candidate] = []
         work = partial(_timed, config, device, fixed)
-        for done, (some, refused, too_large) in enumerate(pool.map(work, _chunks(shapes, CHUNK)), 1):
+        for done, (some, refused, too_large) in enumerate(each(work, _chunks(shapes, CHUNK)), 1):
             timed += some
             result.refused += refused
             result.too_large += too_large
             tell("timed", min(done * CHUNK, len(shapes)), len(shapes))
         result.num_timed = len(timed)
         timed.sort(key=lambda one: -one.speed)
-        since = 0
-        for start in range(0, len(timed), STRIDE):
-            some = timed[start : start + STRIDE]
-            floor = result.found[-1].speed if len(result.found) == TOP else 0.0
-            if some[0].speed < floor or since >= PATIENCE:
-                result.bound = some[0].speed
-                break
-            for one in pool.map(partial(_fitting, fixed=fixed, floor=floor), some, chunksize=4):
-                if one is None:
-                    continue
-                if fits(one):
-                    result.found.append(one)
-                    continue
-                result.too_large += 1
-                if result.smallest is None or one.uneven_peak < result.smallest.uneven_peak:
-                    result.smallest = one
-            result.found = sorted(result.found, key=lambda one: -one.speed)[:TOP]
-            since = 0 if floor == 0.0 or result.found[-1].speed > floor else since + STRIDE
-            tell("fitted", start + len(some), len(timed))
+        _look(result, timed, lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some), tell)
     return result
+
+
+def _look(
+    result: Search,
+    timed: list[Candidate],
+    fitting: Callable[[list[Candidate], float], Iterator[Candidate | None]],
+    tell: Callable[[str, int, int], Any],
+) -> None:
+    """Fill in what is found, from the highest bound down."""
+    best, since = dict[MeshShape, Candidate](), 0
+    for start in range(0, len(timed), STRIDE):
+        some = timed[start : start + STRIDE]
+        floor = result.found[-1].speed if len(result.found) == TOP else 0.0
+        if some[0].speed < floor or since >= PATIENCE:
+            result.bound = some[0].speed
+            break
+        for one in fitting(some, floor):
+            if one is None:
+                continue
+            if fits(one):
+                best[one.mesh] = max(one, best.get(one.mesh, one), key=lambda other: other.speed)
+                continue
+            result.too_large += 1
+            if result.smallest is None or one.uneven_peak < result.smallest.uneven_peak:
+                result.smallest = one
+        result.found = sorted(best.values(), key=lambda one: -one.speed)[:TOP]
+        since = 0 if floor == 0.0 or result.found[-1].speed > floor else since + STRIDE
+        tell("fitted", start + len(some), len(timed))
 
 
 def fits(candidate: Candidate) -> bool:
@@ -270,8 +287,8 @@ def _with_peaks(candidate: Candidate) -> Candidate:
         return max(rank.peak for rank in plan_memory(config, shape, at_load(batch, load, config, shape)))
 
     uneven = peak(UNEVEN)
-    # No load of experts needs less than an even one.
-    return replace(candidate, uneven_peak=uneven, peak=peak(1.0) if fits(replace(candidate, uneven_peak=uneven)) else uneven)
+    found = replace(candidate, uneven_peak=uneven, peak=uneven)  # no load of experts needs less than an even one
+    return replace(found, peak=peak(1.0)) if fits(found) else found
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))

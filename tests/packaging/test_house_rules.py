@@ -23,6 +23,7 @@ LAYERS = (
         "automoe.cli",
         "automoe.train",
         "automoe.plan",
+        "automoe.search",
         "automoe.export",
         "automoe.convert",
         "automoe.generate",

@@ -1,0 +1,187 @@
+"""``automoe plan search=...``: the fastest mesh on paper, written as a preset that ``automoe train`` takes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from automoe.config.compose import Arguments, compose_config, key_of
+from automoe.config.schema import Config
+from automoe.cost.search import Candidate, Search, overrides_of, search
+from automoe.errors import ConfigError
+from automoe.launch.hardware import resolve_device
+from automoe.launch.prepare import compose
+
+KINDS = ("true", "fewest_gpus", "longest_context")
+MAX_GPUS = 16_384
+MAX_TOKENS = 1 << 20  # of a row
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is looked for: the best mesh of ``world`` ranks, the fewest ranks, or the longest rows that fit."""
+
+    kind: str
+    world: int | None
+    out: Path | None
+
+
+def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
+    """The words of ``argv`` that ask for a search, and the others.
+
+    Raises:
+        ConfigError: a value that is none, or one of these words without ``search=``.
+    """
+    own = {"search": "", "world": "", "out": ""}
+    rest = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if equals and key in own:
+            own[key] = value
+        else:
+            rest.append(word)
+    if not own["search"]:
+        for key in ("world", "out"):
+            if own[key]:
+                raise ConfigError(key, own[key], "that is for a search", "Add search=true")
+        return None, rest
+    if own["search"] not in KINDS:
+        raise ConfigError("search", own["search"], f"there are {', '.join(KINDS)}", "Write search=true")
+    if own["world"] and not (own["world"].isdecimal() and int(own["world"])):
+        raise ConfigError("world", own["world"], "a number of ranks", "Write world=1024")
+    world = int(own["world"]) if own["world"] else None
+    if (own["search"] == "fewest_gpus") == (world is not None):
+        rule, remedy = "a search is over the meshes of so many ranks", "Add world=1024"
+        if world is not None:
+            rule, remedy = "search=fewest_gpus finds the number itself", "Leave world= out"
+        raise ConfigError("world", own["world"], rule, remedy)
+    return Question(own["search"], world, Path(own["out"]).expanduser() if own["out"] else None), rest
+
+
+def answer(question: Question, args: Arguments, as_json: bool) -> int:
+    """Search, print, and write the winner; the exit status: 1 where nothing fits."""
+    from rich.console import Console
+
+    from automoe.observe.search_view import print_search
+
+    config = compose(args)
+    device = resolve_device(config)
+    keys = {key_of(text) for text in args.overrides}
+    fixed = sorted(keys | ({"mesh.dp_shard"} if "mesh.dp_shard" in keys else set()))
+    if "mesh" in keys:
+        raise ConfigError("mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2")
+    console = Console(highlight=False)
+    with progress() as tell:
+        found = _find(question, config, lambda one, world: search(one, world, device, fixed, tell))
+    best = found[-1][1] if found else None
+    if as_json:
+        print(json.dumps({"found": [_as_dict(one) for one in best.found] if best else []}, indent=2))
+    elif best:
+        print_search(found[-1][0], best, console)
+    if best is None or not best.found:
+        _say_nothing_fits(best, config, console)
+        return 1
+    command = write_preset(best.found[0], question, args)
+    if not as_json:
+        console.print(f"[bold]take it[/] {command}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _find(
+    question: Question, config: Config, look: Callable[[Config, int], Search]
+) -> list[tuple[Config, Search]]:
+    """Every search that was made; the last is the answer."""
+    if question.kind == "fewest_gpus":
+        made, world = [], 1
+        while world <= MAX_GPUS and not (made and made[-1][1].found):
+            made.append((config, look(config, world)))
+            world *= 2
+        return made
+    assert question.world is not None
+    made = [(config, look(config, question.world))]
+    if question.kind == "longest_context":
+        while made[-1][1].found and (tokens := 2 * made[-1][0].train.seq_len) <= MAX_TOKENS:
+            longer = replace(config, train=replace(config.train, seq_len=tokens))
+            made.append((longer, look(longer, question.world)))
+        if len(made) > 1 and not made[-1][1].found:
+            made.pop()
+    return made
+
+
+def _say_nothing_fits(result: Search | None, config: Config, console: Any) -> None:
+    from automoe.cost.plan import gib
+    from automoe.observe.search_view import print_search
+
+    if result is None or result.smallest is None:
+        console.print("[bold red]nothing fits[/]: no mesh of these ranks passes all rules and the memory's limit")
+        return
+    need, limit = gib(result.smallest.uneven_peak), gib(config.cluster.memory_bytes)
+    console.print(f"[bold red]nothing fits[/]: the nearest miss needs {need} of {limit}", highlight=False)
+    print_search(config, replace(result, found=[result.smallest]), console)
+
+
+def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
+    """Write ``OUT/mesh/NAME.yaml`` and return the command that takes it.
+
+    Raises:
+        ConfigError: another file is there, or the preset does not compose to what was found.
+    """
+    import yaml
+
+    name = f"found_{args.config_name}_{best.mesh.world_size}"
+    folder = question.out or Path("plans")
+    path = folder / "mesh" / f"{name}.yaml"
+    values = overrides_of(best)
+    lines = [
+        "# @package _global_",
+        f"# Of {best.mesh.world_size:,} ranks of {best.config.cluster.name}, the fastest by automoe plan: "
+        f"{best.speed:,.0f} tokens/s.",
+        *(f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}" for key, value in values.items()),
+    ]
+    text = "\n".join(lines) + "\n"
+    if path.exists() and path.read_text() != text:
+        raise ConfigError("out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
+    seq_len = f"train.seq_len={best.config.train.seq_len}"
+    if question.kind == "longest_context":
+        typed = [*(text for text in typed if key_of(text) != "train.seq_len"), seq_len]
+    composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
+    for section in values:
+        ours, theirs = asdict(getattr(best.config, section)), asdict(getattr(composed, section))
+        typed += [
+            f"{section}.{key}={json.dumps(ours[key])}"
+            for key in values[section]
+            if ours[key] != theirs[key] and section != "mesh"
+        ]
+    if best.mesh.world_size != (composed.launch.num_ranks or best.mesh.world_size):
+        typed.append(f"launch.num_ranks={best.mesh.world_size}")
+    where = f" --config-dir {folder}"
+    return f"automoe train --config-name {args.config_name}{where} {' '.join([f'mesh={name}', *typed])}"
+
+
+def _as_dict(one: Candidate) -> dict[str, Any]:
+    return {
+        **overrides_of(one),
+        "seq_len": one.config.train.seq_len,
+        "time": asdict(one.time),
+        "peak": one.peak,
+        "peak_at_twice_the_even_load": one.uneven_peak,
+    }
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], Any]]:
+    """A bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not os.isatty(2)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda phase, done, total: bar.update(task, description=phase, completed=done, total=total)

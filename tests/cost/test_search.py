@@ -1,0 +1,145 @@
+"""The search over meshes: what it enumerates, that its best is the best, and that its preset is what it found."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from automoe import plan
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.schema import Config, MeshConfig
+from automoe.config.validate import mesh_rows, validate
+from automoe.cost import search as search_module
+from automoe.cost.activations import at_load, plan_batch
+from automoe.cost.memory import plan_memory
+from automoe.cost.plan import UNEVEN
+from automoe.cost.search import LADDER, SPARE, mesh_shapes, search
+from automoe.cost.time import step_time
+from automoe.errors import ConfigError
+
+WORLD = 8
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    found = compose_config("config", ["cluster=h100_sxm", "launch.num_ranks=null", "train.global_batch_size=32"])
+    return replace(found, mesh=MeshConfig())
+
+
+def legal(config: Config, shape: MeshShape) -> bool:
+    on_mesh = replace(config, mesh=MeshConfig(**vars(shape)))
+    return not any(broken for _, broken, _, _ in mesh_rows(on_mesh, shape, "cpu"))
+
+
+def test_meshes_are_those_that_validation_takes(config: Config) -> None:
+    """Held against every product of the nine axes; replicas aside, and tp and etp within a node."""
+    plain = replace(config, parallel=replace(config.parallel, schedule="1F1B", stages_per_rank=1, recompute=[]))
+    axes = list(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
+    expected = set()
+    for sizes in itertools.product(*([1] if axis.endswith("replicate") else [1, 2, 4, 8] for axis in axes)):
+        mesh = MeshConfig(**dict(zip(axes, sizes, strict=True)))
+        try:
+            shape = validate(replace(plain, mesh=mesh, launch=replace(plain.launch, num_ranks=None)), WORLD, "cpu")
+        except ConfigError:
+            continue
+        if shape.world_size == WORLD:
+            expected.add(shape)
+    assert {shape for shape in mesh_shapes(plain, WORLD) if legal(plain, shape)} == expected
+    assert len(expected) > 40
+
+
+def test_axes_that_are_typed_stay(config: Config) -> None:
+    fixed = replace(config, mesh=replace(config.mesh, tp=2, ep=4, dp_replicate=2))
+    shapes = list(mesh_shapes(fixed, WORLD, ["mesh.tp", "mesh.ep", "mesh.dp_replicate"]))
+    assert shapes and all((one.tp, one.ep, one.dp_replicate) == (2, 4, 2) for one in shapes)
+    assert all(one.world_size == WORLD for one in shapes)
+
+
+def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every legal candidate with every rung of recomputation, timed and planned one by one, under a tight limit."""
+    monkeypatch.setattr(search_module, "ROWS", (1, 2))
+    monkeypatch.setattr(search_module, "STRIDE", 1)
+    peaks = []
+    for limit in (0.0, None):
+        if limit is None:
+            limit = sorted(peaks)[len(peaks) // 3] / SPARE
+        limited = replace(config, cluster=replace(config.cluster, memory_bytes=limit))
+        best = 0.0
+        for shape in mesh_shapes(limited, 4):
+            on_mesh = replace(limited, mesh=MeshConfig(**vars(shape)))
+            for one in search_module._ways(on_mesh, shape, ()):
+                if any(broken for _, broken, _, _ in mesh_rows(one, shape, "cpu")):
+                    continue
+                for names in search_module._ladder(one, ()):
+                    run = replace(one, parallel=replace(one.parallel, recompute=names))
+                    load = at_load(plan_batch(run, shape), UNEVEN, run, shape)
+                    peaks.append(max(rank.peak for rank in plan_memory(run, shape, load)))
+                    if not limit or peaks[-1] <= SPARE * limit:
+                        best = max(best, step_time(run, shape).tokens_per_second)
+        found = search(limited, 4, "cpu", processes=1)
+        assert found.found[0].speed == pytest.approx(best, rel=1e-12)
+        assert all(one.speed >= two.speed for one, two in itertools.pairwise(found.found))
+        assert len({one.mesh for one in found.found}) == len(found.found)
+    assert found.too_large > 0
+
+
+def test_the_ladder_only_takes_time(config: Config) -> None:
+    """On which the order of the search stands."""
+    shape = next(iter(mesh_shapes(config, 1)))
+    for names in search_module._ladder(config, ()):
+        again = replace(config, parallel=replace(config.parallel, recompute=names))
+        none = replace(config, parallel=replace(config.parallel, recompute=[]))
+        assert step_time(again, shape).seconds >= (1 - 1e-12) * step_time(none, shape).seconds
+    assert set(LADDER) >= {name for names in search_module._ladder(config, ()) for name in names if len(name) > 4}
+
+
+def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name", "qwen3_30b_a3b", "train.micro_batch_size=2", "parallel.recompute=full", "mesh.tp=1"]
+    words += ["mesh.cp=1", "mesh.etp=1", "mesh.pp=2"]
+    assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    command = re.search(r"automoe train (.*)", printed)
+    assert command is not None
+    typed = command[1].split()
+    composed = compose_config("qwen3_30b_a3b", [word for word in typed[4:]], str(tmp_path))
+    shape = validate(composed, 16, "cuda")
+    assert (shape.world_size, shape.pp, composed.parallel.recompute, composed.train.micro_batch_size) == (
+        *(16, 2, "full", 2),
+    )
+    speed = step_time(composed, shape).tokens_per_second
+    assert f" 1  {speed:,.0f} tokens/s" in printed
+    assert max(map(len, printed.splitlines()[:-1])) <= 100
+    # The same again is no other file; another one is not overwritten.
+    assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 0
+    (file,) = (tmp_path / "mesh").iterdir()
+    file.write_text("mesh: {}\n")
+    assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 2
+    assert file.read_text() == "mesh: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["search=true"], "Add world=1024"),
+        (["search=fewest_gpus", "world=8"], "Leave world= out"),
+        (["search=best", "world=8"], "there are true, fewest_gpus, longest_context"),
+        (["search=true", "world=0"], "a number of ranks"),
+        (["world=8"], "Add search=true"),
+        (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),
+    ],
+)
+def test_questions_that_cannot_be_asked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name", "mixtral_8x22b", "search=true", "world=2", f"out={tmp_path}"]
+    assert plan.main(words) == 1
+    assert "nothing fits" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
