@@ -92,9 +92,7 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     return 0
 
 
-def _find(
-    question: Question, config: Config, look: Callable[[Config, int], Search]
-) -> list[tuple[Config, Search]]:
+def _find(question: Question, config: Config, look: Callable[[Config, int], Search]) -> list[tuple[Config, Search]]:
     """Every search that was made; the last is the answer."""
     if question.kind == "fewest_gpus":
         made, world = [], 1
@@ -141,7 +139,10 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         "# @package _global_",
         f"# Of {best.mesh.world_size:,} ranks of {best.config.cluster.name}, the fastest by automoe plan: "
         f"{best.speed:,.0f} tokens/s.",
-        *(f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}" for key, value in values.items()),
+        *(
+            f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}"
+            for key, value in values.items()
+        ),
     ]
     text = "\n".join(lines) + "\n"
     if path.exists() and path.read_text() != text:
