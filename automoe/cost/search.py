@@ -132,13 +132,13 @@ def _look(
 
 
 def fits(candidate: Candidate) -> bool:
-    """Whether the plan leaves a tenth of the memory at twice the even load, which needs most; without a limit all do."""
+    """Whether the plan leaves a tenth of the memory at twice the even load, which needs most; all do without a limit."""
     limit = candidate.config.cluster.memory_bytes
     return not limit or candidate.uneven_peak <= SPARE * limit
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Both views of every mesh of ``world_size`` ranks, tp and etp within a node; replicas only where they are fixed."""
+    """Both views of every mesh of ``world_size`` ranks; tp and etp within a node, replicas only where they are fixed."""
     node, experts, layers = config.cluster.gpus_per_node, max(1, config.model.num_experts), config.model.num_layers
 
     def given(axis: str) -> int | None:

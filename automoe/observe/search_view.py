@@ -1,4 +1,4 @@
-"""What a search over meshes found, as a person reads it: the best, what they spend a step on, why the others fell out."""
+"""What a search over meshes found, as a person reads it: the best, what a step is spent on, why the others fell out."""
 
 from __future__ import annotations
 
