@@ -460,7 +460,7 @@ def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
     found = []
     for source in data.sources:
         given = {key: value for key, value in vars(source).items() if value is not None}
-        own = {key: given[key] for key in ("kind", "text_key", "subset", "split") if key in given}
+        own: dict[str, Any] = {key: given[key] for key in ("kind", "text_key", "subset", "split") if key in given}
         own["chat"] = replace(data.chat, **{key: given[key] for key in ("format", "keys", "roles") if key in given})
         place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
         name = source.name or place.partition(".")[0]

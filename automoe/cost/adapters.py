@@ -218,8 +218,10 @@ def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> 
     yield ("model.upcycle", bool(config.model.upcycle),
            f"lora.base={base} packs matrices of a checkpoint, and experts that are made of it are cut from those",
            "Export the upcycled model first (automoe upcycle), or set lora.base=weights")
+    if shape is None:
+        return
     size, _ = BASE_BLOCKS[base]
-    for param in packed if shape is not None else ():
+    for param in packed:
         axis, ranks = ("etp", shape.etp) if param.expert else ("tp", shape.tp)
         cut = param.name.endswith("w_down") if param.expert else param.tp_dim(ranks) == 1
         columns = param.shape[-1]

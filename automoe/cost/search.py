@@ -34,6 +34,7 @@ SPARE = 0.9  # share of a GPU's memory that a candidate may need, at even load a
 ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # of a micro-batch; of a rank
 # What runs again, from what costs least for the memory that it frees; each rung has those before it.
 LADDER = ("layernorm", "mla_up_proj", "shared_experts", "mlp", "moe", "core_attn")
+_RECOMPUTE = {"parallel.recompute", "parallel.recompute_layers"}  # typed, they stay as they are
 CHUNK, STRIDE = 128, 64  # meshes that a process takes at once; candidates between looks at the best
 PATIENCE = 512  # candidates in a row that are not among the best, before the rest is left
 
@@ -132,13 +133,13 @@ def _look(
 
 
 def fits(candidate: Candidate) -> bool:
-    """Whether the plan leaves a tenth of the memory at twice the even load, which needs most; all do without a limit."""
+    """Whether the plan leaves a tenth of the memory at twice the even load, which needs most."""
     limit = candidate.config.cluster.memory_bytes
     return not limit or candidate.uneven_peak <= SPARE * limit
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
-    """Both views of every mesh of ``world_size`` ranks; tp and etp within a node, replicas only where they are fixed."""
+    """Both views of every mesh of ``world_size`` ranks; tp and etp in a node, replicas only where they are fixed."""
     node, experts, layers = config.cluster.gpus_per_node, max(1, config.model.num_experts), config.model.num_layers
 
     def given(axis: str) -> int | None:
@@ -207,31 +208,31 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     most = max(1, train.global_batch_size // shape.dp)
     micro = [train.micro_batch_size] if "train.micro_batch_size" in fixed else [n for n in ROWS if n <= most]
     turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
-    if "parallel.stages_per_rank" in fixed or "parallel.schedule" in fixed or "parallel.layers_per_stage" in fixed:
-        runs = [{"schedule": parallel.schedule, "stages_per_rank": parallel.stages_per_rank}]
-    elif shape.pp == 1:
-        runs = [{"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}]
-    else:
-        plain = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
-        runs = [plain, *({**plain, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns)]
+    plain = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
+    runs: list[dict[str, Any]] = [plain]
+    if {"parallel.stages_per_rank", "parallel.schedule", "parallel.layers_per_stage"} & set(fixed):
+        runs = [{}]
+    elif shape.pp > 1:
+        runs += [{**plain, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
     policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
     if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
         policies = [{}]
     elif shape.pp == 1:
         policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
+    nothing: dict[str, Any] = {} if _RECOMPUTE & set(fixed) else {"recompute": [], "recompute_layers": None}
     for size in micro:
         for run in runs:
             for policy in policies:
                 yield replace(
                     config,
                     train=replace(train, micro_batch_size=size),
-                    parallel=replace(parallel, **run, **policy, recompute=[], recompute_layers=None),
+                    parallel=replace(parallel, **run, **policy, **nothing),
                 )
 
 
 def _ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
     """What may run again, from nothing to everything; each rung frees more, and takes more time."""
-    if "parallel.recompute" in fixed:
+    if _RECOMPUTE & set(fixed):
         return [config.parallel.recompute]
 
     def legal(names: list[str]) -> bool:

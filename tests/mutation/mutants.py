@@ -184,7 +184,7 @@ _DATA = [
     ),
     ("packing.py", "rows.doc_ids[row, here] = number", "rows.doc_ids[row, here] = 0", SAMPLES),
     ("chat_template.py", "turn.ids[: len(ids)] != ids", "False", CHAT),
-    ("chat_template.py", "return None if self.decode(ids[end:]).strip() else end", "return len(ids)", CHAT),
+    ("chat_template.py", "if behind[end] == closing:", "if False:", CHAT),
     ("chat_template.py", "start < len(prompt) and through.startswith(before)", "False", CHAT),
     ("chat_template.py", 'if not message["content"]:', "if False:", CHAT),
     ("chat_corpus.py", "trained[start:end] = True", "trained[start : end - 1] = True", CHAT_DATA),
