@@ -85,7 +85,8 @@ def draw(by_size: dict[int, dict[str, dict[str, float]]]) -> None:
         key = "cpu_ms" if "cpu_ms" in facts else "ms"
         axes.plot(SIZES, [by_size[size][part][key] for size in SIZES], marker="o", label=f"{part} ({key})")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms", xticks=SIZES, xticklabels=map(str, SIZES))
-    axes.legend(fontsize=7, frameon=False)
+    axes.minorticks_off()
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(HERE / "results" / "many_ranks.png", dpi=120, bbox_inches="tight")
 
 
