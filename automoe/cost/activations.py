@@ -33,12 +33,12 @@ Of these the outputs are not kept, since their inputs are:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
+from automoe.config.recompute import FULL
 from automoe.config.rules_kernels import ELEMENT_BYTES
-from automoe.config.schema import AttentionConfig, Config, ModelConfig, chunk_tokens, is_linear, window_of
+from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
 DELTA_CHUNK = 64
@@ -66,6 +66,9 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     assert not rest, "rows cut evenly over cp and tp: config.validate"
     # An ep group's ranks send their tokens to each other and nowhere else.
     expert_rows = tokens * model.num_experts_per_token * mesh.etp
+    if config.moe.pad_to_capacity:
+        capacity = min(ceil(config.moe.capacity_factor * expert_rows / (mesh.etp * model.num_experts)), tokens)
+        expert_rows = capacity * model.num_experts * mesh.etp
     return BatchPlan(
         rows_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * train.seq_len,
@@ -83,6 +86,7 @@ def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) ->
     They can get no more than all ranks of ``ep`` send, and no more than capacity lets through.
     """
     most = min(float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf)
+    most = 1.0 if config.moe.pad_to_capacity else most  # every rank computes as much as any
     return replace(batch, expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most))
 
 
@@ -102,13 +106,23 @@ class TokenLoad:
     on_cpu: bool
     # Keys and values of grouped heads are copied to all heads where there is a mask, or float32.
     copies_groups: bool
+    tp: int = 1
+    etp: int = 1
+    read_rows: float = 0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
+    loop: bool = False  # experts by autograd, one after the other
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
         """Of the operators that the planned cluster runs."""
         gathered = mesh.cp if config.parallel.context == "gather" else 1
         tokens, on_cpu = batch.tokens_per_micro_batch, config.cluster.gpu == "cpu"
-        mask_numbers = tokens * (config.train.seq_len * gathered // mesh.cp)
+        # Attention has the positions of all tp ranks.
+        mask_numbers = tokens * mesh.tp * (config.train.seq_len * gathered // mesh.cp)
+        dispatched = mesh.ep * mesh.etp > 1 or config.moe.pad_to_capacity
+        read_rows = tokens
+        if dispatched:
+            gathers = config.moe.dispatcher == "allgather" and mesh.ep > 1
+            read_rows = tokens * mesh.ep if gathers else batch.expert_rows_per_rank
         return cls(
             tokens=tokens,
             kv_tokens=tokens * gathered,
@@ -116,9 +130,13 @@ class TokenLoad:
             mask_numbers=mask_numbers if config.data.document_mask or gathered > 1 else 0,
             window_numbers=mask_numbers,
             number_bytes=ELEMENT_BYTES[config.train.dtype],
-            dispatched=mesh.ep * mesh.etp > 1,
+            dispatched=dispatched,
             on_cpu=on_cpu,
             copies_groups=not on_cpu and config.kernels.attention == "sdpa",
+            tp=mesh.tp,
+            etp=mesh.etp,
+            read_rows=read_rows,
+            loop=config.moe.experts == "loop",
         )
 
 
@@ -138,7 +156,11 @@ def layer_activation_bytes(
         choices = 2 if model.router.expert_bias or model.router.num_groups > 1 else 1
         kept = {"norms": float(size * tokens * hidden)}
         return kept | ({"router": 8.0 * choices * tokens * top_k} if routed else {})
-    outputs = 0 if "layernorm" in recompute else 2
+    # What tp ranks multiply by slices of weights is gathered; routers, and MLA's projections down, read their own part.
+    gathered = load.tp * (load.tp > 1)
+    outputs = load.tp if model.attention.kind == "gqa" else 1
+    outputs += 1 + gathered * bool(model.shared_width) if routed else load.tp
+    outputs *= "layernorm" not in recompute
     parts = {
         "norms": tokens * float(2 * _norm_input(hidden, size) + outputs * size * hidden),
         "attention": _attention_bytes(model.attention, layer, load, recompute),
@@ -150,9 +172,10 @@ def layer_activation_bytes(
         parts["ffn"] += size * tokens * (hidden + 1)  # what is gated, and the gate
     if not routed:
         return parts
-    width = model.moe_intermediate_size
-    per_row = hidden * load.dispatched + 2 * width
-    parts["experts"] = 0.0 if "moe" in recompute else size * load.expert_rows * per_row
+    width = model.moe_intermediate_size / load.etp
+    per_row = hidden + 5 * width if load.loop else 2 * width
+    received = hidden * load.read_rows * (load.dispatched and not load.loop)
+    parts["experts"] = 0.0 if "moe" in recompute else size * (load.expert_rows * per_row + received)
     # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
     scored = 1 + model.router.softmax_after_topk  # the gather of chosen logits keeps them all, and the scores
@@ -160,18 +183,16 @@ def layer_activation_bytes(
     return parts
 
 
-def recompute_workspace_bytes(model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str]) -> float:
-    """What the largest recomputed part of a layer holds in its backward pass, and the recomputed outputs that it reads.
-
-    Parts are recomputed one after another; recomputed outputs stay until the last part that reads them is done.
-    """
-
-    def kept(modules: frozenset[str]) -> float:
-        return sum(layer_activation_bytes(model, layer, load, modules).values())
-
-    dropped = {name: kept(frozenset()) - kept(frozenset((name,))) for name in recompute}
-    read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
-    return read + max(dropped.values(), default=0.0)
+def mask_bytes(config: Config, load: TokenLoad, layers: list[int], recompute: dict[int, frozenset[str]]) -> float:
+    """What a micro-batch keeps for all layers of a stage: angles, and masks where a recomputed attention reads them."""
+    attention = config.model.attention
+    dims = attention.qk_rope_head_dim
+    if attention.kind == "gqa":
+        dims = int(attention.head_dim * config.model.rope.partial_rotary_factor)
+    again = [layer for layer in layers if recompute[layer] & {FULL, "core_attn"} and not is_linear(attention, layer)]
+    plain = load.mask_numbers * any(not window_of(attention, layer) for layer in again)
+    window = load.window_numbers * any(window_of(attention, layer) for layer in again)
+    return float(load.number_bytes * load.tp * load.tokens * dims + plain + window)
 
 
 def _norm_input(width: int, size: int) -> int:
@@ -187,7 +208,7 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     kept = 0.0 if again else 4.0 * tokens * heads + size * mask_numbers  # log-sum-exp, mask
     if attention.kind == "gqa":
-        dim, groups = attention.head_dim, attention.num_kv_heads
+        dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)
         if attention.qk_norm:
             kept += tokens * (heads + groups) * _norm_input(dim, size)
         if load.copies_groups and not again and (mask_numbers or size > 2):
@@ -215,10 +236,10 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
-    kept += tokens * _norm_input(latent, size) + size * kv_tokens * (latent + rope * (gathered or promised))
+    kept += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (latent + rope * (gathered or promised))
     kept += size * tokens * rope  # in the storage of the latent, which its norm keeps
     if attention.q_lora_rank is not None:
-        kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * attention.q_lora_rank)
+        kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * load.tp * attention.q_lora_rank)
     return kept
 
 
@@ -241,18 +262,3 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     if size < wide:
         inside += 2 * groups * key
     return kept + wide * tokens * inside
-
-
-def head_workspace_bytes(
-    model: ModelConfig, tokens: int, bytes_per_number: int, tp: int = 1, trained: bool = True
-) -> float:
-    """Peak of the chunked cross-entropy: one chunk of logits, wide, and a trained head's gradient, wide and stored.
-
-    Args:
-        tokens: of the micro-batch on this rank; each tp rank takes those of all, and its part of the vocabulary.
-    """
-    wide = max(4, bytes_per_number)
-    tokens, rows = tokens * tp, -(-model.vocab_size // tp)
-    logits = chunk_tokens(tokens, model.hidden_size) * rows * (wide + bytes_per_number)
-    gradient = model.hidden_size * rows * (wide + bytes_per_number) * trained
-    return float(logits + gradient + 3 * bytes_per_number * tokens * model.hidden_size)

@@ -1,4 +1,4 @@
-"""Bytes on every pipeline rank: weights, gradients, moments, what is kept gathered, activations.
+"""Bytes on every pipeline rank at the moment of a step when they are most, by what they are.
 
 Sharding is FSDP2's: the first dim of a parameter cut into equal chunks over dp_shard x cp, the last
 chunks shorter or empty, after tp has taken its slice; experts first over ep (experts) and etp (their
@@ -7,36 +7,31 @@ width), then over ep_shard (rows). The figures are those of the first shard, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from automoe.config.mesh_shape import MeshShape, split_layers, stage_of_rank, stays_unsharded
-from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config
-from automoe.cost.activations import (
-    BatchPlan,
-    TokenLoad,
-    head_workspace_bytes,
-    layer_activation_bytes,
-    recompute_workspace_bytes,
-)
-from automoe.cost.adapters import adapter_activation_bytes, as_stored, with_adapters
+from automoe.cost.activations import BatchPlan, TokenLoad
+from automoe.cost.adapters import as_stored, with_adapters
 from automoe.cost.params import Param, stage_params
+from automoe.cost.step_memory import Moment, Sizes, StagePlan, gathered_numel, local_numel, plan_stage, trained
 
-# Bytes of one number: (stored weights and moments, gathered weights and activations, summed gradients). With
-# optim.master_weights=stochastic weights are stored as gathered, and so are moments with optim.moments=bfloat16.
-DTYPE_BYTES = {"float64": (8, 8, 8), "float32": (4, 4, 4), "bfloat16": (4, 2, 4)}
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
+SENDS_KEPT = 2  # of each stage and direction (``automoe.parallel.pipeline``), where stages are interleaved
+INPUT_BYTES = 6 * 8 + 1  # a token: ids, labels, positions, document, index, row; whether it is padding
+BATCH_BYTES = 4 * 8  # and on the CPU, where they are anyway, the first four as they came from the loader
+# An update of stochastically rounded parameters on the CPU: numbers in float32, indices and random bits in int64, a
+# block of this many elements at a time. On CUDA it is one kernel.
+UPDATE_BYTES, UPDATE_BLOCK = 56, 1 << 22
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the first rank of a pipeline stage group.
+    """Bytes on the first rank of a pipeline stage group, at the moment of a step when they are most.
 
-    Two moments of a step need the most: the backward pass, and the optimizer step after it. With
-    ``grad_sync=step`` the sharded gradients only come into being as the unsharded ones are freed,
-    so the two kinds of gradient are never both whole.
+    That is in a backward pass, with or without what the loss takes, or in the optimizer step after the last of them.
+    Of both kinds of gradient each field has what is there at that moment.
     """
 
     pp_rank: int
@@ -45,50 +40,31 @@ class RankMemory:
     weights: int  # sharded, as the optimizer updates them
     moments: int  # AdamW's two, sharded
     averages: int  # of weights (optim.ema_decay), sharded, in float32
-    gradients: int  # sharded, after reduction
-    gathered_weights: int  # whole weights in compute precision
-    unsharded_gradients: int  # whole gradients waiting for their reduction
-    receive_buffers: int  # of the pipeline: torch keeps one for every micro-batch of the step, and for its gradient
-    activations: float  # at the peak of the schedule
+    gradients: float  # sharded, after reduction
+    gathered_weights: float  # whole weights in compute precision
+    unsharded_gradients: float  # whole gradients waiting for their reduction
+    inputs: int  # rows of the whole step: ids, labels, positions, documents
+    receive_buffers: float  # of the pipeline, beside the inputs that micro-batches in flight keep
+    activations: float  # of all micro-batches in flight
     head: float  # cross-entropy workspace, last stage only
     recompute: float  # what one recomputed region holds again during its backward pass
     widened: int  # the largest packed matrix (lora.base) as it is multiplied
-    micro_batches_in_flight: list[int]  # of each of the rank's stages, at that peak
-    deferred_gradients: bool
+    temporaries: float  # of the part of a layer that is in its backward pass; of a reduction; of the update
+    micro_batches_in_flight: list[int]  # of each of the rank's stages
+    moment: str  # which it is
 
     @property
-    def backward_peak(self) -> float:
-        gradients = max(self.unsharded_gradients, self.gradients)
-        if not self.deferred_gradients:
-            gradients = self.unsharded_gradients + self.gradients
-        state = self.weights + self.moments + self.averages + self.gathered_weights + gradients + self.receive_buffers
-        # The head's workspace is gone before the backward pass reaches a layer.
-        return state + self.activations + max(self.head, self.recompute + self.widened)
-
-    @property
-    def optimizer_peak(self) -> float:
-        return float(self.weights + self.moments + self.averages + self.gradients + self.receive_buffers)
+    def parts(self) -> dict[str, float]:
+        """The bytes by field, of which ``peak`` is the sum."""
+        return {name: getattr(self, name) for name in PARTS}
 
     @property
     def peak(self) -> float:
-        return max(self.backward_peak, self.optimizer_peak)
+        return sum(self.parts.values())
 
 
-def local_numel(param: Param, mesh: MeshShape, fsdp_rank: int = 0) -> int:
-    """Numbers of ``param`` that the rank at ``fsdp_rank`` of (dp_shard, cp), or of ep_shard, stores."""
-    if param.expert:
-        return gathered_numel(param, mesh) // mesh.ep_shard
-    rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
-    chunk = ceil(rows / mesh.fsdp)
-    mine = max(0, min(chunk, rows - fsdp_rank * chunk))
-    return mine * (gathered_numel(param, mesh) // rows)
-
-
-def gathered_numel(param: Param, mesh: MeshShape) -> int:
-    """Numbers of ``param`` on a rank while FSDP has it gathered."""
-    if param.expert:
-        return param.numel // (mesh.ep * (1 if param.whole_over_etp else mesh.etp))
-    return param.numel // (1 if param.tp_dim(mesh.tp) is None else mesh.tp)
+PARTS = ("weights", "moments", "averages", "gradients", "gathered_weights", "unsharded_gradients", "inputs")
+PARTS += ("receive_buffers", "activations", "head", "recompute", "widened", "temporaries")
 
 
 def widened_numel(param: Param, mesh: MeshShape) -> int:
@@ -104,62 +80,110 @@ def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankM
 def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
     model, parallel = config.model, config.parallel
     layers = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
-    stages = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
-    wide, compute, reduced = DTYPE_BYTES[config.train.dtype]
-    unsharded = stays_unsharded(config, mesh)
-    held = [as_stored(with_adapters(stage_params(model, layers, stage), config), config) for stage in stages]
+    numbers = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
+    held = [as_stored(with_adapters(stage_params(model, layers, stage), config), config) for stage in numbers]
     params = [param for stage in held for param in stage]
-    trained = [param for param in params if param.trained]
-
-    def total(numel: Callable[[Param, MeshShape], int], params: list[Param], size: int) -> int:
-        """Bytes at ``size`` a number; those of the router, which multiplies in at least float32, are always wide."""
-        return sum(numel(param, mesh) * param.bytes_each(wide if param.part == "router" else size) for param in params)
-
-    gradients = total(local_numel, trained, compute if config.optim.master_weights == "stochastic" else wide)
-    weights = gradients + total(local_numel, [param for param in params if not param.trained], compute)  # as multiplied
-    moments = 2 * total(local_numel, trained, compute if config.optim.moments == "bfloat16" else wide)
-    waiting = sum(gathered_numel(param, mesh) for param in trained)
-    # A pipeline stage keeps weights from its first backward, and gradients until its last, whatever
-    # the policy; one micro-batch without a pipeline reduces each gradient as soon as it is there.
-    keeps_weights = mesh.pp > 1 or parallel.reshard == "step"
-    deferred = mesh.pp > 1 or (parallel.grad_sync == "step" and batch.num_micro_batches > 1)
-    few, whole = _resident_units(params, mesh, compute), total(gathered_numel, params, compute)
-    gathered = whole if keeps_weights else min(whole, few)
-    if unsharded:  # adapters are rounded where they are multiplied, and kept so for the backward pass
-        gathered = compute * waiting if compute < wide and config.lora.rank else 0
-    if not deferred:
-        waiting = min(waiting, _resident_units(trained, mesh, 1))
-    load = TokenLoad.of(config, mesh, batch)
-    border = compute * load.tokens * model.hidden_size if mesh.pp > 1 else 0  # what one stage gives the next
-    received = sum((stage > 0) + (stage < len(layers) - 1) for stage in stages)  # inputs, and gradients of outputs
-    again = {layer: recomputed_modules(parallel, layer) for stage in stages for layer in layers[stage]}
-    layer_bytes = {
-        layer: sum(layer_activation_bytes(model, layer, load, names).values())
-        + adapter_activation_bytes(config, layer, load.tokens, load.expert_rows, load.number_bytes, names)
-        for layer, names in again.items()
-    }
-    # A stage keeps its output, and the first its input; that of the others is a receive buffer.
-    stage_bytes = [(1 + (stage == 0)) * border + sum(layer_bytes[layer] for layer in layers[stage]) for stage in stages]
-    activations, in_flight = peak_in_flight(stage_bytes, parallel.schedule, mesh.pp, batch.num_micro_batches, pp_rank)
-    head_trained = any(param.trained for param in params if param.part in ("embedding", "head"))
+    sizes, load = Sizes(config, mesh), TokenLoad.of(config, mesh, batch)
+    stages = [
+        plan_stage(config, sizes, load, list(layers[stage]), own, stage == 0, stage == len(layers) - 1)
+        for stage, own in zip(numbers, held, strict=True)
+    ]
+    if mesh.pp > 1:
+        moments = [*_pipeline_moments(config, mesh, batch, stages, pp_rank)]
+    else:
+        moments = [*_loop_moments(config, mesh, batch, stages[0], params)]
+    moments.append(_update_moment(config, sizes, params))
+    most = max(moments, key=lambda moment: moment.total)
+    widened = sizes.compute * max(param.packed and widened_numel(param, mesh) for param in params)
     return RankMemory(
         pp_rank=pp_rank,
-        layers=list(again),
-        params=sum(param.numel for stage in stages for param in stage_params(model, layers, stage)),
-        weights=weights,
-        moments=moments,
-        averages=total(local_numel, trained, wide) if config.optim.ema_decay else 0,
-        gradients=gradients,
-        gathered_weights=gathered,
-        unsharded_gradients=0 if unsharded else reduced * waiting,
-        receive_buffers=received * batch.num_micro_batches * border,
-        activations=activations,
-        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained) * (len(layers) - 1 in stages),
-        recompute=max(recompute_workspace_bytes(model, layer, load, names) for layer, names in again.items()),
-        widened=compute * max(param.packed and widened_numel(param, mesh) for param in params),
-        micro_batches_in_flight=in_flight,
-        deferred_gradients=deferred,
+        layers=[layer for stage in numbers for layer in layers[stage]],
+        params=sum(param.numel for stage in numbers for param in stage_params(model, layers, stage)),
+        weights=sizes.weights(params),
+        moments=sizes.moments(params),
+        averages=sizes.total(local_numel, trained(params), sizes.wide) if config.optim.ema_decay else 0,
+        inputs=(INPUT_BYTES // mesh.cp + BATCH_BYTES * load.on_cpu) * batch.rows_per_rank * config.train.seq_len,
+        **most.parts,
+        widened=0 if most.name == "update" else widened,
+        micro_batches_in_flight=most.in_flight,
+        moment=most.name,
     )
+
+
+def _loop_moments(
+    config: Config, mesh: MeshShape, batch: BatchPlan, stage: StagePlan, params: list[Param]
+) -> Iterator[Moment]:
+    """Micro-batches one after another on a rank with the whole model."""
+    parallel, sizes = config.parallel, Sizes(config, mesh)
+    if stays_unsharded(config, mesh):
+        # Adapters are rounded where they are multiplied, and kept so for the backward pass.
+        copies = sizes.compute < sizes.wide and config.lora.rank
+        rounded = sizes.compute * sum(gathered_numel(param, mesh) for param in trained(params)) if copies else 0
+        stage = replace(
+            stage, rest_weights=rounded, rest_gradients=0,
+            layers=[replace(layer, weights=0, gradients=0, experts=0) for layer in stage.layers],
+        )  # fmt: skip
+    deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
+    # Whether a micro-batch finds whole gradients there, reduced ones, and is reduced itself.
+    kinds = {(False, False, not deferred)}
+    if batch.num_micro_batches > 1:
+        kinds.add((deferred, not deferred, True))
+    if deferred and batch.num_micro_batches > 2:
+        kinds.add((True, False, False))
+    few = _resident_units(params, mesh, sizes.compute)
+    for adds, added, reduces in kinds:
+        loss = replace(stage.loss(adds), gathered_weights=stage.weights)
+        for moment in (loss, *stage.backward(adds, reduces, mesh.ep_shard)):
+            if parallel.reshard == "micro_batch":
+                moment = replace(moment, gathered_weights=min(stage.weights, few))
+            yield replace(moment, in_flight=[1], gradients=stage.sharded if added else moment.gradients)
+
+
+def _pipeline_moments(
+    config: Config, mesh: MeshShape, batch: BatchPlan, stages: list[StagePlan], pp_rank: int
+) -> Iterator[Moment]:
+    """A stage keeps weights from its first backward pass, and gradients until its last, whatever the policy."""
+    parallel, num_micro_batches = config.parallel, batch.num_micro_batches
+    if parallel.schedule != "GPipe" and num_micro_batches % mesh.pp == 0:
+        num_micro_batches = min(num_micro_batches, 4 * mesh.pp)  # after the warm-up each round is like the one before
+    gathered = sum(stage.weights for stage in stages)
+    held, done = [0] * len(stages), [False] * len(stages)
+    most = {
+        (i, adds): max(stage.backward(adds, False, mesh.ep_shard), key=lambda moment: moment.total)
+        for i, stage in enumerate(stages)
+        for adds in (False, True)
+    }
+    for is_forward, i in rank_actions(parallel.schedule, mesh.pp, len(stages), num_micro_batches, pp_rank):
+        stage = stages[i]
+        held[i] += is_forward
+        in_flight = list(held)
+        others = sum(count * each.kept for count, each in zip(held, stages, strict=True)) - stage.kept
+        gradients = sum(each.gradients for each, some in zip(stages, done, strict=True) if some)
+        if is_forward:
+            now = replace(stage.loss(False, others), unsharded_gradients=gradients)
+        else:
+            now = most[i, done[i]]
+            there = gradients - stage.gradients * done[i] + now.unsharded_gradients
+            now = replace(now, unsharded_gradients=there, activations=others + now.activations)
+            held[i] -= 1
+            done[i] = True
+        # The gradient that came, and those that are still on their way to the stages before.
+        sent = SENDS_KEPT * sum(not each.first for each in stages) if len(stages) > 1 else not stage.first
+        buffers = stage.border * ((not stage.last) + sent)
+        yield replace(now, in_flight=in_flight, gathered_weights=gathered, receive_buffers=buffers)
+    whole = sum(stage.gradients for stage in stages)
+    flat = max((layer.experts or layer.gradients for stage in stages for layer in stage.layers), default=0)
+    yield Moment(
+        "reduction", held, unsharded_gradients=whole, gathered_weights=gathered,
+        temporaries=flat * (1 + (mesh.ep_shard == 1)),
+    )  # fmt: skip
+
+
+def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
+    largest = max((local_numel(param, sizes.mesh) for param in trained(params)), default=0)
+    in_torch = config.cluster.gpu == "cpu" and config.optim.master_weights == "stochastic"
+    scratch = UPDATE_BYTES * min(largest, UPDATE_BLOCK) * in_torch
+    return Moment("update", [], gradients=sizes.sharded_gradients(params), temporaries=scratch)
 
 
 def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
@@ -194,23 +218,3 @@ def rank_actions(
         done = index - ahead + 1
         if 0 <= done < total:
             yield False, stages_per_rank - 1 - done // round_size % stages_per_rank
-
-
-def peak_in_flight(
-    stage_bytes: Sequence[float], schedule: str, pp: int, num_micro_batches: int, pp_rank: int
-) -> tuple[float, list[int]]:
-    """Most activation bytes that one pp rank holds, and how many micro-batches of each local stage then.
-
-    Args:
-        stage_bytes: activation bytes of one micro-batch in each of the rank's stages, in order.
-    """
-    if schedule != "GPipe" and num_micro_batches % pp == 0:
-        num_micro_batches = min(num_micro_batches, 4 * pp)  # after the warm-up each round is like the one before
-    held = [0] * len(stage_bytes)
-    peak, peak_held = 0.0, list(held)
-    for is_forward, stage in rank_actions(schedule, pp, len(stage_bytes), num_micro_batches, pp_rank):
-        held[stage] += 1 if is_forward else -1
-        now = sum(count * size for count, size in zip(held, stage_bytes, strict=True))
-        if now > peak:
-            peak, peak_held = now, list(held)
-    return peak, peak_held

@@ -52,10 +52,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; every pp rank with its peaks."""
-        ranks = [
-            {**asdict(r), "backward_peak": r.backward_peak, "optimizer_peak": r.optimizer_peak, "peak": r.peak}
-            for r in self.ranks
-        ]
+        ranks = [{**asdict(rank), "peak": rank.peak} for rank in self.ranks]
         return {
             "mesh": {**asdict(self.mesh), "world_size": self.mesh.world_size, "num_nodes": self.num_nodes},
             "params": asdict(self.params),

@@ -24,9 +24,10 @@ from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.cost.activations import at_load, plan_batch
-from automoe.cost.memory import DTYPE_BYTES, plan_memory
+from automoe.cost.memory import plan_memory
 from automoe.cost.params import ParamCount, count_params
 from automoe.cost.plan import UNEVEN
+from automoe.cost.step_memory import DTYPE_BYTES
 from automoe.cost.time import StepTime, step_time
 
 TOP = 10  # candidates that are told

@@ -20,9 +20,9 @@ from automoe.cost.adapters import step_flops_per_token
 from automoe.cost.communication import NOTHING, Cost, Group, gather, reduce_all, send
 from automoe.cost.layer_time import AXES, Pass, Place, head_time, layer_time, layer_weights
 from automoe.cost.machine import Constants, Machine
-from automoe.cost.memory import DTYPE_BYTES
 from automoe.cost.params import TokenFlops
 from automoe.cost.schedule import StageTimes, rank_of, stretch
+from automoe.cost.step_memory import DTYPE_BYTES
 
 OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
 # How far a prediction may be off either way: docs/plan.md, from runs that the constants were not fitted to. A GPU whose

@@ -16,6 +16,19 @@ from automoe.observe.summary import render_mesh_text
 MAX_ROWS = 20  # pipeline ranks shown one by one
 STAGES_WIDTH = 80  # columns of their table, which numbers cut short would make worthless
 
+_MOMENTS = {
+    "backward": "in a layer's backward pass",
+    "loss": "with a micro-batch's loss",
+    "reduction": "while gradients are reduced",
+    "update": "in the optimizer step",
+}
+_TEMPORARIES = {
+    "backward": "gradients of one part of a layer, before they go on",
+    "loss": "",
+    "reduction": "a unit's gradients in one piece",
+    "update": "the norm of the largest gradient, or its update",
+}
+
 
 def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) -> Plan:
     """Print the plan of a validated configuration, at the width of the terminal, and return it."""
@@ -122,26 +135,28 @@ def _rank_table(config: Config, plan: Plan) -> Table:
     shards = f"over {mesh.fsdp} ranks"
     if config.model.num_moe_layers:
         shards = f"experts over {mesh.ep_shard * mesh.ep} ranks, the rest {shards.removesuffix(' ranks')}"
-    for name, num_bytes, text in [
-        ("weights", rank.weights, f"sharded: {shards}"),
-        ("moments", rank.moments, "AdamW, sharded likewise"),
-        ("averages", rank.averages, f"of weights, optim.ema_decay={config.optim.ema_decay:g}, sharded likewise"),
-        ("gradients", rank.gradients, "sharded, after their reduction"),
-        ("gathered weights", rank.gathered_weights, f"parallel.reshard={config.parallel.reshard}"),
-        ("unsharded gradients", rank.unsharded_gradients, f"parallel.grad_sync={config.parallel.grad_sync}"),
-        ("receive buffers", rank.receive_buffers, "torch's pipeline: one a micro-batch of the step, both ways"),
-        ("activations", rank.activations, f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}"),
-        ("cross-entropy", rank.head, "a chunk of logits and the head's gradient"),
-        ("widened", rank.widened, f"the largest matrix of lora.base={config.lora.base}, while it is multiplied"),
-        ("recomputation", rank.recompute, "one module at a time and the outputs it reads, after the cross-entropy"),
-    ]:
+    texts = {
+        "weights": f"sharded: {shards}",
+        "moments": "AdamW, sharded likewise",
+        "averages": f"of weights, optim.ema_decay={config.optim.ema_decay:g}, sharded likewise",
+        "gradients": "sharded, after their reduction",
+        "gathered_weights": f"parallel.reshard={config.parallel.reshard}",
+        "unsharded_gradients": f"parallel.grad_sync={config.parallel.grad_sync}",
+        "inputs": "ids, labels and positions of the step's rows",
+        "receive_buffers": "gradients from the next stage, and to the one before",
+        "activations": f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}",
+        "head": "a chunk of logits and the head's gradient",
+        "recompute": "one module at a time and the outputs it reads",
+        "widened": f"the largest matrix of lora.base={config.lora.base}, while it is multiplied",
+        "temporaries": _TEMPORARIES[rank.moment],
+    }
+    for field, num_bytes in rank.parts.items():
         if num_bytes:
-            table.add_row(name, gib(num_bytes), text)
+            name = {"head": "cross-entropy", "recompute": "recomputation"}.get(field, field.replace("_", " "))
+            table.add_row(name, gib(num_bytes), texts[field])
     limit = config.cluster.memory_bytes
     share, uneven = (f", {peak / limit:.0%} of {gib(limit)}" if limit else "" for peak in (rank.peak, plan.uneven_peak))
-    moment = "in the backward pass" if rank.backward_peak >= rank.optimizer_peak else "in the optimizer step"
-    note = "; the two kinds of gradient are never both whole" if rank.deferred_gradients else ""
-    table.add_row("peak", gib(rank.peak), f"{moment}{share}{note}", style="bold")
+    table.add_row("peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}{share}", style="bold")
     if plan.uneven_peak > rank.peak:
         table.add_row("", gib(plan.uneven_peak), f"where experts get twice their even share of tokens{uneven}")
     return table
@@ -193,8 +208,16 @@ def _stages_table(plan: Plan) -> Table:
             _count(rank.params),
             _join(rank.micro_batches_in_flight),
             gib(rank.weights + rank.moments + rank.averages),
-            gib(rank.gathered_weights + max(rank.unsharded_gradients, rank.gradients)),
-            gib(rank.receive_buffers + rank.activations + max(rank.head, rank.recompute)),
+            gib(rank.gathered_weights + rank.unsharded_gradients + rank.gradients),
+            gib(
+                rank.inputs
+                + rank.receive_buffers
+                + rank.activations
+                + rank.head
+                + rank.recompute
+                + rank.widened
+                + rank.temporaries
+            ),
             gib(rank.peak),
             style="bold" if rank is plan.heaviest else "",
         )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,8 @@ from automoe.model.loss import Loss
 from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes
+
+SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
@@ -188,6 +192,93 @@ class SingleStageRunner(StepRunner):
         return [counts | {name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
 
 
+class Stage(PipelineStage):
+    """A stage whose receive buffers live from the receive until their tensor has been used.
+
+    Torch's own makes one for every micro-batch of the step, for inputs and for gradients of outputs, and keeps them.
+    Here those are on the meta device, and take no memory; a real one is made when the tensor is about to be received.
+    Once it was handed on, an input lives as long as the backward pass of its micro-batch needs it.
+
+    Attributes:
+        sends_itself: under a schedule that starts sends one by one and waits for them at the end of the step, which
+            keeps all that was sent: they are started here, and waited for after a few more. The other side posts the
+            receive in the order of the schedule, and needs nothing of this rank for it that comes later.
+    """
+
+    sends_itself = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outputs_sent: deque[list[dist.Work]] = deque()
+        self._gradients_sent: deque[list[dist.Work]] = deque()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id), self._outputs_sent)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id), self._gradients_sent)
+
+    def _send(self, ops: list[dist.P2POp], sent: deque[list[dist.Work]]) -> list[dist.P2POp]:
+        if not self.sends_itself:
+            return ops
+        sent.append([dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops])
+        _wait_for_sends(sent, SENDS_KEPT)
+        return []
+
+    def finish_sends(self) -> None:
+        """At the end of a step."""
+        _wait_for_sends(self._outputs_sent, 0)
+        _wait_for_sends(self._gradients_sent, 0)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        _move_buffers(recv_infos, self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        _move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        _move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
+        return received
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: torch.Tensor | None = None, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it to the end of the step, and the graph would keep the stage's input
+
+
+def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
+    while len(sent) > kept:
+        for work in sent.popleft():
+            work.wait()
+
+
+def _move_buffers(recv_infos: tuple[Any, ...], device: torch.device) -> None:
+    for info in recv_infos:
+        buffer = getattr(info, "buffer", None)  # what the first stage is given has none
+        if buffer is not None:
+            info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+
+
 class PipelineRunner(StepRunner):
     """This rank's stages under one of torch's pipeline schedules.
 
@@ -207,12 +298,16 @@ class PipelineRunner(StepRunner):
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(PipelineStage, num_stages=num_stages, device=device, group=meshes.group("pp"))
+        make_stage = partial(Stage, num_stages=num_stages, device=device, group=meshes.group("pp"))
         stages = []
         for stage, part in parts.items():
             given = tokens if stage == 0 else hidden
             returned = loss if stage == num_stages - 1 else hidden
             stages.append(make_stage(part, stage, input_args=given, output_args=returned))
+            stages[-1].sends_itself = issubclass(
+                SCHEDULES[config.parallel.schedule], schedules._PipelineScheduleRuntime
+            )
+        self.stages = stages
         self.first, self.last = 0 in parts, num_stages - 1 in parts
         self.schedule = SCHEDULES[config.parallel.schedule](
             stages if config.parallel.schedule == "Interleaved1F1B" else stages[0],
@@ -244,6 +339,8 @@ class PipelineRunner(StepRunner):
             losses=losses,
             **kwargs,
         )
+        for stage in self.stages:
+            stage.finish_sends()
         if not losses or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(torch.float64).sum()

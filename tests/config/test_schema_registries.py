@@ -9,7 +9,7 @@ import pytest
 
 from automoe.config import schema
 from automoe.config.rules_kernels import ELEMENT_BYTES, FOREIGN_EXPERTS
-from automoe.cost.memory import DTYPE_BYTES
+from automoe.cost.step_memory import DTYPE_BYTES
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES
 from automoe.model.attention_kernels import FORCED

@@ -16,15 +16,9 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
 from automoe.config.schema import CHUNK_TOKENS, Config, LoraConfig, MeshConfig
-from automoe.cost.activations import (
-    DELTA_CHUNK,
-    TokenLoad,
-    head_workspace_bytes,
-    layer_activation_bytes,
-    plan_batch,
-    recompute_workspace_bytes,
-)
+from automoe.cost.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes, plan_batch
 from automoe.cost.adapters import adapter_activation_bytes
+from automoe.cost.workspace import head_workspace_bytes, layer_workspaces
 from automoe.model.attention_kernels import AttentionFn, attend
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
@@ -242,7 +236,8 @@ def test_the_workspace_is_what_the_largest_region_dropped(name: str) -> None:
     model = composed("model=small_qwen3_moe").model
     load = token_load(Config(model=model), True, torch.float32)
     sizes = [
-        recompute_workspace_bytes(model, 1, load, frozenset(names)) for names in ((name,), (name, "core_attn"), ())
+        max(work.recompute for work in layer_workspaces(model, 1, load, frozenset(names), 0, 0))
+        for names in ((name,), (name, "core_attn"), ())
     ]
     assert sizes[0] == sizes[1] > 0 and sizes[2] == 0
     whole = sum(layer_activation_bytes(model, 1, load).values())
@@ -277,9 +272,10 @@ def test_the_rule_is_cut_into_the_chunks_that_the_plan_counts() -> None:
 
 
 def test_the_head_is_planned_by_the_chunk_and_by_the_vocabulary_that_a_tp_rank_has() -> None:
-    model = composed().model
+    model = replace(composed().model, vocab_size=4096)
     short, long = (head_workspace_bytes(model, tokens, 4) for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS))
-    assert long - short == 3 * 4 * CHUNK_TOKENS * model.hidden_size
+    before = 4 * CHUNK_TOKENS * model.vocab_size  # the chunk before, which goes when its successor is there
+    assert long - short == 3 * 4 * CHUNK_TOKENS * model.hidden_size + before
     rows_of_x = 3 * 4 * CHUNK_TOKENS * model.hidden_size
     assert model.vocab_size % 2 == 0
     cut = head_workspace_bytes(model, CHUNK_TOKENS // 2, 4, tp=2)

@@ -14,9 +14,9 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import split_layers, stage_of_rank
 from automoe.config.validate import validate
 from automoe.cost.adapters import with_adapters
-from automoe.cost.memory import local_numel
 from automoe.cost.params import stage_params
 from automoe.cost.plan import make_plan
+from automoe.cost.step_memory import local_numel
 from automoe.parallel.fake_world import fake_world, local_shards
 from automoe.parallel.fsdp import defer
 from automoe.parallel.mesh import build_meshes

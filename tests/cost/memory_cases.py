@@ -1,0 +1,108 @@
+"""Configurations whose step is measured against the plan; ranks import this too.
+
+Narrow models with rows long enough that activations, gradients and temporaries outweigh what stands still. Experts get
+their even share of tokens (``moe.gate=balanced``), as the plan counts them.
+"""
+
+from __future__ import annotations
+
+from automoe.config.compose import compose_config
+from automoe.config.schema import Config
+
+COMMON = ["moe.gate=balanced", "train.seq_len=512", "model.hidden_size=256", "train.micro_batch_size=2"]
+COMMON += ["cluster=laptop", "train.global_batch_size=8", "launch.num_ranks=null", "model.vocab_size=1024"]
+COMMON += [f"mesh.{axis}=1" for axis in ("pp", "ep", "dp_shard")]
+
+QWEN, DSV3, GPT_OSS, MIXTRAL, LLAMA = (f"model=small_{n}" for n in ("qwen3_moe", "dsv3", "gpt_oss", "mixtral", "llama"))
+ONE, TWO, FOUR = "mesh.dp_shard=1", "mesh.dp_shard=2", "mesh.dp_shard=4"
+BF16, NARROW = "train.dtype=bfloat16", "optim.master_weights=stochastic"
+PP2, PP4 = "mesh.pp=2", "mesh.pp=4"
+TWICE = ["parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=2"]
+TINY = ["model.hidden_size=64", "model.intermediate_size=64", "model.num_layers=2", "model.vocab_size=264"]
+FREED = ["parallel.reshard=micro_batch", "parallel.grad_sync=micro_batch"]
+
+
+def again(*names: str) -> str:
+    return f"parallel.recompute=[{','.join(names)}]"
+
+
+CASES: dict[str, list[str]] = {
+    "qwen": [QWEN, ONE],
+    "qwen one micro-batch": [QWEN, ONE, "train.global_batch_size=2"],
+    "qwen bfloat16": [QWEN, ONE, BF16],
+    "qwen stochastic": [QWEN, ONE, BF16, NARROW, "optim.moments=bfloat16"],
+    "qwen stochastic, one micro-batch": [QWEN, ONE, BF16, NARROW, "train.global_batch_size=2"],
+    "qwen one document": [QWEN, ONE, "data.document_mask=false"],
+    "qwen full": [QWEN, ONE, again("full"), "model.num_layers=6"],
+    "qwen full bfloat16, long rows": [QWEN, ONE, BF16, again("full"), "train.seq_len=1024", "train.micro_batch_size=1"],
+    "qwen moe": [QWEN, ONE, again("moe")],
+    "qwen core_attn layernorm": [QWEN, ONE, BF16, again("core_attn", "layernorm")],
+    "qwen loop": [QWEN, ONE, "moe.experts=loop"],
+    "qwen ep2": [QWEN, TWO, "mesh.ep=2"],
+    "qwen ep2 allgather": [QWEN, TWO, "mesh.ep=2", "moe.dispatcher=allgather"],
+    "qwen ep_shard2 freed": [QWEN, TWO, *FREED, "model.num_layers=6"],
+    "qwen etp2": [QWEN, TWO, "mesh.etp=2", BF16],
+    "qwen capacity": [QWEN, TWO, "mesh.ep=2", "moe.capacity_factor=1.5", "moe.pad_to_capacity=true"],
+    "qwen cp2": [QWEN, "mesh.dp_shard=1", "mesh.cp=2", "mesh.ep=2"],
+    "qwen tp2": [QWEN, "mesh.dp_shard=1", "mesh.tp=2", "mesh.ep=2"],
+    "qwen pp2, 8": [QWEN, ONE, PP2, "train.global_batch_size=16"],
+    "qwen pp2, 64": [QWEN, ONE, PP2, "train.global_batch_size=64", "train.micro_batch_size=1", "train.seq_len=128"],
+    "qwen pp2 interleaved": [QWEN, ONE, PP2, *TWICE, "train.global_batch_size=16"],
+    "qwen pp2 bfloat16 full": [QWEN, ONE, PP2, BF16, again("full"), "train.global_batch_size=16"],
+    "dsv3": [DSV3, ONE],
+    "dsv3 bfloat16": [DSV3, ONE, BF16],
+    "dsv3 mla_up_proj": [DSV3, ONE, BF16, again("mla_up_proj")],
+    "dsv3 as tuned": [DSV3, TWO, "mesh.ep=2", BF16, again("layernorm", "mla_up_proj", "mlp", "moe")],
+    "dsv3 pp2 ep2": [DSV3, TWO, PP2, "mesh.ep=2", BF16, "train.global_batch_size=32"],
+    "dsv3 pp4 few": [DSV3, ONE, PP4, BF16, "train.global_batch_size=8"],
+    "dsv3 pp2 interleaved as tuned": [
+        DSV3, ONE, PP2, *TWICE, BF16, again("layernorm", "mla_up_proj", "mlp", "moe"), "train.global_batch_size=16",
+    ],
+    "gpt_oss": [GPT_OSS, ONE],
+    "gpt_oss moe bfloat16": [GPT_OSS, ONE, BF16, again("layernorm", "moe")],
+    "gpt_oss ep2": [GPT_OSS, TWO, "mesh.ep=2", BF16],
+    "mixtral replicas": [MIXTRAL, "mesh.dp_shard=1", "mesh.dp_replicate=2", BF16],
+    "llama": [LLAMA, ONE],
+    "llama full bfloat16": [LLAMA, ONE, BF16, again("full"), "model.num_layers=6", "model.first_k_dense=6"],
+    "llama dp2 freed": [LLAMA, TWO, *FREED, BF16, "model.num_layers=6", "model.first_k_dense=6"],
+    "qwen averages": [QWEN, ONE, BF16, "optim.ema_decay=0.99"],
+    "llama wide batch": [LLAMA, ONE, "train.micro_batch_size=8", "train.global_batch_size=16"],
+    "llama core_attn": [LLAMA, ONE, BF16, again("core_attn"), "model.intermediate_size=64", "train.micro_batch_size=8",
+                        "train.global_batch_size=16"],
+    "llama many rows": [LLAMA, ONE, again("full"), *TINY, "model.first_k_dense=2", "train.global_batch_size=256", "train.micro_batch_size=16"],
+    "llama pp2 interleaved full": [
+        LLAMA, ONE, PP2, *TWICE, BF16, again("full"), "train.global_batch_size=16", "train.micro_batch_size=4",
+    ],
+    "llama pp2, 64": [LLAMA, ONE, PP2, *TINY, "model.first_k_dense=2", "train.global_batch_size=64", "train.micro_batch_size=1"],
+    "llama wide vocabulary": [LLAMA, ONE, BF16, "model.vocab_size=8192", "model.num_layers=2", "model.first_k_dense=2"],
+    "qwen many experts": [
+        QWEN, ONE, "model.hidden_size=64", "model.attention.num_heads=2", "model.num_experts=512",
+        "model.num_experts_per_token=2", "model.moe_intermediate_size=8", "train.micro_batch_size=4",
+    ],
+    "qwen pp2, short rows": [QWEN, ONE, PP2, "train.seq_len=64", "train.micro_batch_size=1"],
+    "llama GPipe": [
+        LLAMA, ONE, PP2, "parallel.schedule=GPipe", "model.vocab_size=4096", "model.num_layers=2",
+        "model.first_k_dense=2", "train.seq_len=64", "train.micro_batch_size=1",
+    ],
+    "dsv3 wide shared experts": [DSV3, ONE, "model.num_shared_experts=8", "model.first_k_dense=0"],
+    "llama pp2, 4 stages each": [
+        LLAMA, ONE, PP2, "parallel.schedule=Interleaved1F1B", "parallel.stages_per_rank=4", again("full"), *TINY,
+        "model.num_layers=8", "model.first_k_dense=8", "train.micro_batch_size=8", "train.global_batch_size=64",
+    ],
+    "llama many heads": [
+        LLAMA, ONE, again("full"), *TINY, "model.first_k_dense=2", "model.attention.num_heads=16",
+        "model.attention.num_kv_heads=16", "data.document_mask=false", "train.micro_batch_size=8",
+        "train.global_batch_size=16",
+    ],
+    "llama many heads, kept": [
+        LLAMA, ONE, *TINY, "model.first_k_dense=2", "model.attention.num_heads=16",
+        "model.attention.num_kv_heads=16", "data.document_mask=false", "train.micro_batch_size=8",
+        "train.global_batch_size=16",
+    ],
+}  # fmt: skip
+
+
+def case(name: str) -> Config:
+    """The configuration called ``name``."""
+    last = {text.split("=")[0]: text for text in (*COMMON, *CASES[name])}
+    return compose_config(overrides=list(last.values()))
