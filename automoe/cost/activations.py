@@ -119,7 +119,7 @@ class TokenLoad:
         # Attention has the positions of all tp ranks.
         mask_numbers = tokens * mesh.tp * (config.train.seq_len * gathered // mesh.cp)
         dispatched = mesh.ep * mesh.etp > 1 or config.moe.pad_to_capacity
-        read_rows = tokens
+        read_rows: float = tokens
         if dispatched:
             gathers = config.moe.dispatcher == "allgather" and mesh.ep > 1
             read_rows = tokens * mesh.ep if gathers else batch.expert_rows_per_rank

@@ -63,8 +63,10 @@ class RankMemory:
         return sum(self.parts.values())
 
 
-PARTS = ("weights", "moments", "averages", "gradients", "gathered_weights", "unsharded_gradients", "inputs")
-PARTS += ("receive_buffers", "activations", "head", "recompute", "widened", "temporaries")
+PARTS = tuple(
+    "weights moments averages gradients gathered_weights unsharded_gradients inputs receive_buffers activations head "
+    "recompute widened temporaries".split()
+)
 
 
 def widened_numel(param: Param, mesh: MeshShape) -> int:

@@ -221,7 +221,8 @@ class Stage(PipelineStage):
     def _send(self, ops: list[dist.P2POp], sent: deque[list[dist.Work]]) -> list[dist.P2POp]:
         if not self.sends_itself:
             return ops
-        sent.append([dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops])
+        works = (dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops)
+        sent.append([work for work in works if work is not None])
         _wait_for_sends(sent, SENDS_KEPT)
         return []
 
@@ -260,8 +261,8 @@ class Stage(PipelineStage):
         _move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
         return received
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: torch.Tensor | None = None, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             loss.detach_()  # the schedule keeps it to the end of the step, and the graph would keep the stage's input
 
