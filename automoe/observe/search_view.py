@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
@@ -24,8 +26,9 @@ def print_search(config: Config, search: Search, console: Console) -> None:
         highlight=False,
     )
     for number, one in enumerate(search.found, 1):
-        for line in _lines(number, one):
-            console.print(line, highlight=False, markup=False)
+        first, *others = _lines(number, one)
+        console.print(first, highlight=False, markup=False)
+        console.print(Padding(Text("\n".join(others)), (0, 0, 0, 4)))
     if len(search.found) > 1:
         console.print(f"The second {why_slower(*search.found[:2])}.", highlight=False)
     for line in _account(search):
@@ -43,12 +46,12 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     mfu = f", MFU {time.mfu:.1%}" if time.mfu else ""
     memory = f"; {gib(one.uneven_peak)}" + (f" of {gib(limit)}" if limit else "")
     yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
-    yield f"    {one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
+    yield f"{one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
     schedule = f"{parallel.schedule}, {parallel.stages_per_rank} stages a rank; " if one.mesh.pp > 1 else ""
-    again = ",".join(recomputed_names(parallel)) or "nothing"
+    again = ", ".join(recomputed_names(parallel)) or "nothing"
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
-    yield f"    {schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
-    yield "    " + ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
+    yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
+    yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
 
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
