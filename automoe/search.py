@@ -81,9 +81,11 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     best = found[-1][1] if found else None
     if as_json:
         print(json.dumps({"found": [_as_dict(one) for one in best.found] if best else []}, indent=2))
-    elif best:
+    elif best and best.found:
         print_search(found[-1][0], best, console)
     if best is None or not best.found:
+        if as_json:  # stdout is the object's
+            console = Console(stderr=True, highlight=False)
         _say_nothing_fits(best, config, console)
         return 1
     command = write_preset(best.found[0], question, args)
@@ -147,8 +149,12 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     text = "\n".join(lines) + "\n"
     if path.exists() and path.read_text() != text:
         raise ConfigError("out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        rule = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError("out", str(folder), rule, "Set out=FOLDER, one you may write to") from error
     typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
     seq_len = f"train.seq_len={best.config.train.seq_len}"
     if question.kind == "longest_context":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from dataclasses import replace
 from math import prod
@@ -144,5 +145,18 @@ def test_questions_that_cannot_be_asked(words: list[str], said: str, capsys: pyt
 def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config-name", "mixtral_8x22b", "search=true", "world=2", f"out={tmp_path}"]
     assert plan.main(words) == 1
-    assert "nothing fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "nothing fits" in printed
+    assert printed.count("candidates were timed") == 1
+    assert plan.main([*words, "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"found": []}
+    assert "nothing fits" in printed.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert plan.main(["search=true", "world=1", f"out={tmp_path / 'file'}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot be written: Not a directory" in said and "Set out=FOLDER" in said
