@@ -97,7 +97,8 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
 def _find(question: Question, config: Config, look: Callable[[Config, int], Search]) -> list[tuple[Config, Search]]:
     """Every search that was made; the last is the answer."""
     if question.kind == "fewest_gpus":
-        made, world = [], 1
+        made: list[tuple[Config, Search]] = []
+        world = 1
         while world <= MAX_GPUS and not (made and made[-1][1].found):
             made.append((config, look(config, world)))
             world *= 2
