@@ -178,7 +178,8 @@ class ChatTemplate:
         if not self.chat.template_args or not isinstance(stored, str):
             return self.own
         given = self.chat.template_args.items()
-        lines = (f"{{%- if {k} is not defined %}}{{% set {k} = {json.dumps(v)} %}}{{% endif %}}" for k, v in given)
+        # Jinja reads Python's literals, not JSON's null, and drops a line end behind a block: ours, not the template's.
+        lines = (f"{{%- if {k} is not defined %}}{{% set {k} = {v!r} %}}{{% endif %}}\n" for k, v in given)
         return "".join(lines) + stored
 
     def stop_id(self) -> int:

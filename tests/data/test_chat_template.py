@@ -296,8 +296,10 @@ def test_empty_answers_are_counted_and_said(load: Load, tmp_path: Path) -> None:
 
 def test_an_export_has_the_arguments_of_the_template_as_its_defaults(load: Load, tmp_path: Path) -> None:
     file, question = tmp_path / "own.jinja", messages("?")
-    file.write_text("{{ mode | upper }} {{ 'thinks ' if thinks }}" + TEMPLATES["chatml"])
-    args = {"mode": 'a "b" é', "thinks": False}
+    # Blanks before a block, and a first line end, are read as where nothing stands before them.
+    own = "\n  {% if not of %}{{ mode | upper }} {{ of is none }} {% endif %}{{ 'thinks ' if thinks }}"
+    file.write_text(own + TEMPLATES["chatml"])
+    args = {"mode": 'a "b" é \U0001f600', "thinks": False, "of": None}
     template = ChatTemplate(ChatConfig(template=str(file), template_args=args), load("chatml").tokenizer)
     (tmp_path / "export.jinja").write_text(template.exported() or "")
     exported = ChatTemplate(ChatConfig(template=str(tmp_path / "export.jinja")), template.tokenizer)
