@@ -24,11 +24,11 @@ USAGE = """usage: automoe plan [--config-name NAME] [--json] [--build] [key=valu
 Prints both mesh views, parameters, bytes per rank, tokens and micro-batches per
 step, and what will not fit. Needs no GPU and starts no rank.
 
-  search=true world=N  rank all meshes of N GPUs by predicted tokens/s, and write
-                       the fastest as a preset, into plans/ or out=FOLDER. What
-                       is typed beside it stays fixed: mesh.tp=2, cluster=h200,
+  search=true world=N  rank all meshes of N GPUs by predicted tokens/s, write
+                       the fastest as a preset, into plans/ or out=FOLDER.
+                       What is typed beside it stays fixed: mesh.tp=2,
                        train.micro_batch_size=1, parallel.recompute=full
-  search=fewest_gpus   the fewest GPUs, in powers of two, on which anything fits
+  search=fewest_gpus   the fewest GPUs, in powers of two, that it fits on
   search=longest_context world=N
                        the longest rows, in doublings, that fit
   --config-name NAME   a primary configuration (default: config)

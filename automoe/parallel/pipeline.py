@@ -305,9 +305,6 @@ class PipelineRunner(StepRunner):
             given = tokens if stage == 0 else hidden
             returned = loss if stage == num_stages - 1 else hidden
             stages.append(make_stage(part, stage, input_args=given, output_args=returned))
-            stages[-1].sends_itself = issubclass(
-                SCHEDULES[config.parallel.schedule], schedules._PipelineScheduleRuntime
-            )
         self.stages = stages
         self.first, self.last = 0 in parts, num_stages - 1 in parts
         self.schedule = SCHEDULES[config.parallel.schedule](
@@ -316,6 +313,8 @@ class PipelineRunner(StepRunner):
             loss_fn=lambda loss, _: loss.sum(),
             scale_grads=False,
         )
+        for one in stages:
+            one.sends_itself = isinstance(self.schedule, schedules._PipelineScheduleRuntime)
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         loss = self._run(self.schedule.step, inputs)

@@ -33,7 +33,7 @@ def loop(case: str) -> list[str]:
 
 LLAMA, QWEN, DSV3, GPT_OSS, NEXT = (loop(c) for c in ("llama", "qwen3_moe", "dsv3", "gpt_oss", "qwen3_next"))
 ADAMW, NORM, SKIP = ["tests/optim/test_adamw.py"], ["tests/optim/test_grad_norm.py"], ["tests/training/test_skip.py"]
-TIME, SCHEDULE_T = ["tests/cost/test_time.py"], ["tests/cost/test_schedule.py"]
+TIME, SCHEDULE_T = ["tests/cost/test_time.py"], ["tests/cost/test_cost_schedule.py"]
 DECAY, SCHEDULE = ["tests/optim/test_decay_groups.py"], ["tests/optim/test_schedule.py"]
 STOCHASTIC = ["tests/optim/test_stochastic.py"]
 ROUTER, BALANCE = ["tests/moe/test_router.py"], ["tests/moe/test_balance.py"]
