@@ -161,6 +161,9 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     if question.kind == "longest_context":
         typed = [*(text for text in typed if key_of(text) != "train.seq_len"), seq_len]
     composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
+    if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
+        rule = f"{path} is there, but {args.config_name} sets other sizes after it"
+        raise ConfigError("mesh", name, rule, "In that file, move - mesh: null behind _self_ in its defaults")
     for section in values:
         ours, theirs = asdict(getattr(best.config, section)), asdict(getattr(composed, section))
         typed += [

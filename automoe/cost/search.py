@@ -301,7 +301,7 @@ def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
     config, mesh = candidate.config, candidate.mesh
     parallel = config.parallel
     return {
-        "mesh": {axis: getattr(mesh, axis) for axis in AXES if getattr(mesh, axis) > 1 or axis == "dp_shard"},
+        "mesh": {axis: getattr(mesh, axis) for axis in AXES},  # all: a configuration may set others itself
         "parallel": {
             "schedule": parallel.schedule,
             "stages_per_rank": parallel.stages_per_rank,

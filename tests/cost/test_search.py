@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from automoe import plan
-from automoe.config.compose import compose_config
+from automoe.config.compose import compose_config, list_options
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows, validate
@@ -160,3 +160,27 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.
     assert plan.main(["search=true", "world=1", f"out={tmp_path / 'file'}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "cannot be written: Not a directory" in said and "Set out=FOLDER" in said
+
+
+def test_every_configuration_takes_a_mesh_that_was_found(tmp_path: Path) -> None:
+    """Also those that set sizes of a mesh themselves: what is named wins over them."""
+    for name in list_options():
+        sizes = {axis: 2 + number for number, axis in enumerate(search_module.AXES)}
+        preset = tmp_path / "mesh" / "found.yaml"
+        preset.parent.mkdir(exist_ok=True)
+        preset.write_text(json.dumps(sizes))
+        mesh = compose_config(name, ["mesh=found"], str(tmp_path)).mesh
+        assert {axis: getattr(mesh, axis) for axis in sizes} == sizes, name
+
+
+def test_the_preset_of_a_configuration_with_a_mesh_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``llama3_8b`` and the recipes set sizes; those that the search does not want are set back to 1."""
+    words = ["--config-name", "qwen3_30b_a3b_sft", "lora.rank=16", "optim.master_weights=float32"]
+    words.append("optim.moments=float32")
+    assert plan.main([*words, "search=true", "world=1", f"out={tmp_path}"]) == 0
+    command = re.search(r"automoe train (.*)", capsys.readouterr().out)
+    assert command is not None
+    composed = compose_config("qwen3_30b_a3b_sft", command[1].split()[4:], str(tmp_path))
+    assert validate(composed, 1, "cuda").world_size == 1
