@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import Arguments, compose_config, key_of
+from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
+from automoe.config.validate import settings_rows
 from automoe.cost.search import Candidate, Search, overrides_of, search
 from automoe.errors import ConfigError
 from automoe.launch.hardware import resolve_device
@@ -70,6 +72,8 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     from automoe.observe.search_view import print_search
 
     config = compose(args)
+    check_rows(config, number_rows(config))
+    check_rows(config, settings_rows(config))
     device = resolve_device(config)
     keys = {key_of(text) for text in args.overrides}
     fixed = sorted(keys | ({"mesh.dp_shard"} if "mesh.dp_shard" in keys else set()))

@@ -28,7 +28,7 @@ from provenance import commit, cpu_model
 
 HERE = Path(__file__).resolve().parent
 RANKS, STEPS, PORT = 4, 8, 29611
-DELAY = "20ms"  # of each packet that leaves the slow node
+RATE = "10mbit"  # of what leaves the slow node
 CUT_AFTER = 3  # steps
 LIMIT_S = 30  # launch.timeout_s: how long ranks wait for a node that is gone
 OVERRIDES = [
@@ -141,10 +141,20 @@ def case(folder: Path, launcher: str, num_nodes: int, expected: list[float], slo
     name = f"{launcher}-{num_nodes}{'-slow' if slow else ''}"
     with network(num_nodes) as nodes:
         if slow:
-            sh("tc", "-n", nodes[-1], "qdisc", "add", "dev", "net0", "root", "netem", "delay", DELAY)
+            sh(
+                "tc",
+                "-n",
+                nodes[-1],
+                "qdisc",
+                "add",
+                "dev",
+                "net0",
+                "root",
+                *f"tbf rate {RATE} burst 64kbit latency 500ms".split(),
+            )
         begun = time.monotonic()
         statuses = finish(start(nodes, launcher, folder / name, folder / name), 300)
-    found = {"launcher": launcher, "nodes": num_nodes, "delay": DELAY if slow else "0ms", "statuses": statuses}
+    found = {"launcher": launcher, "nodes": num_nodes, "rate": RATE if slow else "unlimited", "statuses": statuses}
     found |= {"seconds": time.monotonic() - begun, "difference": difference(losses(folder / name), expected)}
     return found
 
@@ -155,7 +165,17 @@ def cut(folder: Path, launcher: str, expected: list[float]) -> dict[str, Any]:
     run_dir, log = folder / name, folder / name
     with network(2) as nodes:
         # So slow that the run is still in the middle when the link goes.
-        sh("tc", "-n", nodes[-1], "qdisc", "add", "dev", "net0", "root", "netem", "delay", DELAY)
+        sh(
+            "tc",
+            "-n",
+            nodes[-1],
+            "qdisc",
+            "add",
+            "dev",
+            "net0",
+            "root",
+            *f"tbf rate {RATE} burst 64kbit latency 500ms".split(),
+        )
         started = start(nodes, launcher, run_dir, log)
         begun = time.monotonic()
         while len(losses(run_dir)) < CUT_AFTER and time.monotonic() - begun < 200:

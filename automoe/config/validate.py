@@ -52,6 +52,11 @@ def validate(config: Config, num_ranks: int | None, device: str | None = None) -
 def _rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
     """Every rule but those of single numbers, in the order in which they are told."""
     yield from mesh_rows(config, shape, device)
+    yield from settings_rows(config)
+
+
+def settings_rows(config: Config) -> Iterator[Row]:
+    """The rules that no mesh changes: optimizer, data, checkpoints."""
     yield from _optimizer_rows(config)
     yield from _data_rows(config)
     yield from _chat_rows(config)
