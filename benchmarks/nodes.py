@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -48,6 +49,9 @@ OVERRIDES = [
 ]
 
 
+NETWORKS = itertools.count()
+
+
 def sh(*words: object) -> None:
     """Run a command that must succeed."""
     subprocess.run([str(word) for word in words], check=True)
@@ -56,7 +60,7 @@ def sh(*words: object) -> None:
 @contextlib.contextmanager
 def network(num_nodes: int) -> Iterator[list[str]]:
     """Names of namespaces, each with one link to a bridge and the address 10.77.0.N."""
-    bridge = f"amo{os.getpid() % 10000}"
+    bridge = f"amo{os.getpid() % 10000}x{next(NETWORKS)}"  # links of the one before may live for a moment
     nodes = [f"{bridge}n{i}" for i in range(num_nodes)]
     sh("ip", "link", "add", bridge, "type", "bridge")
     try:

@@ -25,7 +25,8 @@ class _OneWorker(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         options = _Gloo._Options()
         options._threads = 1
-        options._timeout = timeout
+        # A receive waits as long as its group's sockets were made for, whatever is set later.
+        options._timeout = min(timeout, OneWorkerGloo.receive_timeout)
         for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
             setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -33,7 +34,9 @@ class _OneWorker(type):
         options._devices = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces] or [
             _Gloo.create_default_device(lazy_init=lazy)
         ]
-        return _Gloo(store, rank, size, options)
+        group = _Gloo(store, rank, size, options)
+        group._set_default_timeout(timeout)
+        return group
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _Gloo)
@@ -46,14 +49,16 @@ class OneWorkerGloo(metaclass=_OneWorker):
     """``ProcessGroupGloo`` with one thread."""
 
     lazy = False
+    receive_timeout = timedelta.max
 
 
-def use_one_worker(lazy: bool = False) -> None:
+def use_one_worker(lazy: bool = False, receive_timeout: timedelta = timedelta.max) -> None:
     """Every gloo group made from now on has one worker thread. Call it before ``init_process_group``.
 
     Args:
         lazy: ranks connect when they first send each other something, and not all to all when a group is made.
+        receive_timeout: after which a receive of a pipeline stage fails. Collectives have the timeout of their group.
     """
-    OneWorkerGloo.lazy = lazy
+    OneWorkerGloo.lazy, OneWorkerGloo.receive_timeout = lazy, receive_timeout
     if _Gloo is not None:
         vars(distributed_c10d)["ProcessGroupGloo"] = OneWorkerGloo

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,3 +53,26 @@ def test_lazy_groups_open_no_more_connections_than_they_use(ranks: RankPool) -> 
     eager, lazy = (ranks.run(files_of_groups, 8, lazy)[0] for lazy in (False, True))
     assert eager[0] >= 3 * 8 and lazy[0] <= 3 * 5 and lazy[1] <= 3 * 7 < eager[1]
     assert lazy[2] >= 3 * 8
+
+
+def seconds_until_a_receive_fails() -> float:
+    """Rank 0's; rank 1 sends nothing, and joins a sum later than a receive may take."""
+    use_one_worker(receive_timeout=timedelta(seconds=0.5))
+    collectives, receives = (dist.new_group([0, 1], timeout=timedelta(seconds=60)) for _ in range(2))
+    use_one_worker()
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    dist.all_reduce(torch.ones(1), group=collectives)
+    if dist.get_rank() == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            dist.irecv(torch.empty(1), src=1, group=receives).wait()
+    seconds = time.monotonic() - began
+    dist.barrier()
+    return seconds
+
+
+def test_a_receive_fails_after_its_own_time_and_collectives_after_theirs(ranks: RankPool) -> None:
+    """Of a stage whose link is cut: groups of a DeviceMesh would wait torch's half an hour."""
+    assert ranks.run(seconds_until_a_receive_fails, 2)[0] < 30
