@@ -92,6 +92,7 @@ class StuckWatch:
     def __init__(self, run_dir: Path, rank: int, num_ranks: int, terminal: TextIO) -> None:
         self.run_dir, self.rank, self.num_ranks, self.terminal = run_dir, rank, num_ranks, terminal
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)  # switches the recorder on
+        self.tells_errors = False  # under torchrun and srun, where no launcher of ours does
         self.timeout_s: float | None = None  # known once the configuration is read
         self.device: Any = None  # of this rank, once it has one
         self._next_look = 0.0
@@ -183,7 +184,10 @@ class StuckWatch:
             "records them, in logs/flight_*; raise launch.timeout_s, or launch.init_timeout_s before and after the "
             "steps, if one was only slow"
         )
-        runs.record_failure(self.run_dir, runs.launch_failure(rank, message))
+        failure = runs.launch_failure(rank, message)
+        if runs.record_failure(self.run_dir, failure) and self.tells_errors:
+            with contextlib.suppress(OSError):
+                print(f"error: {runs.describe_error(failure)}", file=self.terminal, flush=True)
 
     def _standings(self, asked: int | None) -> dict[int, Standing]:
         found = {}

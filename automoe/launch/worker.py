@@ -113,6 +113,7 @@ def run_rank(
     # Where this project's launcher outlives the ranks it writes the report, and under torchrun and srun rank 0.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
     watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
+    watch.tells_errors = launcher is None
     threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
         config = config or load_config(run_dir, plugins=True)

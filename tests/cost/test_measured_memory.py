@@ -156,7 +156,7 @@ def most_alive(ranks: RankPool, config: Config, library: Path) -> list[int]:
 )
 def test_a_step_takes_what_is_written_down(ranks: RankPool, library: Path, name: str) -> None:
     measured = most_alive(ranks, prepared(name)[0], library)
-    assert measured == pytest.approx(MEASURED[name], rel=0.01)
+    assert measured == pytest.approx(MEASURED[name], rel=0.03)  # sends that are on their way may be more or fewer
 
 
 def test_a_pipeline_holds_no_more_for_more_micro_batches(ranks: RankPool, library: Path) -> None:
