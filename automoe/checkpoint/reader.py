@@ -43,26 +43,15 @@ class StepReader(dcp.FileSystemReader):
         CheckpointError: the step names code, an entry that is no tensor, or a file outside of its directory.
     """
 
+    _unread: CheckpointError | None = None  # why there is no index; torch 2.11 keeps no word of it
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the step, which lists its tensors and where they lie."""
-        path = Path(self.path) / ".metadata"
         try:
-            metadata = _Unpickler(io.BytesIO(retried(path.read_bytes))).load()
-            entries, paths = metadata.state_dict_metadata, [one.relative_path for one in metadata.storage_data.values()]
-            strange = [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
-            outside = [path for path in paths if not _is_name(path)]
-            if metadata.version is not None and _numbers(metadata.version) > _numbers(CURRENT_DCP_VERSION):
-                raise CheckpointError(
-                    f"has version {metadata.version} of torch's format, and torch {torch.__version__} reads "
-                    f"{CURRENT_DCP_VERSION}. {_NEWER}"
-                )
+            metadata = _read_index(Path(self.path) / ".metadata")
         except CheckpointError as error:
-            raise CheckpointError(f"{path} {error}") from None
-        except Exception as error:  # a pickle that is none can fail in any way
-            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
-        if strange or outside:
-            problem = f"has entries that are no tensors: {strange[:3]}" if strange else f"names files {outside[:3]}"
-            raise CheckpointError(f"{path} {problem}. automoe writes no such checkpoint, and does not load it")
+            self._unread = error
+            raise
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -80,12 +69,33 @@ class StepReader(dcp.FileSystemReader):
             except CheckpointException as error:
                 if isinstance(found := dcp_error(error), OSError):
                     raise found from None
-                raise CheckpointError(f"{self.path} cannot be loaded: {found}") from None
+                raise CheckpointError(f"{self.path} cannot be loaded: {self._unread or found}") from None
 
         try:
             retried(load)  # by all ranks, which see the same error
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be loaded: {error}") from None
+
+
+def _read_index(path: Path) -> Metadata:
+    try:
+        metadata = _Unpickler(io.BytesIO(retried(path.read_bytes))).load()
+        entries, paths = metadata.state_dict_metadata, [one.relative_path for one in metadata.storage_data.values()]
+        strange = [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
+        outside = [path for path in paths if not _is_name(path)]
+        if metadata.version is not None and _numbers(metadata.version) > _numbers(CURRENT_DCP_VERSION):
+            raise CheckpointError(
+                f"has version {metadata.version} of torch's format, and torch {torch.__version__} reads "
+                f"{CURRENT_DCP_VERSION}. {_NEWER}"
+            )
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    except Exception as error:  # a pickle that is none can fail in any way
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    if strange or outside:
+        problem = f"has entries that are no tensors: {strange[:3]}" if strange else f"names files {outside[:3]}"
+        raise CheckpointError(f"{path} {problem}. automoe writes no such checkpoint, and does not load it")
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):
