@@ -254,6 +254,9 @@ class Stage(PipelineStage):
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         received = super()._retrieve_recv_activations(fwd_chunk_id)
         _move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
+        for tensor in received:  # torch 2.11 decides once, in the first step, and that may be an evaluation
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.requires_grad_(self.has_backward)
         return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
