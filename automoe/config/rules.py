@@ -42,7 +42,8 @@ _AT_LEAST = {
         "optim.warmup_steps optim.decay_steps optim.min_lr_ratio checkpoint.every checkpoint.every_minutes "
         "checkpoint.keep_every checkpoint.keep_best launch.max_restarts launch.threads_per_rank launch.gc_every "
         "launch.probe_every cluster.memory_bytes cluster.peak_flops cluster.peak_flops_fp8 cluster.memory_bandwidth "
-        "cluster.intra_node_bandwidth cluster.inter_node_bandwidth moe.capacity_factor moe.router_jitter "
+        "cluster.intra_node_bandwidth cluster.inter_node_bandwidth cluster.host_bandwidth "
+        "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
         "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
         "moe.bias_update_rate lora.rank"
     ),

@@ -412,6 +412,9 @@ class ClusterConfig:
     memory_bandwidth: float = 0.0  # bytes a second of a GPU's memory; 0: unknown
     intra_node_bandwidth: float = 0.0  # bytes a second and direction, of one GPU to its node; 0: unknown
     inter_node_bandwidth: float = 0.0  # the same, to other nodes
+    host_bandwidth: float = 0.0  # of one GPU to CPU memory; 0: taken as 16e9
+    storage_bandwidth: float = 0.0  # of one node to where checkpoints are; 0: taken as 2e9
+    storage_limit: float = 0.0  # of all nodes together to it; 0: it grows with the nodes
     # Share of peak_flops that a matrix product reaches which does 64, 128, 256, ... 4096 FLOPs for each byte that it
     # reads and writes; none: not measured, and what is predicted is called uncalibrated
     gemm_curve: list[float] = field(default_factory=list)

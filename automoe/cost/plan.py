@@ -10,6 +10,7 @@ from automoe.config.recompute import FULL, recomputed_names
 from automoe.config.schema import Config
 from automoe.cost.activations import BatchPlan, at_load, plan_batch
 from automoe.cost.adapters import step_flops_per_token
+from automoe.cost.checkpoint import CheckpointCost, checkpoint_cost
 from automoe.cost.memory import RankMemory, plan_memory
 from automoe.cost.params import ParamCount, TokenFlops, count_params
 from automoe.cost.time import StepTime, step_time
@@ -32,6 +33,7 @@ class Plan:
     ranks: list[RankMemory]
     uneven_ranks: list[RankMemory]
     time: StepTime
+    checkpoint: CheckpointCost
     num_nodes: int
     warnings: list[str]
 
@@ -61,6 +63,7 @@ class Plan:
             "flops_per_step": self.flops.causal * self.batch.tokens_per_step,
             "bubble": self.bubble,
             "time": self.time.to_dict(),
+            "checkpoint": asdict(self.checkpoint) | {"blocked_share": self.checkpoint.blocked_share},
             "heaviest_pp_rank": self.heaviest.pp_rank,
             "bytes_per_rank": ranks,
             "peak_at_twice_the_even_load": self.uneven_peak,
@@ -71,6 +74,7 @@ class Plan:
 def make_plan(config: Config, mesh: MeshShape) -> Plan:
     """Plan a validated configuration on its resolved mesh."""
     batch = plan_batch(config, mesh)
+    time = step_time(config, mesh, batch)
     plan = Plan(
         mesh=mesh,
         params=count_params(config.model),
@@ -78,7 +82,8 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
         flops=step_flops_per_token(config),
         ranks=plan_memory(config, mesh, batch),
         uneven_ranks=plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh)),
-        time=step_time(config, mesh, batch),
+        time=time,
+        checkpoint=checkpoint_cost(config, mesh, time.seconds),
         num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),
         warnings=[],
     )
@@ -139,6 +144,12 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
         warnings.append(
             f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
             "Raise train.micro_batch_size or mesh.ep"
+        )
+    saved, interval = plan.checkpoint, plan.checkpoint.interval_seconds
+    if interval and saved.write_seconds > interval:
+        warnings.append(
+            f"a checkpoint takes {saved.write_seconds:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
+            "checkpoint.every or checkpoint.every_minutes"
         )
     return warnings
 

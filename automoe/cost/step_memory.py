@@ -71,19 +71,24 @@ class Sizes:
             for param in params
         )
 
+    def weights_each(self, param: Param) -> int:
+        """Of a number as it is stored; what is frozen is stored as it is multiplied. Routers are always wide."""
+        narrow = not param.trained or self.config.optim.master_weights == "stochastic"
+        return self.compute if narrow and param.part != "router" else self.wide
+
+    def moments_each(self, param: Param) -> int:
+        narrow = self.config.optim.moments == "bfloat16" and param.part != "router"
+        return self.compute if narrow else self.wide
+
     def weights(self, params: Sequence[Param]) -> int:
-        """Sharded; what is frozen is stored as it is multiplied."""
-        frozen = [param for param in params if not param.trained]
-        return self.sharded_gradients(params) + self.total(local_numel, frozen, self.compute)
+        """Sharded."""
+        return sum(local_numel(param, self.mesh) * param.bytes_each(self.weights_each(param)) for param in params)
 
     def sharded_gradients(self, params: Sequence[Param]) -> int:
-        stochastic = self.config.optim.master_weights == "stochastic"
-        size = self.compute if stochastic else self.wide
-        return self.total(local_numel, trained(params), size)
+        return self.weights(trained(params))
 
     def moments(self, params: Sequence[Param]) -> int:
-        narrow = self.config.optim.moments == "bfloat16"
-        return 2 * self.total(local_numel, trained(params), self.compute if narrow else self.wide)
+        return 2 * sum(local_numel(param, self.mesh) * self.moments_each(param) for param in trained(params))
 
     def whole(self, params: Sequence[Param], size: int) -> int:
         """Gathered over FSDP's ranks."""

@@ -42,7 +42,8 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
         narrow = console.width < STAGES_WIDTH
         wide = Console(file=console.file, width=STAGES_WIDTH, highlight=False) if narrow else console
         wide.print(_stages_table(plan), "")
-    console.print(_time_table(config, plan), "")
+    for table in (_time_table(config, plan), _checkpoint_table(config, plan)):
+        console.print(table, "")
     for warning in plan.warnings:
         console.print(f"[bold yellow]warning[/] {warning}", highlight=False)
     return plan
@@ -197,6 +198,26 @@ def _time_table(config: Config, plan: Plan) -> Table:
     return table
 
 
+def _checkpoint_table(config: Config, plan: Plan) -> Table:
+    cost, saves = plan.checkpoint, config.checkpoint
+    table = _titled("a checkpoint", Column("what"), _number("figure"), Column("what it is", style="dim"))
+    table.add_row("size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each")
+    table.add_row("index", gib(cost.metadata_bytes), f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors")
+    source = "assumed: cluster.storage_bandwidth" if cost.assumed else "cluster.storage_bandwidth"
+    table.add_row("write", _seconds(cost.write_seconds), f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})")
+    how = "the copy to CPU memory" if saves.async_save else "until it is written"
+    if saves.async_save:
+        how += f", {gib(cost.staged_bytes)} a rank, which stays"
+    table.add_row("stands still", _seconds(cost.blocked_seconds), how)
+    if cost.interval_seconds is None:
+        table.add_row("on the disk", "none", "checkpoint.every=0, and checkpoint.every_minutes=0", style="bold")
+        return table
+    table.add_row("every", _seconds(cost.interval_seconds), f"{cost.blocked_share:.2%} of the time stands still")
+    kept = f"{cost.most_kept:,} kept and one being written"
+    table.add_row("on the disk", gib(cost.disk_bytes), kept, style="bold")
+    return table
+
+
 def _stages_table(plan: Plan) -> Table:
     numbers = map(_number, ("parameters", "in flight", "state", "gathered", "activations", "peak"))
     table = _titled("pipeline ranks", _number("pp"), Column("layers"), *numbers)
@@ -240,6 +261,10 @@ def _scaled(number: float, units: dict[str, float], form: str) -> str:
         if number >= size:
             return f"{number / size:,{form}} {unit}"
     return f"{number:.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def _join(numbers: list[int]) -> str:
