@@ -25,12 +25,27 @@ DIM_UNIT = 8
 _LIMITED_EXPERTS = ("grouped_mm", "triton", "te", "quack")
 FOREIGN_EXPERTS = {"te": "transformer-engine", "quack": "quack-kernels"}
 _FOREIGN_ATTENTION = {"cudnn": "cuDNN", "te": "transformer-engine"}
+CHUNK_TOKENS = 512  # of the head's logits, at least
+MOST_CHUNK_TOKENS = 4096
 _INTERPRET = "TRITON_INTERPRET=1 to try the kernels out, very slowly"
 
 
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels run without CUDA in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def chunk_tokens(tokens: int, hidden: int) -> int:
+    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers, within bounds.
+
+    The gradient of the whole head is added up once a chunk, which dominates the loss's memory traffic when chunks are
+    small. Compiled code is made for one size, so chunks are equal if fewer than twice the least number of chunks
+    divides the tokens; else the last one is shorter.
+    """
+    most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
+    fewest = max(1, -(-tokens // most))
+    num_chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
+    return max(1, -(-tokens // num_chunks))
 
 
 # Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.

@@ -483,20 +483,3 @@ def is_linear(attention: AttentionConfig, layer: int) -> bool:
 
 def _full(attention: AttentionConfig, layer: int) -> bool:
     return (layer + 1) % attention.full_attention_interval == 0
-
-
-CHUNK_TOKENS = 512  # at least
-MOST_CHUNK_TOKENS = 4096
-
-
-def chunk_tokens(tokens: int, hidden: int) -> int:
-    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers, within bounds.
-
-    The gradient of the whole head is added up once a chunk, which dominates the loss's memory traffic when chunks are
-    small. Compiled code is made for one size, so chunks are equal if fewer than twice the least number of chunks
-    divides the tokens; else the last one is shorter.
-    """
-    most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
-    fewest = max(1, -(-tokens // most))
-    num_chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
-    return max(1, -(-tokens // num_chunks))

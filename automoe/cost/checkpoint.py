@@ -17,8 +17,8 @@ from automoe.cost.adapters import as_stored, with_adapters
 from automoe.cost.params import Param, stage_params
 from automoe.cost.step_memory import Sizes, local_numel
 
-# Bytes of torch's format (torch 2.13): of a shard beside its numbers, and in the index; of a tensor in the index; of the
-# manifest, the configuration above all, and of each file's line in it.
+# Bytes of torch's format (torch 2.13): of a shard beside its numbers, and in the index; of a tensor in the index; of
+# the manifest, the configuration above all, and of each file's line in it.
 SHARD_BYTES, SHARD_INDEX_BYTES, TENSOR_INDEX_BYTES = 1575, 177, 147
 MANIFEST_BYTES, FILE_LINE_BYTES = 4980, 145
 # States of torch's, Python's and NumPy's random generators, which each rank has of its own; and of a GPU's.

@@ -22,7 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
-from automoe.config.schema import ModelConfig, chunk_tokens
+from automoe.config.rules_kernels import chunk_tokens
+from automoe.config.schema import ModelConfig
 from automoe.cost.activations import TokenLoad, layer_activation_bytes
 
 # Operators of a CPU take the routed experts' backward in blocks of rows, those of CUDA as a whole: of the activation's

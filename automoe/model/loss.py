@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from automoe.config.schema import chunk_tokens
+from automoe.config.rules_kernels import chunk_tokens
 from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE, TokenCounts
 

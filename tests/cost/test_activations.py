@@ -15,7 +15,8 @@ import automoe.parallel.activation_checkpoint
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import RERUN
-from automoe.config.schema import CHUNK_TOKENS, Config, LoraConfig, MeshConfig
+from automoe.config.rules_kernels import CHUNK_TOKENS
+from automoe.config.schema import Config, LoraConfig, MeshConfig
 from automoe.cost.activations import DELTA_CHUNK, TokenLoad, layer_activation_bytes, plan_batch
 from automoe.cost.adapters import adapter_activation_bytes
 from automoe.cost.workspace import head_workspace_bytes, layer_workspaces

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import automoe.config.schema
-from automoe.config.schema import chunk_tokens
+import automoe.config.rules_kernels
+from automoe.config.rules_kernels import chunk_tokens
 from automoe.model.loss import LossInputs, cross_entropy_sum, token_losses
 from automoe.moe.tokens import IGNORE, TokenCounts, num_documents
 
@@ -26,7 +26,7 @@ def inputs(dtype: torch.dtype, ignored: int) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("ignored", [0, 11, T - 1, T])
 @pytest.mark.parametrize("chunk", [1, 7, 30, 1024])  # H at least
 def test_value_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int) -> None:
-    monkeypatch.setattr(automoe.config.schema, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(automoe.config.rules_kernels, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
     got = cross_entropy_sum(x, weight, labels)
     expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")
@@ -87,7 +87,7 @@ def test_bfloat16_sums_in_float32() -> None:
 def test_losses_of_single_tokens_and_their_gradients_are_torchs(
     monkeypatch: pytest.MonkeyPatch, chunk: int, ignored: int
 ) -> None:
-    monkeypatch.setattr(automoe.config.schema, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(automoe.config.rules_kernels, "CHUNK_TOKENS", chunk)
     x, weight, labels = inputs(torch.float64, ignored)
     got = token_losses(x, weight, labels)
     expected = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="none")
