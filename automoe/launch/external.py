@@ -62,7 +62,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     ``WORLD_SIZE`` are not enough: they outlive the shell session that exported them.
 
     Raises:
-        LaunchError: a torchrun environment without the variables that torchrun always sets.
+        LaunchError: a torchrun environment without the variables that torchrun always sets, or numbers that are none.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
@@ -73,24 +73,49 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
                 f"{', '.join(missing)}: variables of a launch that is gone. Run `unset {' '.join(gone)}`, or start "
                 "with torchrun"
             )
-        numbers = {name.lower(): int(env[name]) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"}
+        numbers = {name.lower(): _number(env, name) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"}
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return ExternalLaunch("torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers)
+        launch = ExternalLaunch("torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers)
+        return _checked(launch)
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        tasks_here = re.split(r"[^0-9]", env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))[0]
-        return ExternalLaunch(
+    if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
+        spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # "8(x3),4": three nodes with 8 tasks, one with 4
+        runs_of = re.findall(r"(\d+)(?:\(x(\d+)\))?", spread)
+        here = [int(each) for each, nodes in runs_of for _ in range(int(nodes or 1))][_number(env, "SLURM_NODEID", 0) :]
+        launch = ExternalLaunch(
             launcher="srun",
-            rank=int(env["SLURM_PROCID"]),
-            world_size=int(env["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(env["SLURM_LOCALID"]),
-            local_world_size=int(tasks_here),
-            master_addr=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+            rank=_number(env, "SLURM_PROCID"),
+            world_size=tasks,
+            local_rank=_number(env, "SLURM_LOCALID"),
+            local_world_size=here[0] if here else 0,
+            master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "")),
             # Every task must pick the same port, and two jobs on a node should not.
-            master_port=int(env.get("MASTER_PORT") or 20000 + int(env["SLURM_JOB_ID"]) % 20000),
+            master_port=_number(env, "MASTER_PORT", 0) or 20000 + _number(env, "SLURM_JOB_ID") % 20000,
             agent_store=False,
         )
+        return _checked(launch)
     return None
+
+
+def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    """The variable's value; ``otherwise`` where it is not set or empty."""
+    text = env.get(name, "")
+    if not text and otherwise is not None:
+        return otherwise
+    if not text.isdecimal():
+        raise LaunchError(f"{name}={text!r} is no number, as torchrun and srun set it. Start with one of the two")
+    return int(text)
+
+
+def _checked(launch: ExternalLaunch) -> ExternalLaunch:
+    """``launch``, whose numbers agree with one another."""
+    rank, ranks, local, locals_ = launch.rank, launch.world_size, launch.local_rank, launch.local_world_size
+    if not (rank < ranks and local < locals_ <= ranks and local <= rank and 0 < launch.master_port < 65536):
+        raise LaunchError(
+            f"the environment says {launch.launcher} rank {rank} of {ranks}, {local} of {locals_} on this node, port "
+            f"{launch.master_port}: such numbers belong to no launch. Start with torchrun or srun"
+        )
+    return launch
 
 
 def first_host(node_list: str) -> str:

@@ -59,7 +59,7 @@ class Standing:
 
     rank: int
     place: str
-    communicates: bool  # its main thread is in a function of torch.distributed
+    communicates: bool  # its main thread is in a function of torch.distributed, or was until that had no more time
     pending: list[Pending] = field(default_factory=list)
     asked: int | None = None  # which question this answers
     saving: str | None = None
@@ -98,6 +98,7 @@ class StuckWatch:
         self._next_look = 0.0
         self._first_seen: dict[tuple[str, int], float] = {}
         self._named: set[str] = set()
+        self._error: BaseException | None = None  # what has ended the main thread's work
         self._answer = threading.Lock()  # the watching thread and a failing main thread may both answer
 
     def look(self) -> None:
@@ -106,7 +107,7 @@ class StuckWatch:
             # A thread begins on the node's first GPU, where NCCL's recorder would make a context for every rank.
             sys.modules["torch"].cuda.set_device(self.device)
         if self._asked() is not None:
-            self._say_where(_live_frames())
+            self._say_where()
         elif self.timeout_s is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + min(15.0, self.timeout_s / 40)
             pending = pending_collectives(self._first_seen)
@@ -114,7 +115,7 @@ class StuckWatch:
             slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named]
             if (late or slow) and self._ask():
                 one = (late or slow)[0]
-                rank, message = self._find_missing(_live_frames(), one.seconds, one.group == _SAVES)
+                rank, message = self._find_missing(one.seconds, one.group == _SAVES)
                 if late:
                     self._report(rank, message)
                 else:
@@ -122,10 +123,10 @@ class StuckWatch:
 
     def explain(self, error: BaseException) -> None:
         """If ``error`` is a collective's timeout, see that the outcome on record says who did not join it."""
+        self._error = error
         if self._asked() is None and _is_timeout(error) and self.timeout_s is not None and self._ask():
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             stated = re.search(r"(\d+) ?ms", str(error))  # of the group, which has more than those of a step at times
-            self._report(*self._find_missing(frames, int(stated[1]) / 1000 if stated else self.timeout_s))
+            self._report(*self._find_missing(int(stated[1]) / 1000 if stated else self.timeout_s))
         deadline, outcome = time.monotonic() + 2 * _ANSWER_S, self.run_dir / runs.ERROR_FILE
         while self._asked() is not None and not outcome.exists() and time.monotonic() < deadline:
             time.sleep(0.1)  # a rank is asking around: what this one has met is a consequence
@@ -145,13 +146,16 @@ class StuckWatch:
             return False
         return True
 
-    def _say_where(self, frames: list[FrameType]) -> None:
+    def _say_where(self) -> None:
         target = self.run_dir / runs.LOG_FOLDER / f"rank{self.rank}.stuck.json"
         with self._answer:
             asked = self._asked()
             if self.rank in self._standings(asked):
                 return
+            error = self._error  # by then the main thread is in ``explain``, and what it was at is in the traceback
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error else _live_frames()
             place, communicates = describe_place(frames)
+            communicates |= error is not None and _is_timeout(error)
             saving = [describe_place(_live_frames(thread))[0] for thread in threading.enumerate() if _saves(thread)]
             pending = pending_collectives(self._first_seen)
             standing = Standing(self.rank, place, communicates, pending, asked, saving[0] if saving else None)
@@ -162,8 +166,8 @@ class StuckWatch:
             scratch.write_text(json.dumps(asdict(standing), indent=1))
             scratch.rename(target)
 
-    def _find_missing(self, frames: list[FrameType], waited_s: float, saves: bool = False) -> tuple[int, str]:
-        self._say_where(frames)
+    def _find_missing(self, waited_s: float, saves: bool = False) -> tuple[int, str]:
+        self._say_where()
         deadline = time.monotonic() + _ANSWER_S
         while len(standings := self._standings(self._asked())) < self.num_ranks and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -216,7 +220,7 @@ def who_is_missing(standings: Mapping[int, Standing], num_ranks: int, asking: in
     if not missing:
         return asking, (
             f"{what} did not end in {waited_s:.0f} s (launch.timeout_s), and no rank is outside of a collective: "
-            f"they wait for one another. {waiting}."
+            f"they wait for one another, or for a link that is gone. {waiting}."
         )
     first = missing[0]
     verb = "join" if first in concerned else "get to the point where others wait for it, in"

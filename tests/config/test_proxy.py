@@ -46,7 +46,7 @@ def test_every_primary_has_a_valid_proxy_of_the_same_structure(name: str) -> Non
 
 
 def test_every_axis_is_cut_to_two_and_none_is_lost() -> None:
-    proxy = proxy_of(compose_config("dsv3_671b", ["mesh.cp=4", "mesh.dp_shard=16"]))
+    proxy = proxy_of(compose_config("dsv3_671b", ["mesh.tp=2", "mesh.cp=4", "mesh.dp_shard=8"]))
     mesh = proxy.mesh
     assert (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp) == (2, 1, 2, 2, 2)
     assert (mesh.ep, mesh.ep_shard, proxy.parallel.stages_per_rank) == (2, 4, 2)
@@ -83,7 +83,7 @@ def test_odd_sizes_still_give_a_valid_proxy(overrides: list[str]) -> None:
 def test_cuts_are_listed_by_key() -> None:
     config = compose_config("qwen3_30b_a3b")
     cuts = {key: (before, after) for key, before, after in list_cuts(config, proxy_of(config))}
-    assert cuts["mesh.ep"] == (16, 2) and cuts["model.num_experts"] == (128, 16)
+    assert cuts["mesh.ep"] == (8, 2) and cuts["model.num_experts"] == (128, 16)
     assert "model.rope.theta" not in cuts and "train.dtype" not in cuts
     assert list_cuts(config, replace(config)) == []
 

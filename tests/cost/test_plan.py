@@ -73,8 +73,13 @@ def test_flagships_leave_a_tenth_of_the_memory_at_even_load_and_at_twice(name: s
     assert train.seq_len == 4096 and shape.cp == 1, "rows of 4,096 tokens are not cut"
     assert shape.tp * shape.etp <= config.cluster.gpus_per_node
     interleaved = config.parallel.schedule == "Interleaved1F1B"
-    assert interleaved == (mesh == "tuned" and shape.pp > 1)
-    assert config.parallel.recompute == "full" if mesh == "first" else "full" not in config.parallel.recompute
+    assert interleaved == (mesh == "tuned" and 1 < shape.pp <= config.model.num_layers / 2)
+    if mesh == "first":
+        assert config.parallel.recompute == "full" and shape.tp == 1
+    else:
+        first = plan_of(name, f"mesh=first_{name}")
+        assert plan.time.tokens_per_second > first.time.tokens_per_second, "tuned for nothing"
+        assert plan.mesh.world_size == first.mesh.world_size and plan.uneven_peak > first.uneven_peak
     assert config.checkpoint.every_minutes and config.checkpoint.async_save
     moe = config.moe
     assert moe.seq_balance_coef + moe.global_balance_coef + moe.micro_batch_balance_coef > 0

@@ -56,15 +56,18 @@ def test_faster_hardware_makes_a_faster_step() -> None:
     order = ["a100_sxm", "h100_sxm", "b200", "b300"]
     speeds = [time_of("dsv3_671b", cluster=name).tokens_per_second for name in order]
     assert speeds == sorted(speeds)
-    links = [time_of("dsv3_671b", {"cluster.inter_node_bandwidth": x}) for x in (25e9, 50e9)]
+    links = [time_of("dsv3_671b", {"mesh.ep": 64, "cluster.inter_node_bandwidth": x}) for x in (25e9, 50e9)]
     assert links[0].communication["ep"] > 1.8 * links[1].communication["ep"]
     assert links[0].compute == links[1].compute
     # Experts of a rack of 72 are one fast network apart.
-    assert time_of("dsv3_671b", cluster="gb200_nvl72").communication["ep"] < 0.2 * links[1].communication["ep"]
+    assert (
+        time_of("dsv3_671b", {"mesh.ep": 64}, cluster="gb200_nvl72").communication["ep"]
+        < 0.2 * links[1].communication["ep"]
+    )
 
 
 def test_what_a_configuration_chooses_costs_what_it_should() -> None:
-    even = {"parallel.recompute": [], "moe.gate": "balanced"}
+    even = {"parallel.recompute": [], "moe.gate": "balanced", "mesh.ep": 16}
     plain = time_of("qwen3_30b_a3b", even)
 
     def times(**settings: Any) -> StepTime:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -139,6 +140,33 @@ def test_detection() -> None:
     batch_script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
     assert detect_external(batch_script) is None, "a batch script is not a task"
     assert detect_external(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) is None, "an interactive shell under srun"
+
+
+def test_tasks_of_a_node_are_those_of_its_own_and_not_of_the_first() -> None:
+    places = {"SLURM_STEP_NUM_TASKS": "9", "SLURM_STEP_TASKS_PER_NODE": "1(x2),3,4"}
+    for node, (rank, local, tasks) in enumerate([(0, 0, 1), (1, 0, 1), (4, 2, 3), (8, 3, 4)]):
+        task = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local)}
+        launch = detect_external(SRUN | places | task)
+        assert launch is not None and launch.local_world_size == tasks
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (AGENT | {"RANK": "one"}, "RANK='one' is no number"),
+        (AGENT | {"RANK": "4"}, "torchrun rank 4 of 4"),
+        (AGENT | {"LOCAL_RANK": "2"}, "2 of 2 on this node"),
+        (AGENT | {"MASTER_PORT": "65536"}, "port 65536"),
+        (SRUN | {"SLURM_LOCALID": "0"}, "SLURM_PROCID='' is no number"),
+        (SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, "srun rank 2 of 2"),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, "0 of 4 on this node"),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": ""}, "names no host"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two' is no number"),
+    ],
+)
+def test_numbers_of_no_launch_are_refused(wrong: dict[str, str], says: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(says)):
+        detect_external(wrong)
 
 
 def test_half_a_torchrun_environment_is_refused_with_what_to_unset() -> None:

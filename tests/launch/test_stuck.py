@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +15,8 @@ import pytest
 import torch
 from launch_command import RECIPES, TWO_RANKS, Command
 
-from automoe.launch.run_dir import read_status
-from automoe.launch.stuck import Pending, Standing, describe_place, who_is_missing
+from automoe.launch.run_dir import ERROR_FILE, STUCK_FILE, read_status
+from automoe.launch.stuck import Pending, Standing, StuckWatch, describe_place, who_is_missing
 from tests.support.command import MESHES, TINY, TrainCommand
 
 DISPATCH = Pending("all_to_all", 7, "ep", [0, 1, 2], 30.0, 30.0)
@@ -68,6 +72,35 @@ def test_a_save_in_the_background_and_the_training_beside_it_are_told_apart() ->
     beside = {0: waits.of_thread(saves=False), 1: replace(stalls, pending=[gather]).of_thread(saves=False)}
     rank, message = who_is_missing(beside, 2, 0, 30.0)
     assert rank == 1 and "rank 1 did not join all_to_all 7" in message and "it is at file.py:1 in f" in message
+
+
+def test_a_rank_whose_own_collective_had_no_more_time_did_join_it(tmp_path: Path) -> None:
+    """Its main thread waits for the one that asks around; what it says is where it was before."""
+
+    def receive() -> None:
+        raise RuntimeError("Timed out waiting 30000ms for recv operation to complete")
+
+    asking, other = (StuckWatch(tmp_path, rank, 2, io.StringIO()) for rank in (0, 1))
+    asking.timeout_s = other.timeout_s = 30.0
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            receive()
+        errors.append(caught.value)
+    (tmp_path / "logs").mkdir()
+    asks = threading.Thread(target=asking.explain, args=(errors[0],))
+    asks.start()
+    while not (tmp_path / STUCK_FILE).exists():
+        time.sleep(0.01)
+    leaves = threading.Thread(target=other.explain, args=(errors[1],))
+    leaves.start()
+    while not (tmp_path / "logs" / "rank1.stuck.json").exists():
+        other.look()  # as the thread that watches does
+    asks.join()
+    leaves.join()
+    message = json.loads((tmp_path / ERROR_FILE).read_text())["message"]
+    assert "no rank is outside of a collective: they wait for one another, or for a link that is gone" in message
+    assert "did not join" not in message and message.count("in receive") == 1 and "Ranks 0, 1 wait in it" in message
 
 
 def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:

@@ -1,5 +1,5 @@
-"""A step of DeepSeek-V3's configuration on 1,024 ranks, with tiny widths, as single ranks see it: who talks to whom, how
-often and with how many bytes, against the counts that plans and papers use.
+"""A step of DeepSeek-V3's configuration on the mesh published for 1,024 ranks, with tiny widths, as single ranks see it:
+who talks to whom, how often and with how many bytes, against the counts that plans and papers use.
 
 Torch's fake process group answers at once and moves nothing, so routing is even and numbers mean nothing; the model, its
 61 layers, the schedule, FSDP, the optimizer's norm and the statistics are those of a run.
@@ -38,7 +38,8 @@ TINY = f"""
     model.attention.num_heads=4 model.attention.q_lora_rank=16 model.attention.kv_lora_rank=16
     model.attention.qk_nope_head_dim=8 model.attention.qk_rope_head_dim=8 model.attention.v_head_dim=8
     train.seq_len={SEQ} train.global_batch_size={ROWS} train.dtype=float32 moe.gate=balanced moe.experts=loop
-    data=benchmark launch.device=cpu
+    data=benchmark launch.device=cpu mesh.pp=8 mesh.tp=2 mesh.dp_shard=64 mesh.ep=64 parallel.stages_per_rank=4
+    parallel.recompute=[layernorm,mla_up_proj,mlp,moe]
 """.split()
 
 
