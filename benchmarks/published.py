@@ -35,12 +35,18 @@ class Run:
     mesh: MeshShape
     num_mtp: int
     overlap: bool
+    gradient_bytes: int  # of a number that FSDP reduces; 0: as automoe does
     tokens_per_second: float
 
     def predict(self, constants: Constants | None = None) -> StepTime:
-        fused = self.source in ("F", "M")
         return step_time(
-            self.config, self.mesh, constants=constants, num_mtp=self.num_mtp, overlap=self.overlap, fused=fused
+            self.config,
+            self.mesh,
+            constants=constants,
+            num_mtp=self.num_mtp,
+            overlap=self.overlap,
+            fused=self.source != "A",
+            gradient_bytes=self.gradient_bytes,
         )
 
     def error(self, constants: Constants | None = None) -> float:
@@ -65,7 +71,7 @@ def configured(model: str, settings: dict[str, Any], gpus: int) -> tuple[Config,
             target = getattr(target, name)
         if parents:
             setattr(target, last, value)
-    if config.parallel.stages_per_rank > 1:
+    if config.parallel.stages_per_rank > 1 and config.parallel.schedule == "1F1B":
         config.parallel.schedule = "Interleaved1F1B"
     config.moe.capacity_factor = config.moe.capacity_factor or 0.0
     return config, resolve_mesh(config.mesh, gpus)
@@ -80,8 +86,9 @@ def runs() -> list[Run]:
         config, mesh = configured(row["model"], table["defaults"] | row["set"], row["gpus"])
         num_mtp = row.get("num_mtp", 0)
         flops = train_flops_per_token(config.model, config.train.seq_len, num_mtp)
-        per_token = flops.causal if row["flops"] == "causal" else flops.full_attention
-        speed = row["mfu"] * config.cluster.peak_flops if "mfu" in row else row["tflops"] * 1e12
+        per_token = flops.full_attention if row.get("flops") == "full" else flops.causal
+        flops_per_second = row["mfu"] * config.cluster.peak_flops if "mfu" in row else 1e12 * row.get("tflops", 0)
+        speed = row.get("tokens") or flops_per_second / per_token
         overlap = row.get("overlap", False)
         found.append(
             Run(
@@ -93,7 +100,8 @@ def runs() -> list[Run]:
                 mesh,
                 num_mtp,
                 overlap,
-                speed / per_token,
+                row.get("gradient_bytes", 0),
+                speed,
             )
         )
     return found

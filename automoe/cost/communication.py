@@ -88,14 +88,25 @@ def dispatch_once(
         token: bytes of one copy of all tokens.
         top_k: experts that a token goes to.
         most_nodes: routing is limited to the experts of so many nodes; 0: it is not.
-        together: both networks work at the same time (DeepEP), not one after the other.
+        together: both networks work at the same time (DeepEP); else it is two collectives, one after the other.
     """
     if group.size == 1 or not token:
         return NOTHING
+    per_node = group.size / group.nodes
     across = token * distinct(top_k, min(group.nodes, most_nodes or group.nodes)) * group.off_node
-    within = token * distinct(top_k, group.size) * (1 - 1 / group.size)
+    within = token * distinct(top_k, group.size) * (1 - 1 / per_node)
     parts = across / machine.off_node, within / machine.on_node
-    return Cost((max(parts) if together else sum(parts)) + machine.constants.latency, across + within)
+    calls = 1 if together else (across > 0) + (within > 0)
+    return Cost((max(parts) if together else sum(parts)) + calls * machine.constants.latency, across + within)
+
+
+def exchange_sizes(machine: Machine, together: bool = False) -> Cost:
+    """How many rows come from whom: a collective of a few bytes, and the host's wait, after which it launches anew.
+
+    Args:
+        together: the sizes come with the rows, and the host waits for these.
+    """
+    return Cost((1 if together else 2) * machine.constants.latency)
 
 
 def distinct(top_k: int, places: int) -> float:

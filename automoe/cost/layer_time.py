@@ -8,6 +8,7 @@ which does nothing but read and write, by its bytes. A pass over b-byte numbers 
     activation of width I        3 b T I
     router                       24 T E
     permutation                  4 b R H to experts and back, and as much where rows leave; its backward the same
+    widening (lora.base)         as many bytes as its kernels read and write, for each product
 
 The backward pass costs twice the forward, 2.5 times in attention, whose scores are made again.
 Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E experts, K top-k, N heads, D head dim.
@@ -16,19 +17,25 @@ Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E expert
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
+from automoe.config.context import expanded_width, gathers_latents, mean_keys
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import FULL
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
 from automoe.cost.activations import BatchPlan
-from automoe.cost.adapters import with_adapters
-from automoe.cost.communication import NOTHING, Cost, Group, all_to_all, dispatch_once, gather
+from automoe.cost.adapters import packed_shape, with_adapters
+from automoe.cost.communication import NOTHING, Cost, Group, all_to_all, dispatch_once, exchange_sizes, gather
 from automoe.cost.machine import Machine
 from automoe.cost.params import Param, layer_params
+from automoe.cost.step_memory import DTYPE_BYTES
 
 AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
 ATTENTION_BACKWARD = 2.5  # five products in place of two
 SLOW_PRODUCTS = 4  # how much slower float32 products of the router are
+# Bytes a number that widening moves besides the codes and what it writes: FP8 by way of two float32 tensors, 4 bits by
+# way of one tensor of two bytes (automoe.quantize.packed).
+WIDENING = {"fp8": 16.0, "nf4": 4.0}
 DELTA_NET = 0.25  # share of attention's speed that a gated delta net reaches: short chunks, one after another
 
 
@@ -43,6 +50,7 @@ class Weight:
     groups: int
     tp_dim: int | None
     trained: bool
+    packed: float = 0.0  # bytes a number, where it is widened for each product
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class LayerWeights:
     """What of a layer does not depend on the mesh but for ``tp``."""
 
     weights: tuple[Weight, ...]
-    dense_numel: int  # gathered on a rank, after tp
-    expert_numel: int  # of all experts
+    dense_bytes: float  # gathered on a rank, after tp
+    expert_bytes: float  # of all experts
     dense_trained: int
     expert_trained: int
 
@@ -65,25 +73,28 @@ def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights
     if found is None:
         if len(_WEIGHTS) > 10_000:
             _WEIGHTS.clear()
-        found = _WEIGHTS[key, layer, tp] = summarise(with_adapters(layer_params(config.model, layer), config), tp)
+        found = _WEIGHTS[key, layer, tp] = summarise(
+            with_adapters(layer_params(config.model, layer), config), tp, config
+        )
     return found
 
 
-def summarise(params: list[Param], tp: int) -> LayerWeights:
-    """The weights among ``params`` and the numbers that a rank gathers."""
-    weights, counts = [], {(expert, trained): 0 for expert in (False, True) for trained in (False, True)}
+def summarise(params: list[Param], tp: int, config: Config) -> LayerWeights:
+    """The weights among ``params``, the bytes that a rank gathers, and the numbers whose gradients it reduces."""
+    weights, gathered, trained = [], {False: 0.0, True: 0.0}, {False: 0, True: 0}
     for param in params:
         dim = param.tp_dim(tp)
-        counts[param.expert, False] += param.numel // (1 if dim is None else tp)
-        counts[param.expert, True] += param.trained * (param.numel // (1 if dim is None else tp))
+        numel = param.numel // (1 if dim is None else tp)
+        shape = packed_shape(param, config)
+        packed = prod(shape) / param.numel if shape else 0.0
+        gathered[param.expert] += numel * (packed or DTYPE_BYTES[config.train.dtype][1])
+        trained[param.expert] += param.trained * numel
         if param.multiplies and len(param.shape) > 1:
             groups = param.shape[0] if param.expert else 1
             columns = param.shape[-1]
             rows = param.numel // groups // columns
-            weights.append(Weight(param.part, param.name, rows, columns, groups, dim, param.trained))
-    return LayerWeights(
-        tuple(weights), counts[False, False], counts[True, False], counts[False, True], counts[True, True]
-    )
+            weights.append(Weight(param.part, param.name, rows, columns, groups, dim, param.trained, packed))
+    return LayerWeights(tuple(weights), gathered[False], gathered[True], trained[False], trained[True])
 
 
 @dataclass
@@ -93,6 +104,7 @@ class Pass:
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
+    again: dict[str, dict[str, Cost]] = field(default_factory=dict)  # by module: what its recomputation sends
 
     def add(self, part: str, seconds: float) -> None:
         self.compute += seconds
@@ -118,16 +130,30 @@ class Place:
     rows: float  # (token, expert) pairs that a rank's experts compute
     key: str  # of the model and what of it is trained
     fused: bool  # products add to the float32 gradient themselves
+    gradient_bytes: int  # of a number that FSDP reduces
 
     @classmethod
-    def of(cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan, fused: bool = False) -> Place:
+    def of(
+        cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan, fused: bool, gradient_bytes: int
+    ) -> Place:
         moe, train = config.moe, config.train
         busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
         if moe.capacity_factor:
             busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
         busy = busy if mesh.ep > 1 else 1.0
-        key = repr((config.model, config.lora, train.freeze, train.trainable))
-        return cls(config, mesh, machine, batch.tokens_per_micro_batch, busy * batch.expert_rows_per_rank, key, fused)
+        key = repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
+        rows, wide = busy * batch.expert_rows_per_rank, gradient_bytes or DTYPE_BYTES[train.dtype][2]
+        return cls(config, mesh, machine, batch.tokens_per_micro_batch, rows, key, fused, wide)
+
+    @property
+    def gathers_latents(self) -> bool:
+        """Whether MLA's latents are gathered over cp, and not what they expand to."""
+        config, attention = self.config, self.config.model.attention
+        if self.mesh.cp == 1 or config.parallel.context != "gather" or attention.kind != "mla":
+            return False
+        device = "cpu" if config.cluster.gpu == "cpu" else "cuda"
+        expanded = expanded_width(attention, self.mesh.tp)
+        return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
 
     def group(self, axis: str) -> Group:
         """That of ``axis``; ``fsdp`` is dp_shard and cp together."""
@@ -177,20 +203,24 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         else:
             cut = weight.tp_dim is not None
             tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
-            if "kv_b_proj" in weight.name and place.config.parallel.context == "gather":
-                tokens *= mesh.cp  # latents are gathered, and expanded for whole rows
+            if "kv_b_proj" in weight.name and place.gathers_latents:
+                tokens *= mesh.cp  # and expanded for whole rows
             rows, columns = rows / (mesh.tp if weight.tp_dim == 0 else 1), columns / (mesh.tp if weight.tp_dim else 1)
             seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
             if weight.part == "router" and place.config.moe.router_dtype == "float32":
                 seconds *= SLOW_PRODUCTS
             if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
                 part = "mla_up_proj"
-        forward.add(part, seconds + machine.cast(tokens * columns))
+        numbers = rows * columns * (weight.groups / mesh.ep if weight.groups > 1 else 1)
+        widened = 0.0
+        if weight.packed:
+            moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
+            widened = machine.pass_over(moved * numbers)
+        forward.add(part, seconds + widened + machine.cast(tokens * columns))
         own = seconds * weight.trained
         if place.fused:
-            numbers = rows * columns * (weight.groups / mesh.ep if weight.groups > 1 else 1)
             own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
-        backward.add(part, seconds + own + machine.cast(tokens * rows))
+        backward.add(part, seconds + own + widened + machine.cast(tokens * rows))
     if not place.fused:
         # Gradients of every micro-batch are read, added to and written in float32.
         experts = found.expert_trained / (mesh.ep * mesh.etp)
@@ -216,13 +246,11 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         seconds = machine.attention(6.0 * state / tp * tokens) / DELTA_NET
     else:
         window = window_of(attention, layer)
-        keys = min(window or seq, seq)
-        # A mask is read in every layer, and nothing is left out; without one a kernel skips half. Of rows that ranks
-        # share, chunks of queries meet the keys before their end: 2 cp + 1 of 4 cp pairs.
+        # A mask is read in every layer, and nothing is left out but what chunks of rows that are shared never see;
+        # without one a kernel skips half.
         gathered = mesh.cp > 1 and config.parallel.context == "gather"
         masked = config.data.document_mask or gathered or window > 0
-        seen = seq * (2 * mesh.cp + 1) / (4 * mesh.cp) if gathered else float(seq)
-        seen = seen if masked else keys * (1 - keys / (2 * seq))
+        seen = mean_keys(seq, mesh.cp if gathered else 1, window) if masked else seq / 2
         flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
         seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen if masked else 0.0)
     forward.add("core_attn", seconds)
@@ -232,16 +260,33 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
     forward.add("attention", turned)
     backward.add("attention", 2 * turned)
     if mesh.cp > 1 and not is_linear(attention, layer):
-        width = attention.kv_lora_rank + attention.qk_rope_head_dim
-        if attention.kind == "gqa":
-            width = 2 * attention.head_dim * max(1, attention.num_kv_heads // tp)
-        cost = gather(machine, place.group("cp"), 1.0 * size * tokens * mesh.cp * width)
-        if config.parallel.context == "ring":
-            # Keys travel while those that are there are used.
-            hidden_behind = machine.constants.overlap * seconds
-            cost = Cost(max(machine.constants.latency, cost.seconds - hidden_behind), cost.bytes)
+        _context_parallel(place, forward, backward, seconds)
+
+
+def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: float) -> None:
+    """Keys and values of whole rows; their gradients go back by a reduce-scatter, or around a second time."""
+    attention, mesh, machine = place.config.model.attention, place.mesh, place.machine
+    whole, constants = 1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp, machine.constants
+    if place.config.parallel.context == "ring":
+        # Values as wide as keys, for all heads, travel while those that are there are used.
+        dims = attention.head_dim
+        if attention.kind == "mla":
+            dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        cost = gather(machine, place.group("cp"), whole * 2 * dims * attention.num_heads / mesh.tp)
+        cost = Cost(max(constants.latency, cost.seconds - constants.overlap * attending), cost.bytes)
         forward.send("cp", cost)
-        backward.send("cp", cost * 2 if config.parallel.context == "ring" else cost)
+        backward.send("cp", cost * 2)
+        return
+    widths = [attention.head_dim * max(1, attention.num_kv_heads // mesh.tp)] * 2
+    if attention.kind == "mla":
+        widths = [expanded_width(attention, mesh.tp), attention.qk_rope_head_dim]
+        if place.gathers_latents:
+            widths = [attention.kv_lora_rank + attention.qk_rope_head_dim]
+    cost = sum((gather(machine, place.group("cp"), whole * width) for width in widths), NOTHING)
+    forward.send("cp", cost)
+    backward.send("cp", cost)
+    if attention.kind == "mla" and not place.gathers_latents:
+        forward.again["mla_up_proj"] = {"cp": cost}
 
 
 def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
@@ -277,24 +322,44 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
     forward.add("moe", moved + act)
     backward.add("moe", moved + 2 * act)
     if mesh.ep > 1:
-        group, top_k, sent = place.group("ep"), model.num_experts_per_token, 1.0 * size * chosen * model.hidden_size
-        if config.moe.dispatcher in ("deepep", "hierarchical"):
-            limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
-            together = config.moe.dispatcher == "deepep"
-            cost = dispatch_once(machine, group, sent / top_k, top_k, limit, together) * 2
-        elif config.moe.dispatcher == "allgather":
-            cost = gather(machine, group, 1.0 * size * tokens * mesh.ep * model.hidden_size) * 2
-        else:
-            cost = all_to_all(machine, group, sent) * 2
-        hidden = 0.0
+        there, back, once = _dispatch(place, chosen)
+        hidden, seconds = 0.0, (there + back).seconds
         if config.moe.overlap_shared_experts and model.shared_width:
-            hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), cost.seconds)
-        forward.send("ep", Cost(cost.seconds - hidden, cost.bytes))
-        backward.send("ep", Cost(cost.seconds - hidden, cost.bytes))
+            hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), seconds)
+        seen = Cost(seconds - hidden, there.bytes + back.bytes)
+        forward.send("ep", seen + once)
+        backward.send("ep", seen)
+        share = (there.seconds / seconds) if seconds else 0.0
+        forward.again.setdefault("moe", {})["ep"] = Cost(share * seen.seconds, there.bytes) + once
     if mesh.etp > 1:
-        cost = gather(machine, place.group("etp"), 1.0 * size * place.rows * model.hidden_size) * 2
-        forward.send("etp", cost)
-        backward.send("etp", cost)
+        row = 1.0 * size * model.hidden_size
+        there, back = (gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row))
+        once = NOTHING if config.moe.pad_to_capacity else exchange_sizes(machine)
+        forward.send("etp", there + back + once)
+        backward.send("etp", there + back)
+        forward.again.setdefault("moe", {})["etp"] = there + once
+
+
+def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
+    """Over ep: rows with their routing weights to the experts, results back, and the sizes, asked for once forward."""
+    config, machine, group = place.config, place.machine, place.group("ep")
+    model, moe, tokens = config.model, config.moe, place.tokens * place.mesh.ep
+    top_k, row = model.num_experts_per_token, 1.0 * machine.number_bytes * model.hidden_size
+    once = NOTHING if moe.pad_to_capacity else exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))
+    if moe.dispatcher in ("deepep", "hierarchical"):
+        limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
+        together = moe.dispatcher == "deepep"
+        # A copy brings its token's choices and their weights.
+        there, back = (
+            dispatch_once(machine, group, chosen / top_k * width, top_k, limit, together)
+            for width in (row + 8 * top_k, row)
+        )
+        levels = 1 if together or group.nodes in (1, group.size) else 2
+        return there, back, once * levels
+    if moe.dispatcher == "allgather":
+        there = gather(machine, group, tokens * row) + gather(machine, group, 4.0 * tokens * top_k)
+        return there, gather(machine, group, tokens * row), once + gather(machine, group, 8.0 * tokens * top_k)
+    return all_to_all(machine, group, chosen * (row + 4)), all_to_all(machine, group, chosen * row), once
 
 
 def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
@@ -302,12 +367,12 @@ def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
     if FULL in again:
         backward.add("again", forward.compute)
         for axis, cost in forward.communication.items():
-            backward.send(axis, cost * (0.5 if axis in ("ep", "etp") else 1.0))
+            backward.send(axis, forward.again["moe"][axis] if axis in ("ep", "etp") else cost)
         return
     backward.add("again", sum(forward.parts.get(name, 0.0) for name in again))
-    if "moe" in again:
-        for axis in ("ep", "etp"):
-            backward.send(axis, forward.communication.get(axis, NOTHING) * 0.5)
+    for name in again:
+        for axis, cost in forward.again.get(name, {}).items():
+            backward.send(axis, cost)
 
 
 def head_time(place: Place, copies: int = 1) -> tuple[float, float]:

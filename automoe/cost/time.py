@@ -66,9 +66,9 @@ class _Stage:
     forward: Pass
     backward: Pass
     idle_host: tuple[float, float] = (0.0, 0.0)  # forward, backward: the GPU waits for launches
-    dense: int = 0  # numbers gathered over fsdp
+    dense: float = 0.0  # bytes gathered over fsdp
     experts: float = 0.0  # over ep_shard
-    dense_trained: int = 0
+    dense_trained: int = 0  # numbers
     experts_trained: float = 0.0
     once: Cost = NOTHING  # FSDP's, exposed: of a step
     each: tuple[Cost, Cost] = (NOTHING, NOTHING)  # of a micro-batch, forward and backward
@@ -94,6 +94,7 @@ def step_time(
     num_mtp: int = 0,
     overlap: bool = False,
     fused: bool = False,
+    gradient_bytes: int = 0,
     bubble: bool = True,
 ) -> StepTime:
     """The time of one step of a validated ``config`` on ``mesh``.
@@ -104,11 +105,12 @@ def step_time(
         num_mtp: multi-token-prediction modules behind the last layer.
         overlap: all-to-alls hide behind another micro-batch (schedules with pairs: 1F1B kinds, DualPipeV).
         fused: products add to float32 gradients themselves (Megatron-Core); here FSDP does so afterwards.
+        gradient_bytes: of a number that FSDP reduces, where that is not automoe's width; 0: it is.
         bubble: False leaves the pipeline out, whose ranks then never wait: a bound from below, ten times as cheap.
     """
     batch = batch or plan_batch(config, mesh)
     machine = Machine.of(config, constants or Constants.load())
-    place = Place.of(config, mesh, machine, batch, fused)
+    place = Place.of(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place, num_mtp)
     times = [stage.times for stage in stages]
     count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
@@ -217,9 +219,9 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass
     stage.idle_host = (stage.idle_host[0] + waits[0], stage.idle_host[1] + waits[1])
     found = layer_weights(place.key, config, layer, mesh.tp)
     cut = number / (mesh.ep * mesh.etp)
-    stage.dense += number * found.dense_numel
+    stage.dense += number * found.dense_bytes
     stage.dense_trained += number * found.dense_trained
-    stage.experts += cut * found.expert_numel
+    stage.experts += cut * found.expert_bytes
     stage.experts_trained += cut * found.expert_trained
 
 
@@ -229,7 +231,7 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int
     numel = model.vocab_size * model.hidden_size // mesh.tp
     trained = place.config.lora.rank == 0
     ends = int(first) + int(last and not (model.tie_embeddings and first))
-    stage.dense += ends * numel
+    stage.dense += ends * numel * DTYPE_BYTES[place.config.train.dtype][1]
     stage.dense_trained += ends * numel * trained
     if first:  # the gradient of the embedding is as large as the embedding
         stage.backward.add("ends", machine.pass_over(10.0 * numel * trained))
@@ -244,9 +246,9 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     """Find the exposed gathers and reductions of a stage: ``once`` a step, and for ``each`` micro-batch."""
     config, mesh, machine = place.config, place.mesh, place.machine
     parallel = config.parallel
-    _, narrow, wide = DTYPE_BYTES[config.train.dtype]
+    wide = place.gradient_bytes
     dense, experts = place.group("fsdp"), place.group("ep_shard")
-    gathered = gather(machine, dense, narrow * stage.dense) + gather(machine, experts, narrow * stage.experts)
+    gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
     reduced = gather(machine, dense, wide * stage.dense_trained)
     reduced += gather(machine, experts, wide * stage.experts_trained)
     replicas = reduce_all(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from automoe.config.context import expanded_width, gathers_latents, query_blocks
 from automoe.config.schema import ModelConfig, window_of
 from automoe.local_shard import local_shard
 from automoe.model.attention_kernels import prepare_cuda
@@ -22,9 +23,6 @@ from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
 LATENT_NORM_EPS = 1e-6
-# How many operations of a product take as long as one byte between ranks: an H100, 400 TFLOP/s in products and 450 GB/s
-# over NVLink; one core and gloo on one machine, measured to lie between 110 and 770.
-FLOPS_PER_BYTE = {"cuda": 900, "cpu": 250}
 
 
 class AttentionContext:
@@ -37,8 +35,9 @@ class AttentionContext:
         self.cos, self.sin = rotary_cos_sin(config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype)
         self.interleaved = config.rope.interleaved
         self.mask = attention_mask(tokens, self.keys, always=runtime.always_masked)
-        self.blocks = query_blocks(tokens.index.shape[1], self.keys)
         self.window = attention.sliding_window
+        cut = tokens.index.shape[1], self.keys.num_ranks, self.keys.rank
+        self.blocks = {window: query_blocks(*cut, window) for window in {0, self.window}}
         self.window_mask = None
         if self.window:
             self.window_mask = attention_mask(tokens, self.keys, self.window, runtime.always_masked)
@@ -53,12 +52,10 @@ class AttentionContext:
         """An ``AttentionFn`` whose mask is that of these rows, and of the layer's ``window`` if it has one."""
         assert window in (0, self.window)
         mask = self.window_mask if window else self.mask
-        if len(self.blocks) == 1:
+        if self.keys.num_ranks == 1:
             return self._attend(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N)
         out = []
-        for rows, end in self.blocks:
-            # Later keys are masked for all of the block's queries, and so are those further back than its first sees.
-            seen = slice(max(end - (rows.stop - rows.start) - window + 1, 0) if window else 0, end)
+        for rows, seen in self.blocks[window]:
             block = q_BSND[:, rows], k_BRGD[:, seen], v_BRGD[:, seen], mask[:, :, rows, seen]
             out.append(self._attend(*block, scale, sinks_N))
         return torch.cat(out, dim=1)
@@ -70,18 +67,6 @@ def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
         return x_BS
     chunks = keys.all_gather(x_BS).split(x_BS.shape[1] // 2, dim=1)
     return torch.cat(chunks[::2] + chunks[::-2], dim=1)
-
-
-def query_blocks(num_queries: int, keys: Communicator) -> list[tuple[slice, int]]:
-    """Runs of the row among this rank's positions, and the row's position behind each: no query of it sees further.
-
-    Ranks that share rows have them as ``automoe.parallel.context.head_tail_index`` cuts them: of 2 P chunks one from
-    the head and its mirror from the tail, so that each computes 2 P + 1 pairs of chunks, of the 4 P that there are.
-    """
-    if keys.num_ranks == 1:
-        return [(slice(0, num_queries), num_queries)]
-    chunk, head, tail = num_queries // 2, keys.rank + 1, 2 * keys.num_ranks - keys.rank
-    return [(slice(0, chunk), head * chunk), (slice(chunk, num_queries), tail * chunk)]
 
 
 def attention_mask(
@@ -108,21 +93,6 @@ def attention_mask(
     if docs_BS is not None:
         mask_BSR = mask_BSR & (gather_row(docs_BS, keys)[:, None, :] == docs_BS[:, :, None])
     return mask_BSR[:, None]
-
-
-def gathers_latents(latent: int, expanded: int, device_type: str, num_bytes: int) -> bool:
-    """Whether ranks that share rows gather MLA's latent, and each expands the whole row; else what it expands to.
-
-    To expand a token of another rank again takes 2 latent * expanded operations, and twice as many backward. To send
-    what it expands to instead takes its width in a gather, and again in the reduce-scatter of the backward.
-
-    Args:
-        latent: numbers of a token's latent, 512 in DeepSeek-V3.
-        expanded: of its keys and values in this rank's heads, 32,768 in DeepSeek-V3.
-        num_bytes: of a number.
-    """
-    saved = 2 * num_bytes * (expanded - latent)
-    return 6 * latent * expanded < FLOPS_PER_BYTE[device_type] * saved
 
 
 class GroupedQueryAttention(nn.Module):
@@ -180,7 +150,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, runtime: Runtime) -> None:
         super().__init__()
         attention, hidden, self.sequence = config.attention, config.hidden_size, runtime.comms.sequence
-        self.num_heads = attention.num_heads
+        self.num_heads, self.expanded = attention.num_heads, expanded_width(attention, self.sequence.num_ranks)
         self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
         self.v_dim, self.kv_lora_rank = attention.v_head_dim, attention.kv_lora_rank
         qk_dim = self.nope_dim + self.rope_dim
@@ -215,8 +185,7 @@ class LatentAttention(nn.Module):
         return self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
 
     def gathers_latents(self, latent: torch.Tensor) -> bool:
-        expanded = self.num_heads * (self.nope_dim + self.v_dim) // self.sequence.num_ranks
-        return gathers_latents(self.kv_lora_rank, expanded, latent.device.type, latent.element_size())
+        return gathers_latents(self.kv_lora_rank, self.expanded, latent.device.type, latent.element_size())
 
     def project_up(
         self, query_BSL: torch.Tensor, latent_BRL: torch.Tensor, k_rope_BRD: torch.Tensor, context: AttentionContext

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
-from automoe.model.attention import AttentionContext, attention_mask, gather_row, gathers_latents
+from automoe.model.attention import AttentionContext, attention_mask, gather_row
 from automoe.model.attention_kernels import attend
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import Communicator, Communicators
