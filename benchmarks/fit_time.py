@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 
 from automoe.cost.machine import Constants
+from automoe.cost.time import BAND
 from benchmarks.provenance import commit
-from benchmarks.published import Run, mean_error, ordered, runs, winners
+from benchmarks.published import Run, mean_error, ordered, parted, runs, winners
 
 CONSTANTS = Path(__file__).parents[1] / "automoe" / "cost" / "constants.toml"
 RESULT = Path(__file__).parent / "results" / "published_runs.json"
@@ -84,13 +85,19 @@ def left_out(chosen: Sequence[Run], prior: Constants) -> dict[str, float]:
 
 def summary(constants: Constants) -> dict[str, object]:
     """Errors, orders and winners of all runs under ``constants``."""
-    fitted, held = ([run for run in runs() if run.fit is wanted] for wanted in (True, False))
-    right, pairs = ordered(runs(), constants)
+    fitted, held, others = parted()
+    errors = [abs(run.error(constants)) for run in held]
     return {
         "mean_absolute_error": mean_error(fitted, constants),
-        "mean_absolute_error_of_runs_not_fitted_to": mean_error(held, constants),
-        "pairs_ordered_rightly": [right, pairs],
+        "pairs_ordered_rightly": ordered(fitted, constants),
         "winners": winners(fitted, constants),
+        "runs not fitted to": {
+            "mean_absolute_error": fmean(errors),
+            "median_absolute_error": median(errors),
+            "within_the_band": [sum(error < BAND for error in errors), len(errors)],
+            "pairs_ordered_rightly": ordered([*fitted, *held], constants),
+        },
+        "other_gpus_mean_absolute_error": mean_error(others, constants),
         "errors": {f"{run.model}: {run.name}": run.error(constants) for run in runs()},
     }
 

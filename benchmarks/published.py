@@ -107,6 +107,13 @@ def runs() -> list[Run]:
     return found
 
 
+def parted() -> tuple[list[Run], list[Run], list[Run]]:
+    """Runs that the constants are fitted to, others on such GPUs, and those on GPUs whose products were not measured."""
+    known = [run for run in runs() if run.config.cluster.gemm_curve]
+    rest = [run for run in runs() if not run.config.cluster.gemm_curve]
+    return [run for run in known if run.fit], [run for run in known if not run.fit], rest
+
+
 def mean_error(chosen: Sequence[Run], constants: Constants | None = None) -> float:
     """Mean absolute relative error of tokens per second."""
     return fmean(abs(run.error(constants)) for run in chosen)
