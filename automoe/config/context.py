@@ -1,7 +1,7 @@
 """What context parallelism computes and sends, as the model does it and the plan counts it. No torch.
 
-Ranks that share rows have them as ``automoe.parallel.context.head_tail_index`` cuts them: of 2 P chunks one from the head
-and its mirror from the tail.
+Ranks that share rows have them as ``automoe.parallel.context.head_tail_index`` cuts them: of 2 P chunks one from the
+head and its mirror from the tail.
 """
 
 from __future__ import annotations
