@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automoe.errors import exit_status
+from automoe.errors import ConfigError, exit_status
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
@@ -33,6 +34,8 @@ step, and what will not fit. Needs no GPU and starts no rank.
                        the longest rows, in doublings, that fit
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
+  html=FILE            also write a page with pictures: memory against the GPU's,
+                       the pipeline's schedule, time, traffic, both meshes
   --json               one JSON object instead of tables
   --build              also build the heaviest rank's model for real, without
                        storage and without the other ranks, and compare its
@@ -56,19 +59,28 @@ def _main(argv: list[str]) -> int:
     from automoe.config.compose import parse_arguments
     from automoe.search import answer, take_question
 
+    page, argv = take_page(argv)
     question, argv = take_question(argv)
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
         print(USAGE, end="")
         return 0
     if question is not None:
+        if page:
+            raise ConfigError("html", str(page), "a search has no page", "Plan the mesh that it finds: mesh=found_...")
         return answer(question, args, as_json)
     from automoe.cost.plan import make_plan
     from automoe.launch.prepare import prepare
+    from automoe.observe.plan_page import check_page, write_plan_page
     from automoe.observe.plan_view import print_plan
 
     config, mesh, _ = prepare(args)
+    if page:
+        check_page(page)
     plan = make_plan(config, mesh) if as_json else print_plan(config, mesh)
+    if page:
+        write_plan_page(config, plan, page, args)
+        print(f"page    {page}", file=sys.stderr if as_json else sys.stdout)
     built = build_heaviest(config, plan) if build else None
     if as_json:
         print(json.dumps(plan.to_dict() | ({"built": asdict(built)} if built else {}), indent=2))
@@ -79,6 +91,15 @@ def _main(argv: list[str]) -> int:
             f"{built.bytes:,} bytes, {verdict}"
         )
     return EXIT_DIFFERENT if built and not built.as_planned else 0
+
+
+def take_page(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """What ``html=`` names, and the other words."""
+    named = [word.partition("=")[2] for word in argv if word.startswith("html=")]
+    if named and not named[-1]:
+        raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
+    rest = [word for word in argv if not word.startswith("html=")]
+    return Path(named[-1]).expanduser() if named else None, rest
 
 
 @dataclass(frozen=True)

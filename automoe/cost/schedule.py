@@ -31,6 +31,18 @@ class StageTimes:
     all_to_all: float = 0.0  # of both passes together
 
 
+@dataclass(frozen=True)
+class Span:
+    """An action as it runs: seconds from the step's first."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
 def rank_of(stage: int, schedule: str, pp: int) -> int:
     """The pipeline rank that has a stage: in turn, or down and up again for V-shaped schedules."""
     turn, place = divmod(stage, pp)
@@ -136,6 +148,7 @@ def simulate(
     num_micro_batches: int,
     border: float = 0.0,
     overlap: bool = False,
+    spans: list[Span] | None = None,
 ) -> float:
     """Seconds from the first action to the last.
 
@@ -143,6 +156,7 @@ def simulate(
         stages: of all ranks, in order of the model.
         border: seconds that activations or gradients travel between two ranks.
         overlap: paired actions hide their all-to-alls behind each other.
+        spans: takes every action, in the order of each rank.
     """
     ranks = all_actions(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
     where = [rank_of(stage, schedule, pp) for stage in range(len(stages))]
@@ -150,10 +164,8 @@ def simulate(
     cost = {"F": [s.forward for s in stages], "B": [s.backward for s in stages]}
     cost["I"] = cost["W"] = [s.backward / 2 for s in stages]
     saved = [HIDDEN * s.all_to_all / 2 for s in stages]
-    last = len(stages) - 1
-    forward: list[dict[int, float]] = [{} for _ in stages]
-    backward: list[dict[int, float]] = [{} for _ in stages]
-    clock, at = [0.0] * pp, [0] * pp
+    forward, backward = ([dict[int, float]() for _ in stages] for _ in range(2))
+    clock, at, last = [0.0] * pp, [0] * pp, len(stages) - 1
     left = sum(map(len, ranks))
     while left:
         before = left
@@ -178,6 +190,8 @@ def simulate(
                     if len(actions[place]) == 2:
                         seconds = max(seconds - sum(saved[stage] for _, stage, _ in actions[place]), seconds / 2)
                     now = ready + seconds
+                    if spans is not None:
+                        spans += [Span(rank, *action, ready, now) for action in actions[place]]
                     for kind, stage, index in actions[place]:
                         (forward if kind == "F" else backward)[stage].setdefault(index, now)
                     place += 1

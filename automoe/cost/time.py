@@ -17,11 +17,11 @@ from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config, is_linear, window_of
 from automoe.cost.activations import BatchPlan, plan_batch
 from automoe.cost.adapters import step_flops_per_token
-from automoe.cost.communication import NOTHING, Cost, Group, gather, reduce_all, send
+from automoe.cost.communication import NOTHING, Cost, gather, reduce_all, send
 from automoe.cost.layer_time import AXES, Pass, Place, head_time, layer_time, layer_weights
 from automoe.cost.machine import Constants, Machine
 from automoe.cost.params import TokenFlops
-from automoe.cost.schedule import StageTimes, rank_of, stretch
+from automoe.cost.schedule import Span, StageTimes, rank_of, simulate, stretch
 from automoe.cost.step_memory import DTYPE_BYTES
 
 OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
@@ -117,8 +117,7 @@ def step_time(
     ranks = [[i for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
     busy = [count * sum(times[i].forward + times[i].backward for i in held) for held in ranks]
     rank = busy.index(max(busy))
-    numbers = machine.number_bytes * batch.tokens_per_micro_batch * config.model.hidden_size
-    border = send(machine, Group.of(pp, mesh.stride("default", "pp"), machine.gpus_per_node), numbers)
+    border = _border(place)
     if bubble and (pp > 1 or overlap):
         still = busy[rank] * stretch(schedule, times, pp, count, 0.0, overlap)
         end = max(still, busy[rank] * stretch(schedule, times, pp, count, border.seconds, overlap))
@@ -142,6 +141,24 @@ def step_time(
     return StepTime(
         compute, communication, still - busy[rank], other, traffic, speed, mfu[0], mfu[1], machine.calibrated
     )
+
+
+def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
+    """Every action of a step's pipeline as it is simulated; of each stage's backward pass the share that is
+    recomputation."""
+    batch = plan_batch(config, mesh)
+    place = Place.of(config, mesh, Machine.of(config, Constants.load()), batch)
+    stages, spans = _stages(place, 0), list[Span]()
+    times = tuple(stage.times for stage in stages)
+    border = _border(place).seconds
+    simulate(config.parallel.schedule, times, mesh.pp, batch.num_micro_batches, border, spans=spans)
+    return spans, [stage.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages]
+
+
+def _border(place: Place) -> Cost:
+    """A micro-batch's activations, or their gradient, on the way to the next pipeline rank."""
+    numbers = place.machine.number_bytes * place.tokens * place.config.model.hidden_size
+    return send(place.machine, place.group("pp"), numbers)
 
 
 _FLOPS: dict[tuple[str, int], TokenFlops] = {}
@@ -213,6 +230,7 @@ def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass
     share = 0.0 if config.cluster.gpu == "cpu" else 1.0 if layer >= config.model.first_k_dense else 0.5
     for total, half in zip((stage.forward, stage.backward), times, strict=True):
         total.compute += number * half.compute
+        total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)
         waits.append(number * max(0.0, share * place.machine.constants.host_layer - half.seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from automoe.config.mesh_shape import MeshShape
@@ -13,7 +14,8 @@ from automoe.cost.params import PARTS
 from automoe.cost.plan import Plan, gib, make_plan
 from automoe.observe.summary import render_mesh_text
 
-MAX_ROWS = 20  # pipeline ranks shown one by one
+MAX_ROWS = 8  # pipeline ranks shown one by one
+SEEN = 0.0005  # share of the parameters below which a part is not named
 STAGES_WIDTH = 80  # columns of their table, which numbers cut short would make worthless
 
 _MOMENTS = {
@@ -36,17 +38,20 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
     console = console or Console(highlight=False)
     # Mesh grids are laid out by columns; wrapping would tear them.
     console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
-    for table in (_summary(config, plan), _params_table(plan), _rank_table(config, plan)):
-        console.print(table, "")
-    if mesh.pp > 1:
-        narrow = console.width < STAGES_WIDTH
+    for table in plan_tables(config, plan):
+        narrow = len(table.columns) > 5 and console.width < STAGES_WIDTH
         wide = Console(file=console.file, width=STAGES_WIDTH, highlight=False) if narrow else console
-        wide.print(_stages_table(plan), "")
-    for table in (_time_table(config, plan), _checkpoint_table(config, plan)):
-        console.print(table, "")
+        wide.print(table, "")
     for warning in plan.warnings:
-        console.print(f"[bold yellow]warning[/] {warning}", highlight=False)
+        console.print(f"[bold yellow]warning[/] {escape(warning)}", highlight=False)
     return plan
+
+
+def plan_tables(config: Config, plan: Plan) -> list[Table]:
+    """All that is said of a plan but its meshes and warnings, in reading order; the first table has no headings."""
+    stages = [_stages_table(plan)] if plan.mesh.pp > 1 else []
+    time = _time_table(config, plan)
+    return [_summary(config, plan), _rank_table(config, plan), *stages, time, _checkpoint_table(config, plan)]
 
 
 def _summary(config: Config, plan: Plan) -> Table:
@@ -56,6 +61,13 @@ def _summary(config: Config, plan: Plan) -> Table:
     if cluster.memory_bytes:
         ranks += f" = {plan.num_nodes:,} node{'s' * (plan.num_nodes > 1)} of {cluster.gpus_per_node} {cluster.gpu}"
     table.add_row("ranks", ranks)
+    params = plan.params
+    shares = [(part.replace("_", " "), params.by_part[part] / params.total) for part in PARTS]
+    said = ", ".join(
+        f"{name} {share:.1%}" for name, share in sorted(shares, key=lambda pair: -pair[1]) if share >= SEEN
+    )
+    active = f"{_count(params.active)} active per token ({params.active / params.total:.1%})"
+    table.add_row("parameters", f"{_count(params.total)}, {active}; {said}")
     table.add_row(
         "step",
         f"{batch.rows_per_step:,} rows x {train.seq_len:,} tokens = {batch.tokens_per_step:,} tokens; "
@@ -116,17 +128,6 @@ def _titled(title: str, *columns: Column) -> Table:
 
 def _number(heading: str) -> Column:
     return Column(heading, justify="right")
-
-
-def _params_table(plan: Plan) -> Table:
-    params = plan.params
-    table = _titled("parameters", Column("part"), _number("count"), _number("share"))
-    for part in PARTS:
-        if count := params.by_part[part]:
-            table.add_row(part.replace("_", " "), _count(count), f"{count / params.total:.1%}")
-    table.add_row("total", _count(params.total), "", style="bold")
-    table.add_row("active per token", _count(params.active), f"{params.active / params.total:.1%}", style="bold")
-    return table
 
 
 def _rank_table(config: Config, plan: Plan) -> Table:
@@ -221,7 +222,9 @@ def _checkpoint_table(config: Config, plan: Plan) -> Table:
 def _stages_table(plan: Plan) -> Table:
     numbers = map(_number, ("parameters", "in flight", "state", "gathered", "activations", "peak"))
     table = _titled("pipeline ranks", _number("pp"), Column("layers"), *numbers)
-    ranks = plan.ranks if len(plan.ranks) <= MAX_ROWS else [*plan.ranks[: MAX_ROWS - 1], plan.ranks[-1]]
+    last = len(plan.ranks) - 1
+    shown = {last * row // (MAX_ROWS - 2) for row in range(MAX_ROWS - 1)} | {plan.heaviest.pp_rank}
+    ranks = plan.ranks if last < MAX_ROWS else [rank for rank in plan.ranks if rank.pp_rank in shown]
     for rank in ranks:
         table.add_row(
             str(rank.pp_rank),
@@ -243,7 +246,7 @@ def _stages_table(plan: Plan) -> Table:
             style="bold" if rank is plan.heaviest else "",
         )
     if len(ranks) < len(plan.ranks):
-        table.caption = f"{len(plan.ranks) - len(ranks)} ranks in the middle are not shown"
+        table.caption = f"{len(plan.ranks) - len(ranks)} ranks between them are not shown"
     return table
 
 

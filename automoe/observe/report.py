@@ -7,7 +7,6 @@ Command line: ``python -m automoe.observe.report RUN_DIR``.
 from __future__ import annotations
 
 import argparse
-import base64
 import os
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from automoe.observe.metrics import (
     read_jsonl,
     read_metrics,
 )
+from automoe.observe.page import MESH_CAPTION, picture, render, write_page
 from automoe.observe.summary import describe_run, final_numbers
 from automoe.sealed import read_json
 
@@ -36,7 +36,6 @@ PLOTS_DIR = "plots"
 STATUS_FILE = "status.json"
 MAX_SAMPLES = 8  # steps of which the page shows what the model said
 WIDE = ("loss", "expert_load", "expert_balance")  # pictures that take the page's whole width
-MESH_CAPTION = "The same ranks in both views: each keeps its place, and the colours show who works with whom"
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path | None:
@@ -61,8 +60,6 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         AutomoeError: ``run_dir`` is not a directory.
         OSError: it cannot be written.
     """
-    from jinja2 import Template
-
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise AutomoeError(f"{run_dir}: no such run directory. Give the run_dir of a training run")
@@ -77,13 +74,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
                 _warn(run_dir / name, f"it ends after step {last}, and the run is done after {config.train.steps}")
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
-    template = Template(
-        Path(__file__).with_name(TEMPLATE_FILE).read_text(encoding="utf-8"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = template.render(
+    page = render(
+        TEMPLATE_FILE,
         run_dir=run_dir.resolve(),
         state=status.get("state", "state unknown"),
         error=_first_error(status),
@@ -98,11 +90,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
         facts=describe_run(config, mesh) if config and mesh else [],
         environment=_read_json(run_dir / ENVIRONMENT_FILE),
     )
-    path = run_dir / REPORT_FILE
-    scratch = path.with_name(f".{REPORT_FILE}.{os.getpid()}")
-    scratch.write_text(page, encoding="utf-8")
-    os.replace(scratch, path)  # a browser that reloads never sees half a page
-    return path
+    return write_page(run_dir / REPORT_FILE, page)
 
 
 def _draw(
@@ -117,7 +105,8 @@ def _draw(
     directory.mkdir(exist_ok=True)
     figures = draw_plots(records, read_expert_load(run_dir), directory, config) if records else []
     meshes = save(draw_mesh(mesh), directory / "mesh.png", crop=True) if mesh else None
-    return [_picture(*figure) for figure in figures], _picture(meshes, MESH_CAPTION) if meshes else None
+    pictures = [picture(path.read_bytes(), caption, path.stem in WIDE) for path, caption in figures]
+    return pictures, picture(meshes.read_bytes(), MESH_CAPTION) if meshes else None
 
 
 def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -127,13 +116,6 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     said = [(f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]}) for one in shown]
     prompts = said[0][1] if said else {}
     return [(prompt, [(step, texts[prompt]) for step, texts in said if prompt in texts]) for prompt in prompts]
-
-
-def _picture(path: Path, caption: str) -> dict[str, Any]:
-    png = path.read_bytes()
-    # One scale for all pictures, so that their text is of one size: the PNG header's width in CSS pixels.
-    width = round(int.from_bytes(png[16:20], "big") / 1.4)
-    return {"caption": caption, "width": width, "base64": base64.b64encode(png).decode(), "wide": path.stem in WIDE}
 
 
 def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
