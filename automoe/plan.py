@@ -32,6 +32,8 @@ step, and what will not fit. Needs no GPU and starts no rank.
   search=fewest_gpus   the fewest GPUs, in powers of two, that it fits on
   search=longest_context world=N
                        the longest rows, in doublings, that fit
+  calibrate=true       measure this machine in half a minute, and write what it
+                       reaches as a cluster, into plans/ or out=FOLDER
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
   html=FILE            also write a page with pictures: memory against the GPU's,

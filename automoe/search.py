@@ -20,13 +20,14 @@ from automoe.launch.hardware import resolve_device
 from automoe.launch.prepare import compose
 
 KINDS = ("true", "fewest_gpus", "longest_context")
+CALIBRATE = "calibrate"  # another question: what this machine reaches
 MAX_GPUS = 16_384
 MAX_TOKENS = 1 << 20  # of a row
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is looked for: the best mesh of ``world`` ranks, the fewest ranks, or the longest rows that fit."""
+    """What is looked for: the best mesh of ``world`` ranks, the fewest ranks, the longest rows that fit; or a machine."""
 
     kind: str
     world: int | None
@@ -34,12 +35,12 @@ class Question:
 
 
 def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
-    """The words of ``argv`` that ask for a search, and the others.
+    """The words of ``argv`` that ask for a search or a calibration, and the others.
 
     Raises:
         ConfigError: a value that is none, or one of these words without ``search=``.
     """
-    own = {"search": "", "world": "", "out": ""}
+    own = {"search": "", "world": "", "out": "", CALIBRATE: ""}
     rest = []
     for word in argv:
         key, equals, value = word.partition("=")
@@ -47,6 +48,12 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
             own[key] = value
         else:
             rest.append(word)
+    out = Path(own["out"]).expanduser() if own["out"] else None
+    if own[CALIBRATE]:
+        if own[CALIBRATE] != "true" or own["search"] or own["world"]:
+            rule = "a machine is calibrated by itself: no search, no world"
+            raise ConfigError(CALIBRATE, own[CALIBRATE], rule, "Write calibrate=true")
+        return Question(CALIBRATE, None, out), rest
     if not own["search"]:
         for key in ("world", "out"):
             if own[key]:
@@ -62,11 +69,15 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
         if world is not None:
             rule, remedy = "search=fewest_gpus finds the number itself", "Leave world= out"
         raise ConfigError("world", own["world"], rule, remedy)
-    return Question(own["search"], world, Path(own["out"]).expanduser() if own["out"] else None), rest
+    return Question(own["search"], world, out), rest
 
 
 def answer(question: Question, args: Arguments, as_json: bool) -> int:
     """Search, print, and write the winner; the exit status: 1 where nothing fits."""
+    if question.kind == CALIBRATE:
+        from automoe.calibrate import calibrate
+
+        return calibrate(question.out or Path("plans"), args)
     from rich.console import Console
 
     from automoe.observe.search_view import print_search

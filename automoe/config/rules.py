@@ -45,7 +45,7 @@ _AT_LEAST = {
         "cluster.intra_node_bandwidth cluster.inter_node_bandwidth cluster.host_bandwidth "
         "cluster.storage_bandwidth cluster.storage_limit moe.capacity_factor moe.router_jitter "
         "moe.seq_balance_coef moe.global_balance_coef moe.micro_batch_balance_coef moe.z_loss_coef "
-        "moe.bias_update_rate lora.rank"
+        "moe.bias_update_rate lora.rank cluster.cores"
     ),
     1: (
         "train.steps train.global_batch_size train.micro_batch_size train.max_skipped train.val_batches "
@@ -71,8 +71,13 @@ _ABOVE_ZERO = {
     "model.rope.low_freq_factor": "1",
     "model.router.routed_scaling_factor": "1",
     "optim.eps": "1e-8",
+    "cluster.gemm_curve_from": "64",
 }
 
+
+# Of ``cluster.constants``, what is divided by and what may be 0.
+SPEEDS = ("gemm", "grouped", "attention", "memory", "on_node", "off_node", "imbalance")
+DELAYS = ("fp8", "overlap", "latency", "host_layer", "step")
 
 # A login in an address: ``//user:password@`` (a password may have a / in it; a path may have an @, but no database's
 # address has one elsewhere), or what a query says under a name such as ``password=`` or ``token=``.
@@ -107,6 +112,11 @@ def number_rows(config: Config) -> Iterator[Row]:
     curve = config.cluster.gemm_curve
     yield ("cluster.gemm_curve", curve != [] and (len(curve) < 2 or not all(0 < share <= 1 for share in curve)),
            "two or more shares of cluster.peak_flops, each above 0 and at most 1", "Set cluster.gemm_curve=[]")
+    given = config.cluster.constants
+    yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"there are {', '.join((*SPEEDS, *DELAYS))}",
+           "Leave the others out")
+    yield ("cluster.constants", not all(value > 0 if name in SPEEDS else value >= 0 for name, value in given.items()),
+           f"none below 0, and {', '.join(SPEEDS)} above", "Leave it out: automoe/cost/constants.toml has others")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
            "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")

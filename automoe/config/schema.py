@@ -418,6 +418,9 @@ class ClusterConfig:
     # Share of peak_flops that a matrix product reaches which does 64, 128, 256, ... 4096 FLOPs for each byte that it
     # reads and writes; none: not measured, and what is predicted is called uncalibrated
     gemm_curve: list[float] = field(default_factory=list)
+    gemm_curve_from: float = 64.0  # FLOPs for each byte of the curve's first share
+    cores: int = 0  # CPU cores that the ranks of a node share, all of their work; 0: every rank has a device of its own
+    constants: dict[str, float] = field(default_factory=dict)  # measured here, in place of automoe/cost/constants.toml
 
 
 @dataclass

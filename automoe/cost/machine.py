@@ -7,7 +7,7 @@ and its source. Units: FLOP, bytes, seconds.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import log2
 from pathlib import Path
@@ -18,7 +18,6 @@ from automoe.config.schema import Config
 # A machine of which nothing is known: one core's products, its memory, a loopback. All of it is called uncalibrated.
 NOMINAL_FLOPS, NOMINAL_MEMORY, NOMINAL_LINK = 5e10, 1e10, 1e9
 HOPPER_CURVE = (0.17, 0.31, 0.48, 0.61, 0.70, 0.75, 0.78)  # where a cluster has none
-FIRST_INTENSITY = 6  # log2 of FLOP a byte of the curve's first number
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Machine:
     constants: Constants
     peak: float
     curve: tuple[float, ...]
+    first: float  # log2 of FLOP a byte of the curve's first number
     fp8: float  # how much faster products in 8 bits are, after what casting costs; 1: they are not
     memory: float
     on_node: float
@@ -66,10 +66,12 @@ class Machine:
         cluster = config.cluster
         gain = cluster.peak_flops_fp8 / cluster.peak_flops if cluster.peak_flops and cluster.peak_flops_fp8 else 1.0
         link = cluster.intra_node_bandwidth or NOMINAL_LINK
+        constants = replace(constants, **cluster.constants) if cluster.constants else constants
         return cls(
             constants=constants,
             peak=cluster.peak_flops or NOMINAL_FLOPS,
             curve=tuple(cluster.gemm_curve) or HOPPER_CURVE,
+            first=log2(cluster.gemm_curve_from),
             fp8=1 + constants.fp8 * (gain - 1) if config.train.fp8 != "off" else 1.0,
             memory=constants.memory * (cluster.memory_bandwidth or NOMINAL_MEMORY),
             on_node=constants.on_node * link,
@@ -84,7 +86,7 @@ class Machine:
         flops, moved = 2.0 * m * n * k, self.number_bytes * (m * k + k * n + m * n)
         if not flops:
             return 0.0
-        place = min(max(log2(flops / moved) - FIRST_INTENSITY, 0.0), len(self.curve) - 1.0)
+        place = min(max(log2(flops / moved) - self.first, 0.0), len(self.curve) - 1.0)
         below = min(int(place), len(self.curve) - 2)
         share = self.curve[below] + (place - below) * (self.curve[below + 1] - self.curve[below])
         speed = self.peak * self.fp8 * share * self.constants.gemm * (self.constants.grouped if groups > 1 else 1.0)

@@ -26,7 +26,7 @@ from automoe.cost.step_memory import DTYPE_BYTES
 
 OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
 # How far a prediction may be off either way: docs/plan.md, from runs that the constants were not fitted to. A GPU whose
-# products were not measured is another matter.
+# products were not measured is another matter, and so is a machine that only its own calibration knows.
 BAND, UNCALIBRATED_BAND = 0.20, 0.40
 
 
@@ -43,6 +43,8 @@ class StepTime:
     mfu: float | None  # None: the cluster's peak is unknown
     mfu_full_attention: float | None
     calibrated: bool
+    spread: float  # how far the prediction may be off either way, as a share
+    busy: float = 0.0  # seconds that all ranks together compute and send, where they share ``cluster.cores``; else 0
 
     @property
     def seconds(self) -> float:
@@ -51,8 +53,7 @@ class StepTime:
     @property
     def band(self) -> tuple[float, float]:
         """Lowest and highest tokens per second to expect."""
-        width = BAND if self.calibrated else UNCALIBRATED_BAND
-        return self.tokens_per_second * (1 - width), self.tokens_per_second * (1 + width)
+        return self.tokens_per_second * (1 - self.spread), self.tokens_per_second * (1 + self.spread)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -66,6 +67,7 @@ class _Stage:
     forward: Pass
     backward: Pass
     idle_host: tuple[float, float] = (0.0, 0.0)  # forward, backward: the GPU waits for launches
+    layers: int = 0
     dense: float = 0.0  # bytes gathered over fsdp
     experts: float = 0.0  # over ep_shard
     dense_trained: int = 0  # numbers
@@ -132,15 +134,28 @@ def step_time(
     traffic["pp"] += 2 * count * len(mine) * border.bytes * (pp > 1)
     compute = count * sum(half.compute for stage in mine for half in (stage.forward, stage.backward))
     other = count * sum(sum(stage.idle_host) for stage in mine) + _optimizer(place, mine) + machine.constants.step
-    seconds = compute + sum(communication.values()) + other + still - busy[rank]
+    work = _work(place, [[stages[i] for i in held] for held in ranks], count, border) if config.cluster.cores else 0.0
+    waits, seconds = still - busy[rank], compute + sum(communication.values()) + other + still - busy[rank]
+    if config.cluster.cores:  # a rank that waits leaves its core to others, but there are no more than so many
+        nodes = -(-mesh.world_size // config.cluster.gpus_per_node)
+        waits += max(0.0, work / (config.cluster.cores * nodes) - seconds)
+        seconds += waits - (still - busy[rank])
     speed = batch.tokens_per_step / seconds
     mfu: tuple[float | None, float | None] = (None, None)
     if config.cluster.peak_flops:
         flops = _flops(place.key, config.train.seq_len, config)
         mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
-    return StepTime(
-        compute, communication, still - busy[rank], other, traffic, speed, mfu[0], mfu[1], machine.calibrated
-    )
+    spread = BAND if machine.calibrated and not config.cluster.constants else UNCALIBRATED_BAND
+    return StepTime(compute, communication, waits, other, traffic, speed, *mfu, machine.calibrated, spread, work)
+
+
+def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> float:
+    """Seconds that all ranks together compute and send in a step; ``held``: the stages of each pipeline rank."""
+    per_rank = 0.0
+    for stages in held:
+        each = sum(stage.times.forward + stage.times.backward + 2 * border.seconds for stage in stages)
+        per_rank += count * each + sum(stage.once.seconds for stage in stages) + _optimizer(place, stages)
+    return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
@@ -226,15 +241,19 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
 def _add(place: Place, stage: _Stage, layer: int, number: int, times: tuple[Pass, Pass]) -> None:
     """Add ``number`` layers like ``layer``."""
     config, mesh, waits = place.config, place.mesh, []
-    # A CPU launches nothing; a dense layer has half of the kernels.
-    share = 0.0 if config.cluster.gpu == "cpu" else 1.0 if layer >= config.model.first_k_dense else 0.5
+    cpu, floor = config.cluster.gpu == "cpu", place.machine.constants.host_layer
+    # A dense layer has half of the kernels. A CPU launches nothing: what its own operators take besides was measured.
+    share = float(not cpu or "host_layer" in config.cluster.constants) * (
+        1 if layer >= config.model.first_k_dense else 0.5
+    )
     for total, half in zip((stage.forward, stage.backward), times, strict=True):
         total.compute += number * half.compute
         total.parts["again"] = total.parts.get("again", 0.0) + number * half.parts.get("again", 0.0)
         for axis, cost in half.communication.items():
             total.send(axis, cost * number)
-        waits.append(number * max(0.0, share * place.machine.constants.host_layer - half.seconds))
+        waits.append(number * share * (floor if cpu else max(0.0, floor - half.seconds / share)))
     stage.idle_host = (stage.idle_host[0] + waits[0], stage.idle_host[1] + waits[1])
+    stage.layers += number
     found = layer_weights(place.key, config, layer, mesh.tp)
     cut = number / (mesh.ep * mesh.etp)
     stage.dense += number * found.dense_bytes
@@ -269,6 +288,9 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
     reduced = gather(machine, dense, wide * stage.dense_trained)
     reduced += gather(machine, experts, wide * stage.experts_trained)
+    # A collective a layer, each with its own delay.
+    delay = Cost((stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1)))
+    gathered, reduced = gathered + delay, reduced + delay
     replicas = reduce_all(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
     replicas += reduce_all(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
     once_weights = mesh.pp > 1 or parallel.reshard == "step"

@@ -24,6 +24,7 @@ LAYERS = (
         "automoe.train",
         "automoe.plan",
         "automoe.search",
+        "automoe.calibrate",
         "automoe.export",
         "automoe.convert",
         "automoe.generate",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,9 +19,9 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
 from automoe.optim.adamw import build_optimizer
-from automoe.parallel.mesh import build_meshes
+from automoe.parallel.mesh import Meshes, build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.parallel.pipeline import build_runner
+from automoe.parallel.pipeline import StepRunner, build_runner
 from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
@@ -66,24 +68,50 @@ def measure_step(config: Config, library: Path) -> dict[str, int]:
         ``step``: the most; ``update``: the most from the end of the backward pass on; ``state``: between two steps.
     """
     allocator = Allocator(library)
+    trainer = build_trainer(config)
+    found = {}
+    for step in range(STEPS):
+        batch = random_batch(config, step, trainer.meshes.dp_rank, trainer.meshes.shape.dp)
+        allocator.forget()
+
+        def backward_is_over() -> None:
+            found["backward"] = allocator.most()
+            allocator.forget()
+
+        take_step(trainer, batch, backward_is_over)
+        found["update"] = allocator.most()
+        found["state"] = allocator.alive()
+    return found | {"step": max(found["backward"], found["update"])}
+
+
+@dataclass
+class Trainer:
+    """A rank's part of a model that trains."""
+
+    config: Config
+    meshes: Meshes
+    runner: StepRunner
+    state: TrainState
+
+
+def build_trainer(config: Config) -> Trainer:
+    """From random weights, on the mesh of the world that this rank is in."""
     shape, device = resolve_mesh(config.mesh, None), torch.device("cpu")
     meshes = build_meshes(shape, device)
     parts = build_parts(config, meshes)
     materialize(parts, config, device)
     runner = build_runner(parts, meshes, config, device)
     state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, config.train.seed))
-    found = {}
-    for step in range(STEPS):
-        batch = random_batch(config, step, meshes.dp_rank, shape.dp)
-        allocator.forget()
-        inputs, trained = prepare_inputs(batch, meshes, config, device)
-        stats = forward_backward(state, runner, inputs, config)
-        found["backward"] = allocator.most()
-        allocator.forget()
-        optimizer_step(state, stats, trained, meshes, config)
-        found["update"] = allocator.most()
-        found["state"] = allocator.alive()
-    return found | {"step": max(found["backward"], found["update"])}
+    return Trainer(config, meshes, runner, state)
+
+
+def take_step(trainer: Trainer, batch: StepBatch, between: Callable[[], None] = lambda: None) -> None:
+    """One training step; ``between`` is called after its backward pass."""
+    one = trainer
+    inputs, trained = prepare_inputs(batch, one.meshes, one.config, torch.device("cpu"))
+    stats = forward_backward(one.state, one.runner, inputs, one.config)
+    between()
+    optimizer_step(one.state, stats, trained, one.meshes, one.config)
 
 
 def random_batch(config: Config, step: int, dp_rank: int, dp_size: int) -> StepBatch:
