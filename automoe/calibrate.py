@@ -2,8 +2,8 @@
 
 Measured on one rank: products over arithmetic intensity, a pass over memory, attention, grouped products, and what a
 layer and a step take where there is next to nothing to compute. Between ranks of this machine: gathers, reductions and
-all-to-alls, small and large. On a GPU seconds are those between two CUDA events; on the CPU those that the rank's threads
-compute, so that other programs of the machine are not in them, and what gloo's threads compute is.
+all-to-alls, small and large. On a GPU seconds are those between two CUDA events; on the CPU those that the rank's
+threads compute, so that other programs of the machine are not in them, and what gloo's threads compute is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_RANKS = 4  # that collectives are measured between
 
 @dataclass(frozen=True)
 class Bench:
-    """A device, and the sizes of what is measured on it: large enough on a GPU that the host's launches do not count."""
+    """A device, and the sizes of what is measured on it: large enough on a GPU that launches do not count."""
 
     device: str  # cpu, cuda
     dtype: str
@@ -229,16 +229,18 @@ def usual(bench: Bench, layers: int) -> Config:
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_experts": 8, "moe_intermediate_size": bench.expert}
-    return _config(bench, ModelConfig(family="mixtral", attention=attention, **sizes), 2 * bench.seq)  # type: ignore[arg-type]
+    model = ModelConfig(family="mixtral", attention=attention, **sizes)  # type: ignore[arg-type]
+    return _config(bench, model, 2 * bench.seq)
 
 
 def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
-    train = TrainConfig(seq_len=seq_len, global_batch_size=1, micro_batch_size=1, dtype=bench.dtype)  # type: ignore[arg-type]
+    train = TrainConfig(seq_len=seq_len, global_batch_size=1, micro_batch_size=1)
+    train = replace(train, dtype=bench.dtype)  # type: ignore[arg-type]
     return Config(model=model, train=train, moe=MoEConfig(gate="balanced"))
 
 
 def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
-    """Seconds of training steps of one row, in turns: of each one's forward and backward pass; of the rest of the first."""
+    """Seconds of steps of one row, in turns: of each one's forward and backward pass; of the rest of the first."""
     import torch
 
     from automoe.data.loader import StepBatch
@@ -335,7 +337,7 @@ def cluster_values(
     shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
     machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
     mesh = resolve_mesh(MeshConfig(), 1)
-    layer = layer_time(Place.of(config, mesh, machine, plan_batch(config, mesh)), 0, frozenset())
+    layer = layer_time(Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset())
     said = sum(half.seconds for half in layer)
     host = 2 * alone["host_layer"] * cpu  # a GPU computes meanwhile
     shares["gemm"] = shares["memory"] = min(said / max(alone["layer"] - host, said / 10), 1.0)

@@ -27,7 +27,7 @@ MAX_TOKENS = 1 << 20  # of a row
 
 @dataclass(frozen=True)
 class Question:
-    """What is looked for: the best mesh of ``world`` ranks, the fewest ranks, the longest rows that fit; or a machine."""
+    """The best mesh of ``world`` ranks, the fewest ranks, the longest rows that fit; or what this machine does."""
 
     kind: str
     world: int | None

@@ -380,6 +380,7 @@ class ObserveConfig:
     run_name: str | None = None  # in trackers; null: that of run_dir
     run_group: str | None = None  # in trackers; null: the sweep that the run is a job of
     run_tags: list[str] = field(default_factory=list)  # in trackers
+    objective: Literal["loss", "tokens_per_second"] = "loss"  # what a sweeper such as Optuna is to find the best of
     profile_steps: str = ""  # "10-12": torch profiler traces of these steps under run_dir/profile
 
 

@@ -119,6 +119,15 @@ class Pass:
         return self.compute + sum(cost.seconds for cost in self.communication.values())
 
 
+def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
+    """Rows that the busiest rank's experts are taken to compute, over the mean."""
+    moe = config.moe
+    busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
+    if moe.capacity_factor:
+        busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
+    return busy if mesh.ep > 1 else 1.0
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a layer runs: the mesh's groups on the machine, and the tokens of a micro-batch on one rank."""
@@ -136,11 +145,7 @@ class Place:
     def of(
         cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan, fused: bool, gradient_bytes: int
     ) -> Place:
-        moe, train = config.moe, config.train
-        busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
-        if moe.capacity_factor:
-            busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
-        busy = busy if mesh.ep > 1 else 1.0
+        train, busy = config.train, busiest(config, mesh, machine)
         key = repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
         rows, wide = busy * batch.expert_rows_per_rank, gradient_bytes or DTYPE_BYTES[train.dtype][2]
         return cls(config, mesh, machine, batch.tokens_per_micro_batch, rows, key, fused, wide)

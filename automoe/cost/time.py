@@ -288,9 +288,9 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     gathered = gather(machine, dense, stage.dense) + gather(machine, experts, stage.experts)
     reduced = gather(machine, dense, wide * stage.dense_trained)
     reduced += gather(machine, experts, wide * stage.experts_trained)
-    # A collective a layer, each with its own delay.
-    delay = Cost((stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1)))
-    gathered, reduced = gathered + delay, reduced + delay
+    if not machine.constants.overlap:  # a collective a layer, and nothing hides its delay
+        delay = Cost((stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1)))
+        gathered, reduced = gathered + delay, reduced + delay
     replicas = reduce_all(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
     replicas += reduce_all(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
     once_weights = mesh.pp > 1 or parallel.reshard == "step"

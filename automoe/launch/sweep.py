@@ -36,8 +36,12 @@ from automoe.config.compose import (
 )
 from automoe.config.convert import config_from_dict
 from automoe.config.frozen import CONFIG_FILE, differences, is_free, resolved
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
+from automoe.cost.layer_time import busiest
+from automoe.cost.machine import Constants, Machine
+from automoe.cost.plan import make_plan
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
@@ -60,7 +64,8 @@ def run_sweep(args: Arguments) -> int:
     SIGHUP.
 
     The objective of a job (final validation loss, else training loss; infinity where there is none) is
-    what the job function returns, so Hydra sweepers such as Optuna minimise it.
+    what the job function returns, so Hydra sweepers such as Optuna minimise it. With
+    ``observe.objective=tokens_per_second`` it is their median, negative.
 
     Raises:
         ConfigError: an override that no job could use, or a directory in which another sweep or a run is.
@@ -215,7 +220,11 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
             replace_json(path, record)
     if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
         raise KeyboardInterrupt
-    return math.inf if record["objective"] is None else record["objective"]
+    if record["state"] != "done":
+        return math.inf
+    if composed.observe.objective == "loss":
+        return math.inf if record["objective"] is None else record["objective"]
+    return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
 
 def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | None) -> Record:
@@ -248,7 +257,7 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
             raise
         print(f"skipped: {error}")
         return {"state": "skipped", "reason": str(error)}
-    found: Record = {**meshes}
+    found: Record = {**meshes, "predicted": _predicted(config, shape)}
     if (earlier := _finished(resolved(config, shape, device))) is not None:
         print("done in an earlier run of this sweep")
         found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
@@ -258,10 +267,31 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
         found |= {"reason": runs.describe_error(result.error)} if result.error else {}
     if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
         found |= {"state": "failed", "reason": f"its objective is {found['objective']}", "objective": None}
-    from automoe.observe.metrics import read_metrics
+    measured = _measured(config, shape)
+    return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
+
+
+def _predicted(config: Config, shape: MeshShape) -> Record:
+    """What the plan says of what ``_measured`` finds."""
+    plan = make_plan(config, shape)
+    balance = busiest(config, shape, Machine.of(config, Constants.load())) if config.model.num_moe_layers else None
+    speed, memory = plan.time.tokens_per_second, plan.heaviest.peak
+    return {"tokens_per_second": speed, "mfu": plan.time.mfu, "memory": memory, "balance": balance}
+
+
+def _measured(config: Config, shape: MeshShape) -> Record:
+    """Of the run's record: medians of tokens/s, MFU and the busiest rank's rows over the mean; the most bytes."""
+    from automoe.observe.metrics import rank_balance, read_expert_load, read_metrics, series
     from automoe.observe.summary import median
 
-    return found | {"tokens_per_second": median(read_metrics(config.run_dir), "tokens_per_second")}
+    records = read_metrics(config.run_dir)
+    memory = series(records, "peak_memory_bytes")[1]
+    return {
+        "tokens_per_second": median(records, "tokens_per_second"),
+        "mfu": median(records, "mfu"),
+        "memory": float(memory.max()) if len(memory) else None,
+        "balance": rank_balance(read_expert_load(config.run_dir)[1], shape.ep),
+    }
 
 
 def _finished(config: Config) -> dict[str, Any] | None:

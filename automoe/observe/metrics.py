@@ -401,6 +401,17 @@ def read_expert_load(run_dir: str | os.PathLike[str]) -> tuple[np.ndarray, np.nd
     return steps, counts if counts.ndim == 3 else np.zeros((len(records), 0, 0))
 
 
+def rank_balance(counts: np.ndarray, ep: int) -> float | None:
+    """Rows of the busiest of ``ep`` ranks over the mean, of an average layer: the median of counts [N, L, E].
+
+    None where there is none.
+    """
+    if not counts.size or not counts.sum():
+        return None
+    ranks = counts.reshape(*counts.shape[:2], ep, -1).sum(axis=3)  # a rank's experts lie side by side
+    return float(np.median((ranks.max(axis=2) / ranks.mean(axis=2).clip(1e-9)).mean(axis=1)))
+
+
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of the records that have ``key``; NaN and infinities come back as floats."""
     pairs = [(record["step"], float(record[key])) for record in records if record.get(key) is not None]

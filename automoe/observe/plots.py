@@ -30,7 +30,7 @@ from automoe.observe.plot_style import (
     save,
     say_empty,
 )
-from automoe.observe.summary import median, short_number
+from automoe.observe.summary import COMPARED, median, short_number
 
 Records = list[dict[str, Any]]
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values, as ``series`` returns them
@@ -310,7 +310,7 @@ def _legend(axis: Axes, *, outside: bool = False) -> None:
 
 @rc_context(RC)
 def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
-    """Write ``sweep.png``: training loss of every job over each other, and median tokens per second.
+    """Write ``sweep.png``: training loss of every job over each other, and what was measured beside what was predicted.
 
     Meshes of one configuration train alike, so their curves should be one; what differs is the speed.
 
@@ -320,8 +320,10 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
     labels = [textwrap.wrap(job["label"], 72) for job, _ in runs]
-    num_lines = sum(map(len, labels))
-    figure, (loss, speed) = new_figure(11, max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * num_lines), columns=2)
+    others = [key for key in COMPARED if any((job.get("measured") or {}).get(key) is not None for job, _ in runs)]
+    others = [key for key in others if key != "tokens_per_second"]
+    height, widths = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels))), [5, 5, *(2 for _ in others)]
+    figure, (loss, speed, *rest) = new_figure(1.1 * sum(widths), height, columns=len(widths), width_ratios=widths)
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
     speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")
     if not runs:
@@ -329,7 +331,8 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
         say_empty(speed, "")
         return save(figure, directory / SWEEP_PLOT)
     colours = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
-    place, most = 0.0, max(job.get("tokens_per_second") or 0.0 for job, _ in runs)
+    panels = dict(zip(("tokens_per_second", *others), (speed, *rest), strict=True))
+    place, most = 0.0, dict.fromkeys(panels, 0.0)
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
         # Thinner from job to job, so that curves which lie on each other can all be seen.
@@ -337,11 +340,22 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
         # The label above its bar has the whole width, and the colour is the curve's.
         speed.text(0, place, "\n".join(lines), va="top", fontsize=8.5)
         place += 0.62 * len(lines) + 0.28
-        value = job.get("tokens_per_second") or 0.0
-        speed.barh(place, value, height=0.44, color=colour)
-        speed.text(value + 0.015 * most, place, f"{value:,.0f}", va="center", fontsize=8.5, color=MUTED)
+        measured = {"tokens_per_second": job.get("tokens_per_second"), **(job.get("measured") or {})}
+        for key, axis in panels.items():
+            value, predicted = measured.get(key) or 0.0, (job.get("predicted") or {}).get(key)
+            axis.barh(place, value, height=0.44, color=colour)
+            text = f"{value:,.0f}" if axis is speed else COMPARED[key][1](measured.get(key))
+            axis.text(value, place, f" {text}", va="center", fontsize=8.5, color=MUTED)
+            if predicted is not None:
+                axis.plot([predicted] * 2, [place - 0.34, place + 0.34], color="black", linewidth=1.6)
+            most[key] = max(most[key], value, predicted or 0.0)
         place += 0.6
-    speed.set(yticks=[], ylim=(place, -0.2), xlim=(0, 1.15 * most or 1.0))
-    speed.grid(axis="y", visible=False)
+    for key, axis in panels.items():
+        axis.set(yticks=[], ylim=(place, -0.2), xlim=(0, (1.2 if axis is speed else 1.6) * most[key] or 1.0))
+        axis.grid(axis="y", visible=False)
+        if axis is not speed:
+            axis.set(title=COMPARED[key][0], xticks=[])
+    if any(job.get("predicted") for job, _ in runs):
+        speed.set(xlabel="tokens per second; black: predicted")
     loss.margins(x=0.02)
     return save(figure, directory / SWEEP_PLOT)

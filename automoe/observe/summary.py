@@ -246,6 +246,35 @@ def _grid(mesh: MeshShape, view: str) -> list[str]:
     return lines
 
 
+# What is both predicted and measured, in a record of a job: its name, heading, and how a value is written.
+COMPARED = {
+    "tokens_per_second": ("tokens/s", short_number),
+    "mfu": ("MFU", lambda value: "-" if value is None else f"{100 * value:.1f}%"),
+    "memory": ("memory of a rank", bytes_text),
+    "balance": ("busiest rank", lambda value: number(value, 2)),
+}
+
+
+def _print_predicted(jobs: list[dict[str, Any]], console: Any) -> None:
+    """The plan's numbers beside those measured, of jobs that have both."""
+    from rich.table import Table
+
+    both = [job for job in jobs if job.get("predicted") and any((job.get("measured") or {}).values())]
+    if not both:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("measured, predicted", overflow="fold")
+    shown = {key for key in COMPARED if any(job[side].get(key) for job in both for side in ("measured", "predicted"))}
+    columns = [(key, *COMPARED[key]) for key in COMPARED if key in shown]
+    for _, heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for job in both:
+        sides = job["measured"], job["predicted"]
+        table.add_row(job["label"], *(", ".join(write(side.get(key)) for side in sides) for key, _, write in columns))
+    console.print()
+    console.print(table)
+
+
 def print_sweep(jobs: list[dict[str, Any]]) -> None:
     """A line a job, at the width of the terminal, and why jobs were skipped or failed."""
     from rich.console import Console
@@ -267,6 +296,7 @@ def print_sweep(jobs: list[dict[str, Any]]) -> None:
         table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))
     console.print()
     console.print(table)
+    _print_predicted(jobs, console)
     for job in jobs:
         if job.get("reason") and job["state"] != "done":
             console.print(f"\n{job['label']} {job['state']}: {job['reason']}", soft_wrap=True)

@@ -234,8 +234,6 @@ BAD = [
             ("cluster.peak_flops", "-1", "at least 0", "cluster.peak_flops=0"),
             ("cluster.gemm_curve", "[0.5,1.5]", "each above 0 and at most 1", "cluster.gemm_curve=[]"),
             ("cluster.gemm_curve_from", "0", "larger than 0", "cluster.gemm_curve_from=64"),
-            ("cluster.constants", "{speed: 1}", "there are gemm, grouped", "Leave the others out"),
-            ("cluster.constants", "{gemm: 0}", "gemm, grouped, attention, memory, on_node", "Leave it out"),
             ("cluster.inter_node_bandwidth", "-1", "at least 0", "cluster.inter_node_bandwidth=0"),
             ("cluster.gpus_per_node", "0", "at least 1", "cluster.gpus_per_node=1"),
         )
