@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             steps=STEPS, seq_len=SEQ, global_batch_size=ROWS, micro_batch_size=2, val_every=0, grad_clip=GRAD_CLIP
         ),
         optim=OptimConfig(schedule="constant", warmup_steps=0, **ADAMW),
-        data=DataConfig(kind="jsonl", path=str(corpus), document_mask=False),
+        data=DataConfig(kind="jsonl", path=str(corpus), tokenizer="byte", document_mask=False),
         checkpoint=CheckpointConfig(export_hf=True),
         observe=ObserveConfig(report=False),
     )
