@@ -11,10 +11,13 @@ thread gains little.
 from __future__ import annotations
 
 import os
+import resource
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import distributed_c10d
+
+from automoe.errors import LaunchError
 
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 
@@ -25,16 +28,24 @@ class _OneWorker(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         options = _Gloo._Options()
         options._threads = 1
-        # A receive waits as long as its group's sockets were made for, whatever is set later.
-        options._timeout = min(timeout, OneWorkerGloo.receive_timeout)
+        options._timeout = timeout
         for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
             setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         lazy = OneWorkerGloo.lazy
-        options._devices = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces] or [
-            _Gloo.create_default_device(lazy_init=lazy)
-        ]
-        group = _Gloo(store, rank, size, options)
+        try:
+            options._devices = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces] or [
+                _Gloo.create_default_device(lazy_init=lazy)
+            ]
+            group = _Gloo(store, rank, size, options)
+        except RuntimeError as error:
+            if "Too many open files" not in str(error):
+                raise
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise LaunchError(
+                f"a group of {size} ranks needs more open files than the {most} that this process may have: about two "
+                "for each rank of every group. Raise the hard limit (ulimit -Hn 65536) where ranks are started"
+            ) from None
         group._set_default_timeout(timeout)
         return group
 
@@ -49,16 +60,14 @@ class OneWorkerGloo(metaclass=_OneWorker):
     """``ProcessGroupGloo`` with one thread."""
 
     lazy = False
-    receive_timeout = timedelta.max
 
 
-def use_one_worker(lazy: bool = False, receive_timeout: timedelta = timedelta.max) -> None:
+def use_one_worker(lazy: bool = False) -> None:
     """Every gloo group made from now on has one worker thread. Call it before ``init_process_group``.
 
     Args:
         lazy: ranks connect when they first send each other something, and not all to all when a group is made.
-        receive_timeout: after which a receive of a pipeline stage fails. Collectives have the timeout of their group.
     """
-    OneWorkerGloo.lazy, OneWorkerGloo.receive_timeout = lazy, receive_timeout
+    OneWorkerGloo.lazy = lazy
     if _Gloo is not None:
         vars(distributed_c10d)["ProcessGroupGloo"] = OneWorkerGloo

@@ -123,6 +123,10 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
     if config.train.compile:
         _check_compile(device)
+    if config.launch.numa and device != "cuda":
+        raise BackendError(
+            "launch.numa=true binds ranks to the cores next to their GPU, and this run is on cpu. Set it false"
+        )
     deepep = config.moe.dispatcher == "deepep" and shape.ep > 1
     if deepep and device != "cuda":
         raise BackendError(

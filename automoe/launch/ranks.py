@@ -62,7 +62,7 @@ def init_ranks(
 
     from automoe.interop.gloo import use_one_worker
 
-    use_one_worker(lazy=launch.device == "cuda", receive_timeout=timedelta(seconds=launch.timeout_s))
+    use_one_worker(lazy=launch.device == "cuda")
     if launch.threads_per_rank:
         torch.set_num_threads(launch.threads_per_rank)
     if launch.device == "cuda":

@@ -272,8 +272,24 @@ class Stage(PipelineStage):
 
 def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
     while len(sent) > kept:
-        for work in sent.popleft():
-            work.wait()
+        schedules._wait_batch_p2p(sent.popleft())
+
+
+@contextmanager
+def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Schedules wait for sends and receives as long as for collectives of ``group``.
+
+    Over gloo they would as long as the group was given when it was made, which is the time that loading takes. NCCL's
+    watchdog ends both, and a wait that is given a time would hold the host.
+    """
+    waits = schedules._wait_batch_p2p
+    if group is not None and device.type == "cpu":
+        timeout = group._get_backend(device).options._timeout
+        schedules._wait_batch_p2p = lambda works: [work.wait(timeout) for work in works]
+    try:
+        yield
+    finally:
+        schedules._wait_batch_p2p = waits
 
 
 def _move_buffers(recv_infos: tuple[Any, ...], device: torch.device) -> None:
@@ -292,6 +308,7 @@ class PipelineRunner(StepRunner):
 
     def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
         super().__init__(parts, meshes, device)
+        self.group = meshes.group("pp")
         num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
 
@@ -302,7 +319,7 @@ class PipelineRunner(StepRunner):
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(Stage, num_stages=num_stages, device=device, group=meshes.group("pp"))
+        make_stage = partial(Stage, num_stages=num_stages, device=device, group=self.group)
         stages = []
         for stage, part in parts.items():
             given = tokens if stage == 0 else hidden
@@ -336,14 +353,11 @@ class PipelineRunner(StepRunner):
     def _run(self, run, inputs: Inputs) -> torch.Tensor:
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
         losses: list[torch.Tensor] = []
-        run(
-            *([inputs["tokens"]] if self.first else []),
-            target=inputs["labels"] if self.last else None,
-            losses=losses,
-            **kwargs,
-        )
-        for stage in self.stages:
-            stage.finish_sends()
+        tokens, labels = [inputs["tokens"]] if self.first else [], inputs["labels"] if self.last else None
+        with receives_in_time(self.group, self.device):
+            run(*tokens, target=labels, losses=losses, **kwargs)
+            for stage in self.stages:
+                stage.finish_sends()
         if not losses or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(torch.float64).sum()

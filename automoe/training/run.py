@@ -139,6 +139,7 @@ class Run:
         stops, clock, memory, *paces = update.answers
         if self.state.step == self._first_step + 1:  # every rank has come to the update
             set_timeouts(config.launch.timeout_s)
+            (memory,) = max_over_ranks(_peak_memory_bytes(self.context.device))  # with the moments that the update made
         self.stopping, self._save_is_due = bool(stops), self._save_is_due or bool(clock)
         seconds = time.perf_counter() - self._began
         tokens_per_second = train.global_batch_size * train.seq_len / seconds

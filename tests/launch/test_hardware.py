@@ -130,6 +130,13 @@ LAUNCHING_TRITON = pytest.mark.parametrize(
 )
 
 
+def test_cores_next_to_a_gpu_want_a_gpu() -> None:
+    config = Config(launch=LaunchConfig(numa=True))
+    hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cuda")
+    with pytest.raises(BackendError, match="launch.numa=true .* on cpu. Set it false"):
+        hardware.check_backends(config, resolve_mesh(MeshConfig(), 1), "cpu")
+
+
 @LAUNCHING_TRITON
 def test_a_missing_triton_is_told_before_ranks_start(
     chosen: Config, key: str, instead: str, monkeypatch: pytest.MonkeyPatch

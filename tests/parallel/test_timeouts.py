@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
 from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.parallel.groups import groups, open_groups, set_timeouts
 from automoe.parallel.mesh import build_meshes
+from automoe.parallel.pipeline import receives_in_time
 from automoe.verify.pool import RankPool
 
 
@@ -52,6 +56,29 @@ def waits_of_groups(mesh: dict[str, int]) -> tuple[int, int, list[list[float]]]:
     assert str(opened).startswith(f"{opened.count} process groups open in ")
     set_timeouts(7)
     return opened.count, len(groups()), [before, waits()]
+
+
+def waits_for_a_receive() -> tuple[float, float]:
+    """Rank 0's seconds until one arrives that is late while groups are young, and until one fails that never comes."""
+    shape, cpu = resolve_mesh(MeshConfig(pp=2, dp_shard=1), None), torch.device("cpu")
+    group = build_meshes(shape, cpu, timedelta(seconds=500)).group("pp")
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        dist.send(torch.ones(1), 0, group=group)
+    seconds = []
+    for timeout in (500, 0.5) if dist.get_rank() == 0 else ():
+        set_timeouts(timeout)
+        began = time.monotonic()
+        with receives_in_time(group, cpu), contextlib.suppress(RuntimeError) if seconds else contextlib.nullcontext():
+            schedules._wait_batch_p2p([dist.irecv(torch.empty(1), src=1, group=group)])
+        seconds.append(time.monotonic() - began)
+    return tuple(seconds)
+
+
+def test_a_receive_waits_as_long_as_a_collective_of_its_group(ranks: RankPool) -> None:
+    """Made with little time, groups would not wait for ranks that load; with much, a cut link is found too late."""
+    late, never = ranks.run(waits_for_a_receive, 2)[0]
+    assert 0.5 < late and 0.4 < never < 30
 
 
 def test_all_groups_are_opened_and_wait_less_for_a_step_but_for_those_of_saves(ranks: RankPool) -> None:
