@@ -28,7 +28,9 @@ class _OneWorker(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         options = _Gloo._Options()
         options._threads = 1
-        options._timeout = timeout
+        options._timeout = min(
+            timeout, OneWorkerGloo.making_timeout
+        )  # DeviceMesh makes groups with torch's half an hour
         for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
             setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -60,14 +62,16 @@ class OneWorkerGloo(metaclass=_OneWorker):
     """``ProcessGroupGloo`` with one thread."""
 
     lazy = False
+    making_timeout = timedelta.max
 
 
-def use_one_worker(lazy: bool = False) -> None:
+def use_one_worker(lazy: bool = False, making_timeout: timedelta = timedelta.max) -> None:
     """Every gloo group made from now on has one worker thread. Call it before ``init_process_group``.
 
     Args:
         lazy: ranks connect when they first send each other something, and not all to all when a group is made.
+        making_timeout: after which ranks give up that wait for others to make a group with.
     """
-    OneWorkerGloo.lazy = lazy
+    OneWorkerGloo.lazy, OneWorkerGloo.making_timeout = lazy, making_timeout
     if _Gloo is not None:
         vars(distributed_c10d)["ProcessGroupGloo"] = OneWorkerGloo

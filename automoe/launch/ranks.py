@@ -62,7 +62,8 @@ def init_ranks(
 
     from automoe.interop.gloo import use_one_worker
 
-    use_one_worker(lazy=launch.device == "cuda")
+    timeout = timedelta(seconds=launch.init_timeout_s)
+    use_one_worker(launch.device == "cuda", timeout)
     if launch.threads_per_rank:
         torch.set_num_threads(launch.threads_per_rank)
     if launch.device == "cuda":
@@ -75,7 +76,6 @@ def init_ranks(
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    timeout = timedelta(seconds=launch.init_timeout_s)
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)
         store.set_timeout(timeout)

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules
 from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
+from automoe.interop.gloo import use_one_worker
 from automoe.parallel.groups import groups, open_groups, set_timeouts
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import receives_in_time
@@ -73,6 +74,22 @@ def waits_for_a_receive() -> tuple[float, float]:
             schedules._wait_batch_p2p([dist.irecv(torch.empty(1), src=1, group=group)])
         seconds.append(time.monotonic() - began)
     return tuple(seconds)
+
+
+def gives_up_making_a_group() -> str:
+    use_one_worker(making_timeout=timedelta(seconds=0.5))
+    try:
+        if dist.get_rank() == 0:
+            dist.new_group(timeout=timedelta(seconds=500))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        use_one_worker()
+    return ""
+
+
+def test_a_group_that_a_rank_does_not_come_to_make_is_given_up(ranks: RankPool) -> None:
+    assert "timeout" in ranks.run(gives_up_making_a_group, 2)[0].lower()
 
 
 def test_a_receive_waits_as_long_as_a_collective_of_its_group(ranks: RankPool) -> None:
