@@ -87,10 +87,7 @@ class MeshShape:
         return counts.pop() if len(counts) == 1 else 0
 
     def process_groups(self) -> list[tuple[str, int]]:
-        """(name, ranks) of each group of several ranks that a rank of a training run is in, the world first.
-
-        Both views have one for pp, and the experts' carries nothing: torch makes one an axis of a DeviceMesh.
-        """
+        """(name, ranks) of each group of several ranks that a rank of a training run is in, the world first."""
         flat = [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
         return [("world", self.world_size), *self.active_axes("default"), *self.active_axes("moe"), *flat]
 

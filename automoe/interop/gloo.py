@@ -28,25 +28,21 @@ class _OneWorker(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         options = _Gloo._Options()
         options._threads = 1
-        options._timeout = min(
-            timeout, OneWorkerGloo.making_timeout
-        )  # DeviceMesh makes groups with torch's half an hour
+        options._timeout = min(timeout, OneWorkerGloo.making_timeout)  # a DeviceMesh's groups have half an hour
         for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
             setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         lazy = OneWorkerGloo.lazy
         try:
-            options._devices = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces] or [
-                _Gloo.create_default_device(lazy_init=lazy)
-            ]
+            named = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces]
+            options._devices = named or [_Gloo.create_default_device(lazy_init=lazy)]
             group = _Gloo(store, rank, size, options)
         except RuntimeError as error:
             if "Too many open files" not in str(error):
                 raise
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise LaunchError(
-                f"a group of {size} ranks needs more open files than the {most} that this process may have: about two "
-                "for each rank of every group. Raise the hard limit (ulimit -Hn 65536) where ranks are started"
+                f"a group of {size} ranks takes two open files a rank, beyond the {most} allowed. Set ulimit -Hn 65536"
             ) from None
         group._set_default_timeout(timeout)
         return group

@@ -75,8 +75,7 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
             )
         numbers = {name.lower(): _number(env, name) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"}
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        launch = ExternalLaunch("torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers)
-        return _checked(launch)
+        return _checked(ExternalLaunch("torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers))
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # "8(x3),4": three nodes with 8 tasks, one with 4

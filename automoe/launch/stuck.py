@@ -69,11 +69,8 @@ class Standing:
         if self.saving is None:
             return self
         pending = [one for one in self.pending if (one.group == _SAVES) == saves]
-        return (
-            replace(self, place=self.saving, communicates=False, pending=pending)
-            if saves
-            else replace(self, pending=pending)
-        )
+        main = replace(self, pending=pending)
+        return replace(main, place=self.saving, communicates=False) if saves else main
 
     @property
     def waits_in(self) -> str | None:

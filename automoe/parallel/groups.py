@@ -12,12 +12,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 SAVES = "checkpoint"  # description of the group over which saves and loads talk
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_DISPATCH = (
-    "mesh_ep",
-    "mesh_ep_nodes",
-    "mesh_ep_node",
-    "mesh_etp",
-)  # descriptions of DeviceMesh's groups over which tokens travel
+_DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")  # DeviceMesh's groups over which tokens travel
 
 
 @dataclass(frozen=True)

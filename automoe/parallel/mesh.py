@@ -70,9 +70,8 @@ class Meshes:
         names, sizes = ("ep_nodes", "ep_node"), (self.shape.ep // per_node, per_node)
         if 1 in sizes:
             return [self.moe.get_group("ep")]
-        split = self.moe._unflatten(
-            list(self.moe.mesh_dim_names or ()).index("ep"), sizes, names
-        )  # torch 2.11: no name
+        place = list(self.moe.mesh_dim_names or ()).index("ep")  # torch 2.11 takes no name
+        split = self.moe._unflatten(place, sizes, names)
         levels = [split.get_group(name) for name in names]
         if self.timeout is not None:
             for group in levels:

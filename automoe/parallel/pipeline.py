@@ -277,10 +277,9 @@ def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
 
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Schedules wait for sends and receives as long as for collectives of ``group``.
+    """Over gloo schedules wait for a receive as long as for a collective: else, as was set when ``group`` was made.
 
-    Over gloo they would as long as the group was given when it was made, which is the time that loading takes. NCCL's
-    watchdog ends both, and a wait that is given a time would hold the host.
+    NCCL's watchdog ends both, and a wait that is given a time would hold the host.
     """
     waits = schedules._wait_batch_p2p
     if group is not None and device.type == "cpu":
@@ -308,7 +307,6 @@ class PipelineRunner(StepRunner):
 
     def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
         super().__init__(parts, meshes, device)
-        self.group = meshes.group("pp")
         num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
 
@@ -319,7 +317,7 @@ class PipelineRunner(StepRunner):
         tokens = meta(rows, seq, dtype=torch.int64)
         hidden = meta(rows, seq // meshes.shape.tp, config.model.hidden_size, dtype=compute)
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
-        make_stage = partial(Stage, num_stages=num_stages, device=device, group=self.group)
+        make_stage = partial(Stage, num_stages=num_stages, device=device, group=meshes.group("pp"))
         stages = []
         for stage, part in parts.items():
             given = tokens if stage == 0 else hidden
@@ -354,7 +352,7 @@ class PipelineRunner(StepRunner):
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
         losses: list[torch.Tensor] = []
         tokens, labels = [inputs["tokens"]] if self.first else [], inputs["labels"] if self.last else None
-        with receives_in_time(self.group, self.device):
+        with receives_in_time(self.stages[0].group, self.device):
             run(*tokens, target=labels, losses=losses, **kwargs)
             for stage in self.stages:
                 stage.finish_sends()

@@ -78,9 +78,8 @@ class SlowRanks:
         self._behind = [*self._behind, slowest if seconds[slowest] > SLOW * middle else -1][-IN_A_ROW:]
         if self._behind == [slowest] * IN_A_ROW and slowest not in self._named:
             self._named.add(slowest)
-            self._name(
-                f"slow: rank {slowest} on {self._hosts[slowest]}, {seconds[slowest] / middle:.2f} times the median rank"
-            )
+            times = seconds[slowest] / middle
+            self._name(f"slow: rank {slowest} on {self._hosts[slowest]}, {times:.2f} times the median rank")
         return {
             "probe_seconds_min": min(seconds),
             "probe_seconds_median": middle,

@@ -231,9 +231,8 @@ def _validation_losses(
     record = {"val_loss": nats / count}
     if runner.loss is None:
         record["val_perplexity"] = perplexity(nats / count)
-        record |= (
-            {"val_bits_per_byte": nats / math.log(2) / text_bytes} if text_bytes else {}
-        )  # synthetic ids have none
+        if text_bytes:  # synthetic ids have none
+            record["val_bits_per_byte"] = nats / math.log(2) / text_bytes
     record |= {key: value / count for key, value in mixed.items()}
     return record | {f"val_loss.{name}": sums["nats"] / sums["count"] for name, (_, sums) in found.items() if name}
 

@@ -44,7 +44,7 @@ def refused_for_want_of_files() -> str:
 
 def test_too_few_open_files_are_told(ranks: RankPool) -> None:
     (said,) = ranks.run(refused_for_want_of_files, 1)
-    assert "a group of 1 ranks needs more open files than the" in said and "ulimit -Hn 65536" in said
+    assert "a group of 1 ranks takes two open files a rank, beyond the" in said and "ulimit -Hn 65536" in said
 
 
 def files_of_groups(lazy: bool) -> list[int]:
