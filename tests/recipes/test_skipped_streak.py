@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -173,7 +174,8 @@ def test_minutes_that_are_up_in_a_skipped_step_save_the_next_one_taken(tmp_path:
 
 
 def test_a_step_takes_two_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_its_own(tmp_path: Path) -> None:
-    """Its statistics, and all that is agreed on: whether it is skipped, stop, save, memory."""
+    """Its statistics, and all that is agreed on: whether it is skipped, stop, save, memory. The first asks for the memory
+    again, after the update that makes the optimizer's moments."""
     settings, calls = config(tmp_path, steps=3), 0
     settings.train.val_every, settings.checkpoint.every_minutes, settings.launch.gc_every = 0, 1e-9, 2
     collected: list[tuple[int, bool]] = []
@@ -191,8 +193,11 @@ def test_a_step_takes_two_exchanges_of_all_ranks_and_garbage_goes_at_steps_of_it
     collecting = mock.patch.object(gc, "collect", collect)
     waits: list[int] = []
     waiting = mock.patch.object(training_run, "set_timeouts", waits.append)
-    with mock.patch.object(dist, "all_reduce", count), collecting, waiting:
-        run(settings)
+    measured = itertools.count(1)
+    measuring = mock.patch.object(training_run, "_peak_memory_bytes", lambda device: next(measured))
+    with mock.patch.object(dist, "all_reduce", count), collecting, waiting, measuring:
+        records = run(settings)
+    assert [record["peak_memory_bytes"] for record in records] == [2, 3, 4]
     assert waits == [settings.launch.timeout_s, settings.launch.init_timeout_s]
-    assert calls == 2 * settings.train.steps
+    assert calls == 2 * settings.train.steps + 1
     assert collected == [(1, False), (1, False)] and gc.isenabled(), "before steps 1 and 3 alone"
