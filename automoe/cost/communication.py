@@ -40,16 +40,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a collective on a rank, and the bytes that the rank sends."""
+    """Seconds of a collective on a rank, the bytes that the rank sends, and those of them that leave its node."""
 
     seconds: float = 0.0
     bytes: float = 0.0
+    off_node: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.bytes + other.bytes)
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.off_node + other.off_node)
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(times * self.seconds, times * self.bytes)
+        return Cost(times * self.seconds, times * self.bytes, times * self.off_node)
+
+    def seen(self, seconds: float) -> Cost:
+        """The same bytes, of which ``seconds`` show."""
+        return Cost(seconds, self.bytes, self.off_node)
 
 
 NOTHING = Cost()
@@ -61,9 +66,9 @@ def gather(machine: Machine, group: Group, whole: float) -> Cost:
         return NOTHING
     per_node = group.size / group.nodes
     sent = whole * (1 - 1 / group.size)
-    across = whole * group.off_node / (per_node * machine.off_node)
+    across = whole * group.off_node / per_node
     within = sent / machine.on_node if per_node > 1 else 0.0
-    return Cost(across + within + machine.constants.latency, sent)
+    return Cost(across / machine.off_node + within + machine.constants.latency, sent, across)
 
 
 def reduce_all(machine: Machine, group: Group, whole: float) -> Cost:
@@ -76,7 +81,8 @@ def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
     if group.size == 1 or not sent:
         return NOTHING
     across, within = sent * group.off_node, sent * group.on_node
-    return Cost(across / machine.off_node + within / machine.on_node + machine.constants.latency, across + within)
+    seconds = across / machine.off_node + within / machine.on_node + machine.constants.latency
+    return Cost(seconds, across + within, across)
 
 
 def dispatch_once(
@@ -97,7 +103,8 @@ def dispatch_once(
     within = token * distinct(top_k, group.size) * (1 - 1 / per_node)
     parts = across / machine.off_node, within / machine.on_node
     calls = 1 if together else (across > 0) + (within > 0)
-    return Cost((max(parts) if together else sum(parts)) + calls * machine.constants.latency, across + within)
+    seconds = (max(parts) if together else sum(parts)) + calls * machine.constants.latency
+    return Cost(seconds, across + within, across)
 
 
 def exchange_sizes(machine: Machine, together: bool = False) -> Cost:
@@ -119,4 +126,4 @@ def send(machine: Machine, group: Group, num_bytes: float) -> Cost:
     if group.size == 1:
         return NOTHING
     link = machine.on_node if group.nodes == 1 else machine.off_node
-    return Cost(num_bytes / link + machine.constants.latency, num_bytes)
+    return Cost(num_bytes / link + machine.constants.latency, num_bytes, num_bytes * (group.nodes > 1))

@@ -143,7 +143,13 @@ class Place:
 
     @classmethod
     def of(
-        cls, config: Config, mesh: MeshShape, machine: Machine, batch: BatchPlan, fused: bool, gradient_bytes: int
+        cls,
+        config: Config,
+        mesh: MeshShape,
+        machine: Machine,
+        batch: BatchPlan,
+        fused: bool = False,
+        gradient_bytes: int = 0,
     ) -> Place:
         train, busy = config.train, busiest(config, mesh, machine)
         key = repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
@@ -278,7 +284,7 @@ def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: fl
         if attention.kind == "mla":
             dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
         cost = gather(machine, place.group("cp"), whole * 2 * dims * attention.num_heads / mesh.tp)
-        cost = Cost(max(constants.latency, cost.seconds - constants.overlap * attending), cost.bytes)
+        cost = cost.seen(max(constants.latency, cost.seconds - constants.overlap * attending))
         forward.send("cp", cost)
         backward.send("cp", cost * 2)
         return
@@ -331,11 +337,11 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
         hidden, seconds = 0.0, (there + back).seconds
         if config.moe.overlap_shared_experts and model.shared_width:
             hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), seconds)
-        seen = Cost(seconds - hidden, there.bytes + back.bytes)
+        seen = (there + back).seen(seconds - hidden)
         forward.send("ep", seen + once)
         backward.send("ep", seen)
         share = (there.seconds / seconds) if seconds else 0.0
-        forward.again.setdefault("moe", {})["ep"] = Cost(share * seen.seconds, there.bytes) + once
+        forward.again.setdefault("moe", {})["ep"] = there.seen(share * seen.seconds) + once
     if mesh.etp > 1:
         row = 1.0 * size * model.hidden_size
         there, back = (gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row))

@@ -39,6 +39,7 @@ class StepTime:
     bubble: float  # the pipeline's, and waiting for slower stages
     other: float  # the optimizer, kernels that the host is too slow to launch, what a step has besides
     traffic: dict[str, float]  # bytes that a rank sends in a step, by axis
+    off_node: dict[str, float]  # of those, what leaves the node
     tokens_per_second: float  # of all ranks
     mfu: float | None  # None: the cluster's peak is unknown
     mfu_full_attention: float | None
@@ -126,12 +127,13 @@ def step_time(
     else:
         still = end = busy[rank]
     mine = [stages[i] for i in ranks[rank]]
-    communication, traffic = _by_axis(mine, count)
+    communication, traffic, off_node = _by_axis(mine, count)
     if overlap and still < busy[rank]:  # what pairs hide is less of the all-to-alls that are seen
         communication["ep"] -= busy[rank] - still
         busy[rank] = still
     communication["pp"] += end - still
-    traffic["pp"] += 2 * count * len(mine) * border.bytes * (pp > 1)
+    for sent, num_bytes in ((traffic, border.bytes), (off_node, border.off_node)):
+        sent["pp"] += 2 * count * len(mine) * num_bytes
     compute = count * sum(half.compute for stage in mine for half in (stage.forward, stage.backward))
     other = count * sum(sum(stage.idle_host) for stage in mine) + _optimizer(place, mine) + machine.constants.step
     work = _work(place, [[stages[i] for i in held] for held in ranks], count, border) if config.cluster.cores else 0.0
@@ -146,7 +148,9 @@ def step_time(
         flops = _flops(place.key, config.train.seq_len, config)
         mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
     spread = BAND if machine.calibrated and not config.cluster.constants else UNCALIBRATED_BAND
-    return StepTime(compute, communication, waits, other, traffic, speed, *mfu, machine.calibrated, spread, work)
+    return StepTime(
+        compute, communication, waits, other, traffic, off_node, speed, *mfu, machine.calibrated, spread, work
+    )
 
 
 def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> float:
@@ -186,17 +190,16 @@ def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
     return _FLOPS[key, seq_len]
 
 
-def _by_axis(stages: list[_Stage], count: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Exposed seconds and bytes of a whole step by axis."""
-    seconds, sent = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
+def _by_axis(stages: list[_Stage], count: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Of a whole step by axis: exposed seconds, bytes, and bytes that leave the node."""
+    total = dict.fromkeys(AXES, NOTHING)
     for stage in stages:
         for half in (stage.forward, stage.backward):
             for axis, cost in half.communication.items():
-                seconds[axis] += count * cost.seconds
-                sent[axis] += count * cost.bytes
-        seconds["fsdp"] += stage.once.seconds + count * (stage.each[0].seconds + stage.each[1].seconds)
-        sent["fsdp"] += stage.once.bytes + count * (stage.each[0].bytes + stage.each[1].bytes)
-    return seconds, sent
+                total[axis] += cost * count
+        total["fsdp"] += stage.once + (stage.each[0] + stage.each[1]) * count
+    seconds, sent, left = zip(*((cost.seconds, cost.bytes, cost.off_node) for cost in total.values()), strict=True)
+    return dict(zip(AXES, seconds, strict=True)), dict(zip(AXES, sent, strict=True)), dict(zip(AXES, left, strict=True))
 
 
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:
@@ -298,7 +301,7 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     forward, backward = (machine.constants.overlap * seconds for seconds in stage.seconds)
 
     def seen(cost: Cost, behind: float) -> Cost:
-        return Cost(max(0.0, cost.seconds - behind), cost.bytes)
+        return cost.seen(max(0.0, cost.seconds - behind))
 
     # Once a step the collectives of a stage hide behind one of its micro-batches.
     once = seen(gathered, forward) if once_weights else NOTHING

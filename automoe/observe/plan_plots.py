@@ -57,8 +57,12 @@ def draw_time(plan: Plan) -> Figure:
     if sent:
         unit, name = _unit(max(sent.values()))
         bars = [(axis, num_bytes / unit) for axis, num_bytes in sent.items()]
-        _bars(axes[1], bars, [PALE_BLUE] * len(sent), [gib(num_bytes) for num_bytes in sent.values()])
-        axes[1].set(title="What a rank sends in a step", xlabel=name)
+        labels = [
+            f"{gib(num_bytes)}, {time.off_node[axis] / num_bytes:.0%} off node" for axis, num_bytes in sent.items()
+        ]
+        _bars(axes[1], bars, [PALE_BLUE] * len(sent), labels)
+        axes[1].barh(range(len(sent)), [time.off_node[axis] / unit for axis in sent], height=0.62, color=ORANGE)
+        axes[1].set(title="What a rank sends in a step", xlabel=f"{name}; orange: to other nodes")
     return figure
 
 
@@ -72,7 +76,7 @@ def _bars(axis: Axes, parts: Sequence[tuple[str, float]], colours: list[str], la
     for row, ((_, value), label) in enumerate(zip(parts, labels, strict=True)):
         axis.text(value + 0.015 * most, row, label, va="center", fontsize=9, color=INK)
     axis.set_yticks(range(len(parts)), [name for name, _ in parts], color=INK)
-    axis.set(xlim=(0, 1.32 * most), ylim=(len(parts) - 0.4, -0.6))
+    axis.set(xlim=(0, 1.5 * most), ylim=(len(parts) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
 
 

@@ -12,7 +12,7 @@ from automoe.config.schema import Config
 from automoe.cost.adapters import describe_training
 from automoe.cost.params import PARTS
 from automoe.cost.plan import Plan, gib, make_plan
-from automoe.observe.summary import render_mesh_text
+from automoe.observe.summary import render_mesh_text, short_number
 
 MAX_ROWS = 8  # pipeline ranks shown one by one
 SEEN = 0.0005  # share of the parameters below which a part is not named
@@ -25,7 +25,7 @@ _MOMENTS = {
     "update": "in the optimizer step",
 }
 _TEMPORARIES = {
-    "backward": "gradients of one part of a layer, before they go on",
+    "backward": "gradients of one part of a layer",
     "loss": "",
     "reduction": "a unit's gradients in one piece",
     "update": "the norm of the largest gradient, or its update",
@@ -145,7 +145,7 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         "gathered_weights": f"parallel.reshard={config.parallel.reshard}",
         "unsharded_gradients": f"parallel.grad_sync={config.parallel.grad_sync}",
         "inputs": "ids, labels and positions of the step's rows",
-        "receive_buffers": "gradients from the next stage, and to the one before",
+        "receive_buffers": "gradients from the next stage, to the one before",
         "activations": f"micro-batches in flight, by stage: {_join(rank.micro_batches_in_flight)}",
         "head": "a chunk of logits and the head's gradient",
         "recompute": "one module at a time and the outputs it reads",
@@ -173,29 +173,31 @@ def _time_table(config: Config, plan: Plan) -> Table:
         _number("seconds"),
         _number("share"),
         _number("sent"),
+        _number("off node"),
         Column("what it is", style="dim"),
     )
     seen = time.communication
     for name, seconds, text in [
-        ("computing", time.compute, "products, attention, passes over memory"),
-        ("tp", seen["tp"], "gathers and reductions around products"),
-        ("cp", seen["cp"], "keys and values of other ranks' tokens"),
-        ("ep", seen["ep"], f"tokens to experts and back, {config.moe.dispatcher}"),
+        ("computing", time.compute, "products, attention, memory"),
+        ("tp", seen["tp"], "around products that are cut"),
+        ("cp", seen["cp"], "keys and values of other ranks"),
+        ("ep", seen["ep"], f"tokens to experts, {config.moe.dispatcher}"),
         ("etp", seen["etp"], "rows of ranks that share a width"),
-        ("fsdp", seen["fsdp"], "weights and gradients, as far as seen"),
+        ("fsdp", seen["fsdp"], "weights, gradients, what is seen"),
         ("pp", seen["pp"], "activations between stages"),
-        ("bubble", time.bubble, "waiting for other pipeline ranks"),
+        ("bubble", time.bubble, "waiting for other ranks"),
         ("other", time.other, "optimizer, launches, data"),
     ]:
         if seconds > 0:
-            sent = gib(time.traffic[name]) if time.traffic.get(name) else ""
-            table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", sent, text)
-    low, high = time.band
-    speed = f"{time.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
-    table.add_row("step", f"{time.seconds:.3g}", "", "", speed, style="bold")
+            total = time.traffic.get(name)
+            sent = (gib(total), f"{time.off_node[name] / total:.0%}") if total else ("", "")
+            table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", *sent, text)
+    low, high = map(short_number, time.band)
+    table.add_row("step", f"{time.seconds:.3g}", "", "", "", f"{time.tokens_per_second:,.0f} tokens/s", style="bold")
+    table.add_row("", "", "", "", "", f"{low} to {high} to be expected")
     if time.mfu is not None:
-        full = f"{time.mfu_full_attention:.1%} with all of attention's matrix"
-        table.add_row("MFU", f"{time.mfu:.1%}", "", "", full, style="bold")
+        full = f"{time.mfu_full_attention:.1%} with all of attention"
+        table.add_row("MFU", f"{time.mfu:.1%}", "", "", "", full, style="bold")
     return table
 
 
@@ -204,7 +206,7 @@ def _checkpoint_table(config: Config, plan: Plan) -> Table:
     table = _titled("a checkpoint", Column("what"), _number("figure"), Column("what it is", style="dim"))
     table.add_row("size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each")
     table.add_row("index", gib(cost.metadata_bytes), f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors")
-    source = "assumed: cluster.storage_bandwidth" if cost.assumed else "cluster.storage_bandwidth"
+    source = "assumed" if cost.assumed else "cluster.storage_bandwidth"
     table.add_row("write", _seconds(cost.write_seconds), f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})")
     how = "the copy to CPU memory" if saves.async_save else "until it is written"
     if saves.async_save:

@@ -236,6 +236,20 @@ def test_published_runs_are_those_of_their_sources() -> None:
     assert (folded.mesh.dp_shard, folded.mesh.ep, folded.config.train.global_batch_size) == (4, 8, 256)
 
 
+def test_what_leaves_a_node_is_a_part_of_what_is_sent() -> None:
+    cut: dict[str, Any] = {"mesh.pp": 4, "mesh.cp": 2, "mesh.tp": 2, "mesh.ep": 8, "mesh.dp_shard": 2}
+    cut |= {"mesh.ep_shard": None, "train.global_batch_size": 64, "parallel.stages_per_rank": 2}
+
+    def on(gpus_per_node: int) -> StepTime:
+        return time_of("dsv3_671b", cut | {"cluster.gpus_per_node": gpus_per_node})
+
+    near, some, far = on(32), on(4), on(1)
+    assert not any(near.off_node.values()) and far.off_node == pytest.approx(far.traffic)
+    # Of 8 ranks of experts on two nodes, 4 of the 7 others are elsewhere; tp is near, pipeline ranks are far.
+    assert some.off_node["ep"] == pytest.approx(4 / 7 * some.traffic["ep"], rel=1e-3)
+    assert some.off_node["tp"] == 0 and some.off_node["pp"] == some.traffic["pp"] > 0
+
+
 def test_the_plan_prints_the_step_and_its_doubts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config-name", "qwen3_30b_a3b", "cluster=b200"]) == 0
     text = capsys.readouterr().out

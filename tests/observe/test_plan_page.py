@@ -81,7 +81,8 @@ def test_pictures_show_what_the_plan_says() -> None:
     parts, sent = draw_time(plan).axes
     assert sum(bar.get_width() for bar in parts.patches) == pytest.approx(plan.time.seconds)
     assert sum(seconds for _, seconds in time_parts(plan.time)) == pytest.approx(plan.time.seconds)
-    assert sum(bar.get_width() for bar in sent.patches) * 2**30 == pytest.approx(sum(plan.time.traffic.values()))
+    all_bytes = sum(plan.time.traffic.values()) + sum(plan.time.off_node.values())
+    assert sum(bar.get_width() for bar in sent.patches) * 2**30 == pytest.approx(all_bytes)
 
 
 @pytest.mark.parametrize("schedule, stages", [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)])
