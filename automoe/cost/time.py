@@ -120,27 +120,23 @@ def step_time(
     ranks = [[i for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
     busy = [count * sum(times[i].forward + times[i].backward for i in held) for held in ranks]
     rank = busy.index(max(busy))
-    border = _border(place)
+    border, still, end = _border(place), busy[rank], busy[rank]
     if bubble and (pp > 1 or overlap):
         still = busy[rank] * stretch(schedule, times, pp, count, 0.0, overlap)
         end = max(still, busy[rank] * stretch(schedule, times, pp, count, border.seconds, overlap))
-    else:
-        still = end = busy[rank]
     mine = [stages[i] for i in ranks[rank]]
-    communication, traffic, off_node = _by_axis(mine, count)
+    communication, traffic, off_node = _by_axis(mine, count, border)
     if overlap and still < busy[rank]:  # what pairs hide is less of the all-to-alls that are seen
         communication["ep"] -= busy[rank] - still
         busy[rank] = still
-    communication["pp"] += end - still
-    for sent, num_bytes in ((traffic, border.bytes), (off_node, border.off_node)):
-        sent["pp"] += 2 * count * len(mine) * num_bytes
+    communication["pp"] = end - still
     compute = count * sum(half.compute for stage in mine for half in (stage.forward, stage.backward))
     other = count * sum(sum(stage.idle_host) for stage in mine) + _optimizer(place, mine) + machine.constants.step
     work = _work(place, [[stages[i] for i in held] for held in ranks], count, border) if config.cluster.cores else 0.0
     waits, seconds = still - busy[rank], compute + sum(communication.values()) + other + still - busy[rank]
     if config.cluster.cores:  # a rank that waits leaves its core to others, but there are no more than so many
-        nodes = -(-mesh.world_size // config.cluster.gpus_per_node)
-        waits += max(0.0, work / (config.cluster.cores * nodes) - seconds)
+        cores = config.cluster.cores * -(-mesh.world_size // config.cluster.gpus_per_node)
+        waits += max(0.0, work / cores - seconds)
         seconds += waits - (still - busy[rank])
     speed = batch.tokens_per_step / seconds
     mfu: tuple[float | None, float | None] = (None, None)
@@ -163,13 +159,11 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
 
 
 def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]]:
-    """Every action of a step's pipeline as it is simulated; of each stage's backward pass the share that is
-    recomputation."""
+    """Every action of a step as it is simulated, and the share of recomputation in each stage's backward pass."""
     batch = plan_batch(config, mesh)
     place = Place.of(config, mesh, Machine.of(config, Constants.load()), batch)
-    stages, spans = _stages(place, 0), list[Span]()
+    stages, spans, border = _stages(place, 0), list[Span](), _border(place).seconds
     times = tuple(stage.times for stage in stages)
-    border = _border(place).seconds
     simulate(config.parallel.schedule, times, mesh.pp, batch.num_micro_batches, border, spans=spans)
     return spans, [stage.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages]
 
@@ -190,16 +184,14 @@ def _flops(key: str, seq_len: int, config: Config) -> TokenFlops:
     return _FLOPS[key, seq_len]
 
 
-def _by_axis(stages: list[_Stage], count: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, float]]:
     """Of a whole step by axis: exposed seconds, bytes, and bytes that leave the node."""
-    total = dict.fromkeys(AXES, NOTHING)
+    total = dict.fromkeys(AXES, NOTHING) | {"pp": border * (2 * count * len(stages))}
     for stage in stages:
-        for half in (stage.forward, stage.backward):
-            for axis, cost in half.communication.items():
-                total[axis] += cost * count
+        for axis, cost in (*stage.forward.communication.items(), *stage.backward.communication.items()):
+            total[axis] += cost * count
         total["fsdp"] += stage.once + (stage.each[0] + stage.each[1]) * count
-    seconds, sent, left = zip(*((cost.seconds, cost.bytes, cost.off_node) for cost in total.values()), strict=True)
-    return dict(zip(AXES, seconds, strict=True)), dict(zip(AXES, sent, strict=True)), dict(zip(AXES, left, strict=True))
+    return [{axis: getattr(cost, what) for axis, cost in total.items()} for what in ("seconds", "bytes", "off_node")]
 
 
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:

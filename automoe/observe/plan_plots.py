@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from automoe.config.schema import Config
-from automoe.cost.memory import RankMemory
 from automoe.cost.plan import Plan, gib
 from automoe.cost.schedule import Span
 from automoe.cost.time import StepTime, step_spans
@@ -88,24 +87,22 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
     figure, (axis,) = new_figure(WIDE, 1.5 + step * len(pairs))
     most = max(plan.heaviest.peak, plan.uneven_peak)
     unit, name = _unit(max(most, limit or 0))
-    for row, pair in enumerate(pairs):
-        for place, rank in zip((-0.2, 0.2), pair, strict=True):
+    stacks = [[[sum(rank.parts[field] for field in fields) for _, fields, _ in MEMORY] for rank in p] for p in pairs]
+    for row, pair in enumerate(stacks):
+        for place, stack in zip((-0.2, 0.2), pair, strict=True):
             left = 0.0
-            for _, fields, colour in MEMORY:
-                width = _bytes(rank, fields) / unit
-                axis.barh(row + place, width, left=left, height=0.36, color=colour)
-                left += width
+            for num_bytes, (*_, colour) in zip(stack, MEMORY, strict=True):
+                axis.barh(row + place, num_bytes / unit, left=left, height=0.36, color=colour)
+                left += num_bytes / unit
             if len(pairs) <= 16:
                 axis.text(left, row + place, f" {left:.1f}", va="center", fontsize=6.5 if step < 0.45 else 8, color=INK)
+    seen = [any(stack[index] for pair in stacks for stack in pair) for index in range(len(MEMORY))]
+    handles = [Patch(color=colour, label=text) for (text, _, colour), some in zip(MEMORY, seen, strict=True) if some]
     if limit:
         axis.axvline(limit / unit, color=RED, linewidth=1.4)
-    used = [(text, colour) for text, fields, colour in MEMORY if any(_bytes(rank, fields) for p in pairs for rank in p)]
-    handles = [Patch(color=colour, label=text) for text, colour in used]
-    if limit:
         handles.append(Patch(facecolor="none", edgecolor=RED, label=f"the GPU's {limit / unit:.1f} {name}"))
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    every = -(-len(pairs) // 40)
-    ticks = range(0, len(pairs), every)
+    ticks = range(0, len(pairs), -(-len(pairs) // 40))
     axis.set_yticks(ticks, [f"pp {row}" if len(pairs) > 1 else "each rank" for row in ticks], color=INK)
     axis.set(
         title="Memory at the fullest moment", xlabel=f"{name} a rank; above at even load of experts, below at twice"
@@ -113,10 +110,6 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
     axis.set(ylim=(len(pairs) - 0.4, -0.6), xlim=(0, 1.06 * max(most, limit or 0) / unit))
     axis.grid(axis="y", visible=False)
     return figure
-
-
-def _bytes(rank: RankMemory, fields: Sequence[str]) -> float:
-    return sum(rank.parts[field] for field in fields)
 
 
 @rc_context(RC)
@@ -141,13 +134,8 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
         for rank in range(pp):
             mine = [span for span in spans if span.rank == rank and span.start < high and span.end > low]
             cells = [cell for span in mine for cell in _cells(span, again[span.stage], turns, pp)]
-            axis.broken_barh(
-                [(start, seconds) for start, seconds, _ in cells],
-                (rank - 0.42, 0.84),
-                facecolors=[colour for *_, colour in cells],
-                edgecolor="white",
-                linewidth=0.4,
-            )
+            style = {"facecolors": [colour for *_, colour in cells], "edgecolor": "white", "linewidth": 0.4}
+            axis.broken_barh([(start, seconds) for start, seconds, _ in cells], (rank - 0.42, 0.84), **style)
             for span in mine:
                 middle, number = (span.start + span.end) / 2, str(span.micro_batch)
                 room = (span.end - span.start) * inches >= MARGIN + DIGIT * len(number)
@@ -185,10 +173,7 @@ def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[floa
         pale, full = map(to_rgb, pair)
         return to_hex([(1 - strong) * one + strong * other for one, other in zip(pale, full, strict=True)])
 
-    seconds = span.end - span.start
-    if span.kind == "F":
-        yield span.start, seconds, colour(FORWARD)
-        return
-    if again:
-        yield span.start, again * seconds, colour(AGAIN)
-    yield span.start + again * seconds, (1 - again) * seconds, colour(BACKWARD)
+    first = again * (span.end - span.start) * (span.kind != "F")
+    if first:
+        yield span.start, first, colour(AGAIN)
+    yield span.start + first, span.end - span.start - first, colour(FORWARD if span.kind == "F" else BACKWARD)

@@ -238,7 +238,7 @@ def test_published_runs_are_those_of_their_sources() -> None:
 
 def test_what_leaves_a_node_is_a_part_of_what_is_sent() -> None:
     cut: dict[str, Any] = {"mesh.pp": 4, "mesh.cp": 2, "mesh.tp": 2, "mesh.ep": 8, "mesh.dp_shard": 2}
-    cut |= {"mesh.ep_shard": None, "train.global_batch_size": 64, "parallel.stages_per_rank": 2}
+    cut |= {"mesh.ep_shard": -1, "train.global_batch_size": 64, "parallel.stages_per_rank": 2}
 
     def on(gpus_per_node: int) -> StepTime:
         return time_of("dsv3_671b", cut | {"cluster.gpus_per_node": gpus_per_node})
