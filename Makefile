@@ -114,6 +114,7 @@ fit-time: $(SETUP) ## Fit the constants of predicted step times to published run
 
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py
+	@$(PY) -m docs.draw_scaling
 
 docs-config: $(SETUP) ## Write docs/config.md from the schema, and the table in docs/plan.md from plans
 	@$(PY) docs/write_config.py
