@@ -282,9 +282,9 @@ def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> I
     NCCL's watchdog ends both, and a wait that is given a time would hold the host.
     """
     waits = schedules._wait_batch_p2p
-    if group is not None and device.type == "cpu":
-        timeout = group._get_backend(device).options._timeout
-        schedules._wait_batch_p2p = lambda works: [work.wait(timeout) for work in works]
+    options = group._get_backend(device).options if group is not None and device.type == "cpu" else None
+    if options is not None:  # torch's fake groups have none
+        schedules._wait_batch_p2p = lambda works: [work.wait(options._timeout) for work in works]
     try:
         yield
     finally:
