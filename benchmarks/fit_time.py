@@ -36,7 +36,7 @@ TOLERANCE = {
     "fp8": 0.40,
     "on_node": 0.25,
     "off_node": 0.25,
-    "overlap": 0.60,
+    "overlap": 0.25,
     "latency": 0.50,
     "host_layer": 0.60,
 }
