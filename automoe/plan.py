@@ -36,8 +36,8 @@ step, and what will not fit. Needs no GPU and starts no rank.
                        reaches as a cluster, into plans/ or out=FOLDER
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
-  html=FILE            also write a page with pictures: memory against the GPU's,
-                       the pipeline's schedule, time, traffic, both meshes
+  html=FILE            also write a page with pictures: memory against what the
+                       GPU has, the pipeline's schedule, time, traffic, meshes
   --json               one JSON object instead of tables
   --build              also build the heaviest rank's model for real, without
                        storage and without the other ranks, and compare its

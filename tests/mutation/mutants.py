@@ -305,8 +305,6 @@ _MODEL = [
     ("attention.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-4", parity("dsv3_odd")),
     ("attention.py", "self.window_mask if window else self.mask", "self.mask", GPT_OSS),
     ("attention.py", "chunks[::2] + chunks[::-2]", "chunks[::2] + chunks[1::2]", MASKS),
-    ("attention.py", "2 * keys.num_ranks - keys.rank\n", "2 * keys.num_ranks\n", MASKS),
-    ("attention.py", "- window + 1, 0) if window", "- window + 2, 0) if window", MASKS),
     ("attention.py", "whole = keys.num_ranks == 1", "whole = True", [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"]),
     (
         "attention.py",
@@ -473,24 +471,14 @@ _QUANTIZE = [
     ("scaling.py", "GRAD: gradients}", "GRAD: E4M3}", FP8),
 ]
 _COST = [
-    (
-        "communication.py",
-        "whole * group.off_node / (per_node * machine.off_node)",
-        "whole * group.off_node",
-        SCHEDULE_T,
-    ),
+    ("communication.py", "whole * group.off_node / per_node", "whole * group.off_node", SCHEDULE_T),
     ("communication.py", "return 1 - 1 / self.nodes", "return 1 - 1 / self.size", SCHEDULE_T),
     ("communication.py", "max(parts) if together", "min(parts) if together", TIME),
     ("schedule.py", "pp - 1 - place if schedule in V_SHAPED", "place if schedule in V_SHAPED", SCHEDULE_T),
     ("schedule.py", "rank % 2 == parity", "rank % 2 != parity", SCHEDULE_T),
     ("schedule.py", "if overlap else schedule", "if not overlap else schedule", SCHEDULE_T),
     ("layer_time.py", "ATTENTION_BACKWARD * seconds", "2 * seconds", TIME),
-    (
-        "layer_time.py",
-        "forward.communication.get(axis, NOTHING) * 0.5",
-        "forward.communication.get(axis, NOTHING)",
-        TIME,
-    ),
+    ("layer_time.py", 'forward.again["moe"][axis] if axis in ("ep", "etp") else cost', "cost", TIME),
     ("layer_time.py", "seconds * weight.trained", "seconds", TIME),
     ("time.py", "max(0.0, cost.seconds - behind)", "cost.seconds", TIME),
     (
@@ -501,7 +489,12 @@ _COST = [
     ),
     ("machine.py", "self.constants.grouped if groups > 1 else 1.0", "1.0", TIME),
 ]
+_CONFIG = [
+    ("context.py", "2 * num_ranks - rank)", "2 * num_ranks)", MASKS),
+    ("context.py", "- window + 1, 0) if window", "- window + 2, 0) if window", MASKS),
+]
 _FOLDERS = {
+    "automoe/config": _CONFIG,
     "automoe/cost": _COST,
     "automoe/optim": _OPTIM,
     "automoe/training": _TRAINING + _RUN,
