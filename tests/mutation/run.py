@@ -33,7 +33,7 @@ from mutants import MUTANTS, Mutant  # noqa: E402
 
 RESULTS = ROOT / "tests" / "mutation" / "results.json"
 LIMIT_S = 300  # of one mutant; only a hang reaches it
-FOLDERS = ("automoe", "recipes", "conf", "tests", "benchmarks")
+FOLDERS = ("automoe", "recipes", "conf", "tests", "benchmarks", "docs")
 LOG = "pytest.log"
 PASSED, BROKEN, TOO_LONG = 0, 3, -signal.SIGALRM  # exit statuses
 UNUSABLE = (BROKEN, 4, 5)  # pytest's own error, wrong arguments, no test found
@@ -100,7 +100,7 @@ def preload() -> None:
 def copy_tree(target: Path) -> Path:
     """The files of the working tree, compiled so that a changed source is noticed by its content."""
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy2(path, target)
