@@ -63,7 +63,8 @@ def test_shards_of_a_large_model_are_those_that_torch_plans() -> None:
     found = checkpoint_cost(settings, resolve_mesh(settings.mesh, None), 1.0)
     assert (found.num_tensors, found.num_shards) == (planned["tensors"], planned["items_written"])
     assert found.num_files == planned["files"]
-    assert found.metadata_bytes == pytest.approx(planned["index_bytes"], rel=0.03)
+    # A pickled number takes 2, 3 or 5 bytes, by its size.
+    assert found.metadata_bytes == pytest.approx(planned["index_bytes"], rel=0.04)
     # 671 B numbers with two moments, 4 bytes each.
     assert found.bytes == pytest.approx(12 * 671.03e9, rel=1e-3)
 
