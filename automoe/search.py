@@ -136,7 +136,7 @@ def _say_nothing_fits(result: Search | None, config: Config, console: Any) -> No
     if result is None or result.smallest is None:
         console.print("[bold red]nothing fits[/]: no mesh of these ranks passes all rules and the memory's limit")
         return
-    need, limit = gib(result.smallest.uneven_peak), gib(config.cluster.memory_bytes)
+    need, limit = gib(result.smallest.needed), gib(config.cluster.memory_bytes)
     console.print(f"[bold red]nothing fits[/]: the nearest miss needs {need} of {limit}", highlight=False)
     print_search(config, replace(result, found=[result.smallest]), console)
 
@@ -199,6 +199,7 @@ def _as_dict(one: Candidate) -> dict[str, Any]:
         "time": asdict(one.time),
         "peak": one.peak,
         "peak_at_twice_the_even_load": one.uneven_peak,
+        "needed_at_twice_the_even_load": one.needed,
     }
 
 

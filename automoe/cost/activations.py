@@ -9,6 +9,7 @@ bytes a number (2 in bf16) and T tokens on the rank:
     gqa with sinks               b [3 T N + 2 Tk G] D + 4 T N           heads wider by 8, and the output's copy
     mla                          b [(T + Tk) N (Dqk + Dv) + latents] + 4 T N
     ffn of width I               4 b T I                                gate, silu(gate), up, their product
+    attention by ``math``        w N [T Dqk + Tk (Dqk + Dv) + T S] + b T N Dv   copies of w >= 4 bytes, and the scores
     gate of shared experts       b T (H + 1)                            their output, the gate
     routed experts               b R (H + 2 I) + router                 R = T K rows, K experts a token; gate, up
 
@@ -42,6 +43,8 @@ from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linea
 
 # Of automoe.model.loss and automoe.model.delta_net, which this package must not import.
 DELTA_CHUNK = 64
+
+UNEVEN = 2.0  # times the even load of experts: where routers start, and at times stay
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class TokenLoad:
     etp: int = 1
     read_rows: float = 0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
     loop: bool = False  # experts by autograd, one after the other
+    scores: bool = False  # attention keeps every one of them (kernels.attention=math)
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
@@ -137,6 +141,7 @@ class TokenLoad:
             etp=mesh.etp,
             read_rows=read_rows,
             loop=config.moe.experts == "loop",
+            scores=config.kernels.attention == "math",
         )
 
 
@@ -206,7 +211,8 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
         return _delta_net_bytes(attention, load, again)
     size, heads, tokens, kv_tokens = load.number_bytes, attention.num_heads, load.tokens, load.kv_tokens
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
-    kept = 0.0 if again else 4.0 * tokens * heads + size * mask_numbers  # log-sum-exp, mask
+    by_math = load.scores and not again
+    kept = 0.0 if again or by_math else 4.0 * tokens * heads + size * mask_numbers  # log-sum-exp, mask
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)
         if attention.qk_norm:
@@ -216,6 +222,8 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
         if attention.output_gate:
             # The gate and what it has let through; and the queries' norm keeps the whole projection.
             kept += 3 * size * tokens * heads * dim
+        if by_math:
+            return kept + _math_bytes(load, heads, dim, dim, attention.sinks)
         if attention.sinks and not again:
             # A key more a row; one more dim, to a multiple of 8, holds the sinks; what leaves the kernel is cut.
             kept += size * tokens * heads * dim
@@ -233,7 +241,10 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     promised = "mla_up_proj" in recompute
     if promised:  # but for padded values, which are the attention's own copy
         query, key, stored_value = 0, 0, qk if padded and not again else 0
-    kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
+    if by_math:
+        kept += _math_bytes(load, heads, qk, value)
+    else:
+        kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
     kept += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (latent + rope * (gathered or promised))
@@ -241,6 +252,22 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     if attention.q_lora_rank is not None:
         kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * load.tp * attention.q_lora_rank)
     return kept
+
+
+def score_numbers(load: TokenLoad, heads: int) -> float:
+    """Of the rank's queries, with every key of their rows."""
+    return heads * load.window_numbers / load.tp
+
+
+def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = False) -> float:
+    """Scaled queries and keys, values for every head, and scores, all wide; and the output that is projected."""
+    tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
+    scores, output = score_numbers(load, heads), heads * tokens * value
+    if sinks:  # one key more a row; heads are wider, to a multiple of 8, and what leaves the kernel is cut
+        longer = 1 + tokens / load.window_numbers
+        qk, kv_tokens, scores = qk + 8 - qk % 8, longer * kv_tokens, longer * scores
+        value = qk
+    return float(wide * (heads * (tokens * qk + kv_tokens * (qk + value)) + scores) + load.number_bytes * output)
 
 
 def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:

@@ -149,7 +149,7 @@ def _pipeline_moments(
     if parallel.schedule != "GPipe" and num_micro_batches % mesh.pp == 0:
         num_micro_batches = min(num_micro_batches, 4 * mesh.pp)  # after the warm-up each round is like the one before
     gathered = sum(stage.weights for stage in stages)
-    held, done = [0] * len(stages), [False] * len(stages)
+    held, done, seen = [0] * len(stages), [False] * len(stages), set()
     most = {
         (i, adds): max(stage.backward(adds, False, mesh.ep_shard), key=lambda moment: moment.total)
         for i, stage in enumerate(stages)
@@ -159,6 +159,11 @@ def _pipeline_moments(
         stage = stages[i]
         held[i] += is_forward
         in_flight = list(held)
+        like = is_forward, i, *held, *done
+        if like in seen:  # most rounds are like the one before
+            held[i] -= not is_forward
+            continue
+        seen.add(like)
         others = sum(count * each.kept for count, each in zip(held, stages, strict=True)) - stage.kept
         gradients = sum(each.gradients for each, some in zip(stages, done, strict=True) if some)
         if is_forward:

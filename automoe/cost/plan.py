@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from automoe.config.mesh_shape import MeshShape, largest_divisor
-from automoe.config.recompute import FULL, recomputed_names
+from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.activations import BatchPlan, at_load, plan_batch
+from automoe.cost.activations import UNEVEN, BatchPlan, at_load, plan_batch
 from automoe.cost.adapters import step_flops_per_token
 from automoe.cost.checkpoint import CheckpointCost, checkpoint_cost
 from automoe.cost.memory import RankMemory, plan_memory
 from automoe.cost.params import ParamCount, TokenFlops, count_params
+from automoe.cost.remedies import Remedy, gib, remedies
+from automoe.cost.reserve import Reserve, needed, not_modelled, reserve
 from automoe.cost.time import StepTime, step_time
 
-TIGHT = 0.92  # share of a GPU's memory above which fragmentation and NCCL buffers may not fit
-UNEVEN = 2.0  # times the even load of experts: where routers start, and at times stay
+SHOWN = 5  # single changes
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,16 @@ class Plan:
     flops: TokenFlops
     ranks: list[RankMemory]
     uneven_ranks: list[RankMemory]
+    reserve: Reserve  # beside the peak of the heaviest rank
+    needed: float  # peak and reserve of the rank with the most of both
+    uneven_needed: float  # the same at twice the even load of experts
+    not_modelled: list[str]
     time: StepTime
     checkpoint: CheckpointCost
     num_nodes: int
     warnings: list[str]
+    single_changes: list[Remedy] = field(default_factory=list)  # of a run that does not fit
+    combination: Remedy | None = None  # the fastest that fits, where there is one
 
     @property
     def heaviest(self) -> RankMemory:
@@ -67,7 +73,13 @@ class Plan:
             "heaviest_pp_rank": self.heaviest.pp_rank,
             "bytes_per_rank": ranks,
             "peak_at_twice_the_even_load": self.uneven_peak,
+            "reserve": asdict(self.reserve),
+            "needed": self.needed,
+            "needed_at_twice_the_even_load": self.uneven_needed,
+            "not_modelled": self.not_modelled,
             "warnings": self.warnings,
+            "single_changes": [asdict(one) for one in self.single_changes],
+            "combination": asdict(self.combination) if self.combination else None,
         }
 
 
@@ -75,62 +87,51 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
     """Plan a validated configuration on its resolved mesh."""
     batch = plan_batch(config, mesh)
     time = step_time(config, mesh, batch)
+    ranks = plan_memory(config, mesh, batch)
+    uneven = plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh))
     plan = Plan(
         mesh=mesh,
         params=count_params(config.model),
         batch=batch,
         flops=step_flops_per_token(config),
-        ranks=plan_memory(config, mesh, batch),
-        uneven_ranks=plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh)),
+        ranks=ranks,
+        uneven_ranks=uneven,
+        reserve=reserve(config, mesh, max(ranks, key=lambda rank: rank.peak)),
+        needed=needed(config, mesh, ranks),
+        uneven_needed=needed(config, mesh, uneven),
+        not_modelled=list(not_modelled(config)),
         time=time,
         checkpoint=checkpoint_cost(config, mesh, time.seconds),
         num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),
         warnings=[],
     )
+    if config.cluster.memory_bytes and plan.uneven_needed > config.cluster.memory_bytes:
+        singles, combination = remedies(config, mesh, time.tokens_per_second)
+        plan = replace(plan, single_changes=singles, combination=combination)
     return replace(plan, warnings=[*_memory_warnings(config, plan), *_speed_warnings(config, plan)])
 
 
 def _memory_warnings(config: Config, plan: Plan) -> list[str]:
-    limit, need, load = config.cluster.memory_bytes, plan.heaviest.peak, 1.0
+    limit, need, peak = config.cluster.memory_bytes, plan.needed, plan.heaviest.peak
     where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
-    if limit and need <= TIGHT * limit < limit < plan.uneven_peak:
-        need, load, where = plan.uneven_peak, UNEVEN, "a rank whose experts get twice their even share of tokens"
-    if not limit or need <= TIGHT * limit:
+    if not limit or plan.uneven_needed <= limit:
         return []
-    verdict = "does not fit" if need > limit else "leaves little for fragmentation and communication buffers"
-    text = f"{where} needs {gib(need)} of the {gib(limit)} that {config.cluster.name} has: {verdict}."
-    remedies = [f"{change} ({gib(peak)})" for change, peak in _alternatives(config, plan, load) if peak < need]
-    return [f"{text} Single changes that need less: {'; '.join(remedies)}" if remedies else text]
-
-
-def _alternatives(config: Config, plan: Plan, load: float) -> list[tuple[str, float]]:
-    """Single changes that lower memory on the same ranks, with the peak that each leads to at so much the even load."""
-    mesh, parallel, train = plan.mesh, config.parallel, config.train
-    changes: list[tuple[str, Config, MeshShape]] = []
-    if mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
-        freed = replace(config, parallel=replace(parallel, reshard="micro_batch", grad_sync="micro_batch"))
-        changes.append(("parallel.reshard=micro_batch parallel.grad_sync=micro_batch", freed, mesh))
-    if train.micro_batch_size > 1 and train.global_batch_size % mesh.dp == 0:
-        rows = largest_divisor(train.micro_batch_size, train.micro_batch_size - 1)
-        smaller = replace(config, train=replace(train, micro_batch_size=rows))
-        changes.append((f"train.micro_batch_size={rows}", smaller, mesh))
-    if FULL not in (names := recomputed_names(parallel)):
-        more = [*(name for name in names if name != "moe_act"), "moe"]  # which runs the activation again, too
-        for again in (more, [FULL]) if config.model.num_moe_layers and "moe" not in names else ([FULL],):
-            text = again[0] if len(again) == 1 else f"[{','.join(again)}]"
-            changed = replace(config, parallel=replace(parallel, recompute=again))
-            changes.append((f"parallel.recompute={text}", changed, mesh))
-    if mesh.dp_shard % 2 == 0 and train.seq_len % (4 * mesh.cp) == 0 and parallel.context == "gather":
-        split = replace(mesh, dp_shard=mesh.dp_shard // 2, cp=2 * mesh.cp)
-        changes.append((f"mesh.dp_shard={split.dp_shard} mesh.cp={split.cp}", config, split))
-    if mesh.ep_shard % 2 == 0 and config.model.num_experts % (2 * mesh.ep) == 0:
-        folded = replace(mesh, ep_shard=mesh.ep_shard // 2, ep=2 * mesh.ep)
-        changes.append((f"mesh.ep={folded.ep} mesh.ep_shard={folded.ep_shard}", config, folded))
-    peaks = []
-    for text, changed, shape in changes:
-        batch = at_load(plan_batch(changed, shape), load, changed, shape)
-        peaks.append((text, max(rank.peak for rank in plan_memory(changed, shape, batch))))
-    return peaks
+    if need <= limit:
+        need, peak = plan.uneven_needed, plan.uneven_peak
+        where = "a rank whose experts get twice their even share of tokens"
+    verdict = "does not fit" if peak > limit else "leaves too little for what no tensor explains"
+    had = f"the {gib(limit)} that {config.cluster.name} has"
+    text = [f"{where} needs {gib(need)}, the reserve included, of {had}: {verdict}"]
+    if plan.combination:
+        text.append(f"the cheapest combination that fits is {plan.combination}")
+    else:
+        text.append("no combination of changes on these ranks fits; look for another mesh with search=true world=N")
+    if plan.single_changes:
+        # Those that fit first, of which, as of the others, the fastest are first already.
+        shown = sorted(plan.single_changes, key=lambda one: one.needed > limit)[:SHOWN]
+        text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
+    text.append("All with experts at twice their even share")
+    return [". ".join(part[0].upper() + part[1:] if number else part for number, part in enumerate(text))]
 
 
 def _speed_warnings(config: Config, plan: Plan) -> list[str]:
@@ -152,8 +153,3 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
             "checkpoint.every or checkpoint.every_minutes"
         )
     return warnings
-
-
-def gib(num_bytes: float) -> str:
-    """``36.4 GiB``, or MiB below one GiB."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -23,15 +23,14 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
 from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
-from automoe.cost.activations import at_load, plan_batch
-from automoe.cost.memory import plan_memory
+from automoe.cost.activations import UNEVEN, at_load, plan_batch
+from automoe.cost.memory import RankMemory, plan_memory
 from automoe.cost.params import ParamCount, count_params
-from automoe.cost.plan import UNEVEN
+from automoe.cost.reserve import needed
 from automoe.cost.step_memory import DTYPE_BYTES
 from automoe.cost.time import StepTime, step_time
 
 TOP = 10  # candidates that are told
-SPARE = 0.9  # share of a GPU's memory that a candidate may need, at even load and at twice
 ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # of a micro-batch; of a rank
 # What runs again, from what costs least for the memory that it frees; each rung has those before it.
 LADDER = ("layernorm", "mla_up_proj", "shared_experts", "mlp", "moe", "core_attn")
@@ -49,6 +48,7 @@ class Candidate:
     time: StepTime
     peak: float = inf  # bytes, of the rank that needs most; inf: not looked at
     uneven_peak: float = inf  # where experts get twice their even share
+    needed: float = inf  # with the reserve
 
     @property
     def speed(self) -> float:
@@ -126,7 +126,7 @@ def _look(
                 best[one.mesh] = max(one, best.get(one.mesh, one), key=lambda other: other.speed)
                 continue
             result.too_large += 1
-            if result.smallest is None or one.uneven_peak < result.smallest.uneven_peak:
+            if result.smallest is None or one.needed < result.smallest.needed:
                 result.smallest = one
         result.found = sorted(best.values(), key=lambda one: -one.speed)[:TOP]
         since = 0 if floor == 0.0 or result.found[-1].speed > floor else since + STRIDE
@@ -134,9 +134,9 @@ def _look(
 
 
 def fits(candidate: Candidate) -> bool:
-    """Whether the plan leaves a tenth of the memory at twice the even load, which needs most."""
+    """Whether peak and reserve fit at twice the even load, which needs most."""
     limit = candidate.config.cluster.memory_bytes
-    return not limit or candidate.uneven_peak <= SPARE * limit
+    return not limit or candidate.needed <= limit
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
@@ -182,7 +182,7 @@ def _timed(
 ) -> tuple[list[Candidate], Counter[str], int]:
     """Of every shape that is legal and may fit, each way to run it, timed with the least recomputation."""
     timed, refused, too_large = [], Counter[str](), 0
-    lightest, params = _ladder(config, fixed)[0], count_params(config.model)
+    lightest, params = ladder(config, fixed)[0], count_params(config.model)
     for shape in shapes:
         if _cannot_fit(config, shape, params):
             too_large += 1
@@ -231,7 +231,7 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
                 )
 
 
-def _ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
+def ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
     """What may run again, from nothing to everything; each rung frees more, and takes more time."""
     if _RECOMPUTE & set(fixed):
         return [config.parallel.recompute]
@@ -251,7 +251,7 @@ def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
         return False
     routed = params.by_part.get("routed_experts", 0)
     whole = routed / (shape.pp * shape.ep * shape.etp) + (params.total - routed) / (shape.pp * shape.tp)
-    return whole * DTYPE_BYTES[config.train.dtype][2] > SPARE * limit
+    return whole * DTYPE_BYTES[config.train.dtype][2] > limit
 
 
 def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candidate | None:
@@ -260,7 +260,7 @@ def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candid
     Where nothing fits it has the most that is faster than that, and its peak says so.
     """
     shape, rungs = candidate.mesh, list[Candidate]()
-    for names in _ladder(candidate.config, fixed):
+    for names in ladder(candidate.config, fixed):
         config = replace(candidate.config, parallel=replace(candidate.config.parallel, recompute=names))
         rungs.append(Candidate(config, shape, step_time(config, shape)))
         if rungs[-1].speed < floor:
@@ -271,7 +271,7 @@ def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candid
     low, high = 0, len(rungs) - 1  # the answer is in low..high
     found = rungs[high] = _with_peaks(rungs[high])
     if not fits(found):
-        return found if high + 1 == len(_ladder(candidate.config, fixed)) else None
+        return found if high + 1 == len(ladder(candidate.config, fixed)) else None
     while low < high:
         middle = (low + high) // 2
         if fits(one := _with_peaks(rungs[middle])):
@@ -285,12 +285,14 @@ def _with_peaks(candidate: Candidate) -> Candidate:
     config, shape = candidate.config, candidate.mesh
     batch = plan_batch(config, shape)
 
-    def peak(load: float) -> float:
-        return max(rank.peak for rank in plan_memory(config, shape, at_load(batch, load, config, shape)))
+    def ranks(load: float) -> list[RankMemory]:
+        return plan_memory(config, shape, at_load(batch, load, config, shape))
 
-    uneven = peak(UNEVEN)
-    found = replace(candidate, uneven_peak=uneven, peak=uneven)  # no load of experts needs less than an even one
-    return replace(found, peak=peak(1.0)) if fits(found) else found
+    uneven = ranks(UNEVEN)
+    most = max(rank.peak for rank in uneven)
+    # No load of experts needs less than an even one.
+    found = replace(candidate, uneven_peak=most, peak=most, needed=needed(config, shape, uneven))
+    return replace(found, peak=max(rank.peak for rank in ranks(1.0))) if fits(found) else found
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))

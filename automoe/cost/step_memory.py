@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.recompute import recomputed_modules
-from automoe.config.schema import Config
+from automoe.config.schema import Config, is_linear, window_of
 from automoe.cost.activations import TokenLoad, layer_activation_bytes, mask_bytes
 from automoe.cost.adapters import adapter_activation_bytes
 from automoe.cost.params import Param
@@ -219,8 +220,19 @@ def plan_stage(
     head_trained = any(param.trained for param in rest if param.part in ("embedding", "head"))
     hidden = compute * load.tokens * load.tp * model.hidden_size
     head = -(-model.vocab_size // mesh.tp) * model.hidden_size * compute * head_trained
+    plans: dict[Any, LayerPlan] = {}
+    kinds: dict[int, Any] = {}
+    for layer in layers:
+        # Layers alike are planned once; where names say what is trained, none is alike.
+        named = layer if config.lora.rank or config.train.freeze else None
+        kinds[layer] = (
+            *(layer >= model.first_k_dense, is_linear(model.attention, layer), window_of(model.attention, layer)),
+            *(again[layer], named),
+        )
+        if kinds[layer] not in plans:
+            plans[kinds[layer]] = _plan_layer(config, sizes, load, layer, of_layer[layer], again[layer])
     return StagePlan(
-        layers=[_plan_layer(config, sizes, load, layer, of_layer[layer], again[layer]) for layer in layers],
+        layers=[plans[kinds[layer]] for layer in layers],
         first=first,
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),

@@ -12,7 +12,7 @@ the rank, H hidden, I the experts' width, and W numbers of the rank's experts:
     with biases      b [R (3 H + 2 I) + W / 3]      each row's bias, and its gradient
     loop             b [R H + 2 X H + W]            one expert at a time, each with a gradient of all X rows
     dense FFN        b [2 T I + T H + its weights]  gradients of gate and up, less their product, which is done with
-    core attention   b [q, k, v and its output]     their gradients
+    core attention   b [q, k, v and its output]     their gradients; of ``math``, twice the scores, wide
 
 The gradient of the residual, b T H, is there in all cases.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from automoe.config.recompute import DISCARDED_OUTPUTS, FULL
 from automoe.config.rules_kernels import chunk_tokens
 from automoe.config.schema import ModelConfig
-from automoe.cost.activations import TokenLoad, layer_activation_bytes
+from automoe.cost.activations import TokenLoad, layer_activation_bytes, score_numbers
 
 # Operators of a CPU take the routed experts' backward in blocks of rows, those of CUDA as a whole: of the activation's
 # width, silu(gate); clamped: gate, its sigmoid, up and their product.
@@ -110,13 +110,15 @@ def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: in
 
 
 def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
-    attention = model.attention
+    attention, scores = model.attention, 0.0
+    if load.scores:  # their gradient, before and after the softmax
+        scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
     if attention.kind == "gqa":
         numbers = load.tokens * attention.num_heads + load.kv_tokens * max(attention.num_kv_heads, load.tp)
-        return 2.0 * load.number_bytes * attention.head_dim * numbers
+        return scores + 2.0 * load.number_bytes * attention.head_dim * numbers
     dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
     numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (dims + attention.v_head_dim)
-    return float(load.number_bytes) * attention.num_heads * numbers
+    return scores + float(load.number_bytes) * attention.num_heads * numbers
 
 
 def head_workspace_bytes(

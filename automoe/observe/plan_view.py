@@ -12,6 +12,7 @@ from automoe.config.schema import Config
 from automoe.cost.adapters import describe_training
 from automoe.cost.params import PARTS
 from automoe.cost.plan import Plan, gib, make_plan
+from automoe.cost.reserve import process_groups
 from automoe.observe.summary import render_mesh_text, short_number
 
 MAX_ROWS = 8  # pipeline ranks shown one by one
@@ -92,16 +93,8 @@ def _summary(config: Config, plan: Plan) -> Table:
     if config.parallel.recompute:
         table.add_row("recompute", _recomputed(config))
     if cluster.memory_bytes and plan.mesh.world_size > 1:
-        named = plan.mesh.process_groups()
-        if config.moe.dispatcher == "hierarchical" and plan.mesh.ep > 1:
-            per_node = plan.mesh.ep_per_node(cluster.gpus_per_node)
-            levels = ("ep_nodes", plan.mesh.ep // per_node), ("ep_node", per_node)
-            named += levels if min(level[1] for level in levels) > 1 else ()
-        table.add_row(
-            "communicators",
-            f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}. What NCCL keeps for them is "
-            "not in the peak below: on 8 H100s 1 GB was seen, and 4 GB after an all-to-all (nccl#1685)",
-        )
+        named = process_groups(config, plan.mesh)
+        table.add_row("communicators", f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}")
     for what, line in zip(("trained", ""), describe_training(config), strict=False):
         table.add_row(what, line)
     if train.fp8 != "off":
@@ -157,10 +150,19 @@ def _rank_table(config: Config, plan: Plan) -> Table:
             name = {"head": "cross-entropy", "recompute": "recomputation"}.get(field, field.replace("_", " "))
             table.add_row(name, gib(num_bytes), texts[field])
     limit = config.cluster.memory_bytes
-    share, uneven = (f", {peak / limit:.0%} of {gib(limit)}" if limit else "" for peak in (rank.peak, plan.uneven_peak))
-    table.add_row("peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}{share}", style="bold")
+    table.add_row("peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}", style="bold")
     if plan.uneven_peak > rank.peak:
-        table.add_row("", gib(plan.uneven_peak), f"where experts get twice their even share of tokens{uneven}")
+        table.add_row("", gib(plan.uneven_peak), "where experts get twice their even share of tokens")
+    held = plan.reserve
+    if held.total:
+        parts = f"context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
+        table.add_row("reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}")
+        share, uneven = (f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed))
+        table.add_row("needed", gib(plan.needed), f"peak and reserve{share}", style="bold")
+        if plan.uneven_needed > plan.needed:
+            table.add_row("", gib(plan.uneven_needed), f"at twice the even share{uneven}")
+    for text in plan.not_modelled:
+        table.add_row("not modelled", "?", text)
     return table
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
 from automoe.cost.plan import gib
-from automoe.cost.search import SPARE, Candidate, Search
+from automoe.cost.search import Candidate, Search
 from automoe.cost.time import StepTime
 
 SEEN = 0.005  # share of a step below which a part is not named
@@ -44,7 +44,7 @@ def print_search(config: Config, search: Search, console: Console) -> None:
 def _lines(number: int, one: Candidate) -> Iterator[str]:
     parallel, time, limit = one.config.parallel, one.time, one.config.cluster.memory_bytes
     mfu = f", MFU {time.mfu:.1%}" if time.mfu else ""
-    memory = f"; {gib(one.uneven_peak)}" + (f" of {gib(limit)}" if limit else "")
+    memory = f"; {gib(one.needed)}" + (f" of {gib(limit)}" if limit else "")
     yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
     yield f"{one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
     schedule = f"{parallel.schedule}, {parallel.stages_per_rank} stages a rank; " if one.mesh.pp > 1 else ""
@@ -78,6 +78,6 @@ def _account(search: Search) -> Iterator[str]:
     refused = ", ".join(f"{key} {count:,}" for key, count in search.refused.most_common())
     yield f"{search.num_timed:,} candidates were timed" + (f"; refused by a rule: {refused}" if refused else "")
     if search.too_large:
-        yield f"{search.too_large:,} that were looked at do not fit into {SPARE:.0%} of the memory"
+        yield f"{search.too_large:,} that were looked at do not fit into the memory, the reserve included"
     if search.bound:
         yield f"what was not looked at cannot exceed {search.bound:,.0f} tokens/s"

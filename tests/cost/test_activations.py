@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -146,6 +146,17 @@ def test_a_layer_keeps_what_the_plan_says(model: str, layer: int, dtype: torch.d
     # What is left out: a number per token here and there, and rounded copies of small weights.
     measured = layer_bytes(config, layer, dtype, documents, [])
     assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+
+
+@DTYPES
+@pytest.mark.parametrize(("model", "layer"), LAYERS[1:6])
+def test_scores_are_kept_by_math_alone(model: str, layer: int, dtype: torch.dtype) -> None:
+    config = composed(f"model={model}")
+    load = token_load(config, True, dtype)
+    planned, fused = (layer_activation_bytes(config.model, layer, replace(load, scores=kept)) for kept in (True, False))
+    measured = layer_bytes(config, layer, dtype, True, [], partial(attend, kernel="math"))
+    assert measured == pytest.approx(sum(planned.values()), rel=0.005)
+    assert planned["attention"] > fused["attention"]
 
 
 @pytest.mark.parametrize(("model", "layer"), [("small_qwen3_moe", 1), ("small_gpt_oss", 0)])

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
+import automoe.cost.activations
 import automoe.cost.memory
 import automoe.cost.step_memory
 import automoe.cost.workspace
@@ -131,6 +132,14 @@ for _module, _names in {
 for _name in ("_experts_temporaries", "_attention_temporaries"):
     MUTANTS[_name] = lambda factor, name=_name: patch.object(
         automoe.cost.workspace, name, scaled(factor, getattr(automoe.cost.workspace, name))
+    )
+for _module, _name in (
+    (automoe.cost.activations, "_math_bytes"),
+    (automoe.cost.activations, "score_numbers"),
+    (automoe.cost.workspace, "score_numbers"),
+):
+    MUTANTS[f"{_module.__name__}.{_name}"] = lambda factor, module=_module, name=_name: patch.object(
+        module, name, scaled(factor, getattr(module, name))
     )
 
 

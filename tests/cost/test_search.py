@@ -17,10 +17,10 @@ from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows, validate
 from automoe.cost import search as search_module
-from automoe.cost.activations import at_load, plan_batch
+from automoe.cost.activations import UNEVEN, at_load, plan_batch
 from automoe.cost.memory import plan_memory
-from automoe.cost.plan import UNEVEN
-from automoe.cost.search import LADDER, SPARE, mesh_shapes, search
+from automoe.cost.reserve import needed
+from automoe.cost.search import LADDER, mesh_shapes, search
 from automoe.cost.time import step_time
 from automoe.errors import ConfigError
 
@@ -71,7 +71,7 @@ def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyP
     peaks = []
     for limit in (0.0, None):
         if limit is None:
-            limit = sorted(peaks)[len(peaks) // 3] / SPARE
+            limit = sorted(peaks)[len(peaks) // 3]
         limited = replace(config, cluster=replace(config.cluster, memory_bytes=limit))
         best = 0.0
         for shape in mesh_shapes(limited, 4):
@@ -79,11 +79,11 @@ def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyP
             for one in search_module._ways(on_mesh, shape, ()):
                 if any(broken for _, broken, _, _ in mesh_rows(one, shape, "cpu")):
                     continue
-                for names in search_module._ladder(one, ()):
+                for names in search_module.ladder(one, ()):
                     run = replace(one, parallel=replace(one.parallel, recompute=names))
                     load = at_load(plan_batch(run, shape), UNEVEN, run, shape)
-                    peaks.append(max(rank.peak for rank in plan_memory(run, shape, load)))
-                    if not limit or peaks[-1] <= SPARE * limit:
+                    peaks.append(needed(run, shape, plan_memory(run, shape, load)))
+                    if not limit or peaks[-1] <= limit:
                         best = max(best, step_time(run, shape).tokens_per_second)
         found = search(limited, 4, "cpu", processes=1)
         assert found.found[0].speed == pytest.approx(best, rel=1e-12)
@@ -95,11 +95,11 @@ def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyP
 def test_the_ladder_only_takes_time(config: Config) -> None:
     """On which the order of the search stands."""
     shape = next(iter(mesh_shapes(config, 1)))
-    for names in search_module._ladder(config, ()):
+    for names in search_module.ladder(config, ()):
         again = replace(config, parallel=replace(config.parallel, recompute=names))
         none = replace(config, parallel=replace(config.parallel, recompute=[]))
         assert step_time(again, shape).seconds >= (1 - 1e-12) * step_time(none, shape).seconds
-    assert set(LADDER) >= {name for names in search_module._ladder(config, ()) for name in names if len(name) > 4}
+    assert set(LADDER) >= {name for names in search_module.ladder(config, ()) for name in names if len(name) > 4}
 
 
 def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
