@@ -65,21 +65,21 @@ def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
     limit = config.cluster.memory_bytes
     if not limit:
         return "", f"{config.cluster.name} has no limit of memory"
-    if plan.heaviest.peak > limit:
+    if plan.needed > limit:
         return "failed", "does not fit"
-    return ("running", "fits at even load alone") if plan.uneven_peak > limit else ("done", "fits")
+    return ("running", "fits at even load alone") if plan.uneven_needed > limit else ("done", "fits")
 
 
 def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
     time, limit, saved = plan.time, config.cluster.memory_bytes, plan.checkpoint
     low, high = map(short_number, time.band)
-    share = [f", {peak / limit:.0%}" if limit else "" for peak in (plan.heaviest.peak, plan.uneven_peak)]
+    share = [f", {peak / limit:.0%}" if limit else "" for peak in (plan.needed, plan.uneven_needed)]
     numbers = [
         (f"tokens per second, {low} to {high}", short_number(time.tokens_per_second)),
         ("seconds of a step", f"{time.seconds:.3g}"),
         ("parameters, active per token", f"{short_number(plan.params.total)}, {short_number(plan.params.active)}"),
-        ("memory's peak" + (", of the GPU" if limit else ""), bytes_text(plan.heaviest.peak) + share[0]),
-        ("at twice the even load of experts", bytes_text(plan.uneven_peak) + share[1]),
+        ("memory, with the reserve" + (", of the GPU's" if limit else ""), bytes_text(plan.needed) + share[0]),
+        ("at twice the even load of experts", bytes_text(plan.uneven_needed) + share[1]),
         ("a checkpoint", bytes_text(saved.bytes)),
         ("seconds to write it, training stands still", f"{saved.write_seconds:.3g}, {saved.blocked_seconds:.3g}"),
     ]

@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from automoe.config.schema import Config
+from automoe.cost.memory import RankMemory
 from automoe.cost.plan import Plan, gib
+from automoe.cost.reserve import reserve
 from automoe.cost.schedule import Span
 from automoe.cost.time import StepTime, step_spans
 from automoe.observe.plot_style import BLUE, CELLS, GREEN, INK, ORANGE, PALE_BLUE, RC, RED, new_figure
@@ -85,19 +87,25 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
     pairs, limit = list(zip(plan.ranks, plan.uneven_ranks, strict=True)), config.cluster.memory_bytes
     step = max(0.16, min(0.5, 5.4 / len(pairs)))
     figure, (axis,) = new_figure(WIDE, 1.5 + step * len(pairs))
-    most = max(plan.heaviest.peak, plan.uneven_peak)
+    most = max(plan.needed, plan.uneven_needed)
     unit, name = _unit(max(most, limit or 0))
-    stacks = [[[sum(rank.parts[field] for field in fields) for _, fields, _ in MEMORY] for rank in p] for p in pairs]
+    colours = [*MEMORY, ("reserve", (), "#c3cad1")]
+
+    def stacked(rank: RankMemory) -> list[float]:
+        parts = [sum(rank.parts[field] for field in fields) for _, fields, _ in MEMORY]
+        return [*parts, reserve(config, plan.mesh, rank).total]
+
+    stacks = [[stacked(rank) for rank in pair] for pair in pairs]
     for row, pair in enumerate(stacks):
         for place, stack in zip((-0.2, 0.2), pair, strict=True):
             left = 0.0
-            for num_bytes, (*_, colour) in zip(stack, MEMORY, strict=True):
+            for num_bytes, (*_, colour) in zip(stack, colours, strict=True):
                 axis.barh(row + place, num_bytes / unit, left=left, height=0.36, color=colour)
                 left += num_bytes / unit
             if len(pairs) <= 16:
                 axis.text(left, row + place, f" {left:.1f}", va="center", fontsize=6.5 if step < 0.45 else 8, color=INK)
-    seen = [any(stack[index] for pair in stacks for stack in pair) for index in range(len(MEMORY))]
-    handles = [Patch(color=colour, label=text) for (text, _, colour), some in zip(MEMORY, seen, strict=True) if some]
+    seen = [any(stack[index] for pair in stacks for stack in pair) for index in range(len(colours))]
+    handles = [Patch(color=colour, label=text) for (text, _, colour), some in zip(colours, seen, strict=True) if some]
     if limit:
         axis.axvline(limit / unit, color=RED, linewidth=1.4)
         handles.append(Patch(facecolor="none", edgecolor=RED, label=f"the GPU's {limit / unit:.1f} {name}"))
