@@ -2,6 +2,7 @@
 
 python -m automoe.plan --config-name dsv3_671b
 python -m automoe.plan --config-name qwen3_30b_a3b mesh.ep=8 cluster=h200 --json
+python -m automoe.plan --config-name qwen3_30b_a3b export=torchtitan
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ step, and what will not fit. Needs no GPU and starts no rank.
                        the longest rows, in doublings, that fit
   calibrate=true       measure this machine in half a minute, and write what it
                        reaches as a cluster, into plans/ or out=FOLDER
+  export=torchtitan    write the run as a configuration module of torchtitan's
+                       trainer, into plans/ or out=FILE.py or FOLDER
   --config-name NAME   a primary configuration (default: config)
   --config-dir DIR     look for configurations here too
   html=FILE            also write a page with pictures: memory against what the
@@ -62,6 +65,7 @@ def _main(argv: list[str]) -> int:
     from automoe.search import answer, take_question
 
     page, argv = take_page(argv)
+    export, argv = take_export(argv)
     question, argv = take_question(argv)
     args = parse_arguments(argv, ["--json", "--build"])
     if args.help:
@@ -72,6 +76,7 @@ def _main(argv: list[str]) -> int:
             raise ConfigError("html", str(page), "a search has no page", "Plan the mesh that it finds: mesh=found_...")
         return answer(question, args, as_json)
     from automoe.cost.plan import make_plan
+    from automoe.interop.torchtitan_config import write_titan
     from automoe.launch.prepare import prepare
     from automoe.observe.plan_page import check_page, write_plan_page
     from automoe.observe.plan_view import print_plan
@@ -84,14 +89,18 @@ def _main(argv: list[str]) -> int:
         write_plan_page(config, plan, page, args)
         print(f"page    {page}", file=sys.stderr if as_json else sys.stdout)
     built = build_heaviest(config, plan) if build else None
+    written = write_titan(config, mesh, args.config_name, export) if export else None
     if as_json:
-        print(json.dumps(plan.to_dict() | ({"built": asdict(built)} if built else {}), indent=2))
+        more = {"exported": str(written[0])} if written else {}
+        print(json.dumps(plan.to_dict() | more | ({"built": asdict(built)} if built else {}), indent=2))
     elif built:
         verdict = "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
         print(
             f"built   rank {built.rank} of {mesh.world_size:,}: {built.num_params} sharded parameters, "
             f"{built.bytes:,} bytes, {verdict}"
         )
+    if written and not as_json:
+        print(f"written {written[0]}, and what torchtitan cannot say at its top\ntake it {written[1]}")
     return EXIT_DIFFERENT if built and not built.as_planned else 0
 
 
@@ -102,6 +111,18 @@ def take_page(argv: list[str]) -> tuple[Path | None, list[str]]:
         raise ConfigError("html", "", "a page needs a name", "Write html=plan.html")
     rest = [word for word in argv if not word.startswith("html=")]
     return Path(named[-1]).expanduser() if named else None, rest
+
+
+def take_export(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words ``export=torchtitan`` and ``out=`` of an export, and the other words."""
+    if not any(word.startswith("export=") for word in argv):
+        return [], argv
+    own = [word for word in argv if word.startswith(("export=", "out="))]
+    rest = [word for word in argv if word not in own]
+    if "export=torchtitan" not in own or any(word.startswith(("search=", "calibrate=")) for word in rest):
+        rule = "a plan is exported for torchtitan, and a search is none"
+        raise ConfigError("export", "", rule, "Write export=torchtitan, for what was found with mesh=found_...")
+    return own, rest
 
 
 @dataclass(frozen=True)
