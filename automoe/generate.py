@@ -201,12 +201,17 @@ class Speaker:
         Raises:
             CheckpointError: messages, and the tokenizer has no chat template; a prompt that is no text, or too long.
         """
+        from transformers import BatchEncoding
+
         try:
             (said if isinstance(said, str) else "".join(one["content"] for one in said)).encode()
         except UnicodeEncodeError as error:
             raise CheckpointError("the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)") from error
         if isinstance(said, str):
-            inputs = self.tokenizer(said, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+            # As the model's pretraining: what its tokenizer puts before a text, and nothing behind it.
+            first = [i for i in self.tokenizer("")["input_ids"][:1] if i == self.tokenizer.bos_token_id]
+            ids = first + self.tokenizer(said, add_special_tokens=False)["input_ids"]
+            inputs = BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}, tensor_type="pt")
         elif self.tokenizer.chat_template is None:
             raise CheckpointError("its tokenizer has no chat template. Use --text, which goes on with a text as it is")
         else:

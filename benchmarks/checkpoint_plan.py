@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from automoe.checkpoint.generators import rng_state
 from automoe.checkpoint.planner import CachedPlanner
-from automoe.checkpoint.store import rng_state
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config

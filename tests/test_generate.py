@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 from automoe import cli
 from automoe.config.frozen import save_config
@@ -46,6 +47,13 @@ def test_questions_texts_and_a_chat(checkpoint: Path, capsys, monkeypatch) -> No
     assert written.out == f"> Who?\n{answer}\n" and "note: cut off after 6 tokens" in written.err
     assert cli.main([*words, "--text", "the answer"]) == 0
     assert capsys.readouterr().out == f"the answer{expected(checkpoint, 'the answer', 6)}\n"
+    # A tokenizer that puts a token before every text, and one behind it: the first alone belongs to what goes on.
+    speaker = Speaker(checkpoint, 6)
+    bos, eos = ((token, speaker.tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|endoftext|>"))
+    speaker.tokenizer.bos_token = bos[0]
+    around = TemplateProcessing(single=f"{bos[0]} $A {eos[0]}", special_tokens=[bos, eos])
+    speaker.tokenizer.backend_tokenizer.post_processor = around
+    assert speaker.answer("the answer") == expected(checkpoint, f"{bos[0]}the answer", 6)
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nAnd?\n"))
     assert cli.main([*words, "--system", "Short."]) == 0
     second = asked + answer + "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"

@@ -151,7 +151,14 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
 
 def check_base(step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None) -> None:
     """Raise ``CheckpointError`` unless ``base`` is what the frozen parameters came from that a step does not hold."""
-    if manifest.get("base", base) != base:
+    saved = manifest.get("base", base)
+    if saved is not None and base is not None and ":" not in saved:
+        raise CheckpointError(
+            f"{step_dir} names the frozen weights that it was trained beside in a way of earlier versions, which cannot "
+            f"be compared with those of model.hf_path={config.model.hf_path}. Go on or export with the version that "
+            "wrote it, or start over with checkpoint.resume=never"
+        )
+    if saved != base:
         raise CheckpointError(
             f"{step_dir} holds what was trained beside the frozen weights of {manifest['config']['model']['hf_path']}, "
             f"and model.hf_path={config.model.hf_path} is another checkpoint. Name the one that it was trained with"

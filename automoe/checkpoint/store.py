@@ -13,7 +13,6 @@ older one.
 from __future__ import annotations
 
 import math
-import random
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
 from automoe.checkpoint.files import FileFacts, HashingFileSystem, flush, set_aside
+from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
 from automoe.checkpoint.planner import CachedPlanner, forget_plans
 from automoe.checkpoint.reader import StepReader
@@ -108,7 +107,7 @@ class CheckpointStore:
         """
         assert self._in_flight is None, "poll(wait=True) ends the save in flight"
         self._check_finite(state)
-        tensors = self._saved(state) | _of_this_rank(rng_state())
+        tensors = self._saved(state) | of_this_rank(rng_state())
         return self._write(tensors, self._content(state, val_loss), state.step)
 
     def begin(self, state: TrainState, val_loss: float | None = None) -> None:
@@ -125,7 +124,7 @@ class CheckpointStore:
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
-        staged = self._stager.stage(tensors | _of_this_rank(rng_state()), non_blocking=on_cuda)
+        staged = self._stager.stage(tensors | of_this_rank(rng_state()), non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()  # until the copies are complete
         # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its thread: it would take
@@ -340,7 +339,7 @@ class CheckpointStore:
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
         tensors = {name: tensor for name, tensor in self._saved(state).items() if name not in absent}
-        reader.load(tensors | _of_this_rank(generators), process_group=self.ranks.group)
+        reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
         if state.begin_averages(absent):
             self._warn(f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights")
         set_rng_state(generators)
@@ -401,11 +400,6 @@ class CheckpointStore:
             print(f"warning: {text}", flush=True)
 
 
-def _of_this_rank(generators: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """States of random generators under names of this rank's own."""
-    return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}
-
-
 def _new_stager(pin_memory: bool) -> Any:
     """What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the next."""
     try:
@@ -435,46 +429,3 @@ def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None
     if promised != name:
         folders.point_to(folder, name)
     return warnings
-
-
-# ---------------------------------------------------------------- random generators
-# Training draws from counters (``automoe.counter_random``) and needs none of them. A recipe of one's own may use
-# torch's, Python's or NumPy's, and is to go on as if nothing had happened, too.
-
-
-def rng_state() -> dict[str, torch.Tensor]:
-    """``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8): copies."""
-    _, words, gauss = random.getstate()  # words: the state and the position in it
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    assert kind == "MT19937", kind
-    numpy_words = (*map(int, keys), int(position))
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": _twister(words, gauss),
-        "numpy": _twister(numpy_words, float(cached) if has_gauss else None),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Undo ``rng_state``; a generator that ``state`` lacks stays as it is."""
-    state = rng_state() | state
-    torch.set_rng_state(state["torch"])
-    words, gauss = _from_twister(state["python"])
-    random.setstate((3, tuple(words), gauss))
-    (*keys, position), gauss = _from_twister(state["numpy"])
-    np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _twister(words: tuple[int, ...], gauss: float | None) -> torch.Tensor:
-    bits = torch.tensor(gauss or 0.0, dtype=torch.float64).view(torch.int64).item()
-    return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
-
-
-def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
-    *words, has_gauss, _ = state.tolist()
-    return words, state[-1:].view(torch.float64).item() if has_gauss else None

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,7 @@ def _named(value: Any, names: Any) -> Any:
     return FromEnvironment(value, names) if text and value != names else value
 
 
+@cache
 def register_base() -> None:
     """Register the schema's defaults as ``base``, for the ``defaults`` list of every primary."""
     from hydra.core.config_store import ConfigStore

@@ -321,7 +321,7 @@ class DataConfig:
     document_mask: bool = True  # tokens attend within their own document only
     # A document longer than seq_len; a conversation is never split, but can be left out or cut at its end
     on_long: Literal["split", "error", "drop", "truncate"] = "split"
-    val_fraction: float = 0.02  # share of documents kept for validation
+    val_fraction: float = 0.02  # share of documents kept for validation, even if train.val_every=0; 0: none
     max_bytes: int | None = None  # stop reading the corpus after this many bytes
     chat: ChatConfig = field(default_factory=ChatConfig)
 

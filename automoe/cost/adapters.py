@@ -131,10 +131,11 @@ def describe_training(config: Config) -> list[str]:
     own = model_params(model)
     params = with_adapters(own, config)
     trained, total = sum(param.numel for param in params if param.trained), sum(param.numel for param in own)
-    how = f"frozen: {', '.join(config.train.freeze)}"
+    how, of = f"frozen: {', '.join(config.train.freeze)}", "of"
     if lora.rank:
         how = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
-    lines = [f"{how}: trains {trained:,} numbers beside the model's {total:,} ({trained / total:.2%})"]
+        of = "beside"
+    lines = [f"{how}: trains {trained:,} numbers {of} the model's {total:,} ({trained / total:.2%})"]
     routers = [param for param in params if param.part == "router"]
     if routers:
         moving = [param for param in routers if param.trained]

@@ -119,7 +119,7 @@ class _Reader:
             messages = self._instruction(record)
         else:
             messages = [self._message(one, n) for n, one in enumerate(self._list(record), start=1)]
-        return self._checked([*self._system(record), *messages])
+        return self._checked([*self._system(record, messages), *messages])
 
     def read_pair(self, record: dict[str, Any]) -> tuple[list[list[Message]], int]:
         """The conversation with the preferred answer and the one with the other, and how many messages they share.
@@ -147,7 +147,7 @@ class _Reader:
                     f"{answer[0]['role']!r}, {answer[-1]['role']!r}",
                     "Both end in an assistant message",
                 )
-        before = [*self._system(record), *(prompt or ())]
+        before = [*self._system(record, prompt or []), *(prompt or ())]
         return [self._checked(before + answer) for answer in answers], len(before)
 
     def _turns(self, record: dict[str, Any], key: str, role: str = "assistant") -> list[Message]:
@@ -163,8 +163,12 @@ class _Reader:
             return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
         return [{"role": role, "content": value}]
 
-    def _system(self, record: dict[str, Any]) -> list[Message]:
+    def _system(self, record: dict[str, Any], messages: list[Message]) -> list[Message]:
+        """What stands in a column of its own."""
         system = record.get(self.keys.get("system", ""))
+        if system and any(message["role"] == "system" for message in messages):
+            rule = f"a system prompt in {self.keys['system']!r} and another one among the messages"
+            raise self._wrong(rule, "Leave one of them out")
         return [{"role": "system", "content": self._content(system, self.keys["system"])}] if system else []
 
     def _checked(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:

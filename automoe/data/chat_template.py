@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +22,9 @@ from typing import Any
 
 from automoe.config.schema import ChatConfig, Config, tokenizer_of
 from automoe.data.chat import WANTED, Conversation, Message
-from automoe.data.tokenizer import ByteTokenizer
+from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, load_for_templates, stored_template
 from automoe.errors import ConfigError, DataError
 from automoe.hub import local_folder
-from automoe.shipped import shipped_folder
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _VERSION = 3  # raise it when the same template and record give other tokens or marks
@@ -49,45 +47,6 @@ class _Turn:
 
     ids: list[int]
     start: int
-
-
-def stored_template(chat: ChatConfig, tokenizer: str) -> str:
-    """The chat template as it is stored, whatever its format: what says that it is there, and the same.
-
-    Args:
-        tokenizer: ``byte`` or a directory.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
-    """
-    chosen = chat.template
-    if chosen is not None:
-        path = shipped_folder("conf") / "chat_template" / "plain.jinja" if chosen == "plain" else Path(chosen)
-        try:
-            return path.expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            rule = f"the chat template cannot be read ({error})"
-            raise ConfigError("data.chat.template", chosen, rule, "Name a Jinja file, or plain") from error
-    folder = local_folder(tokenizer)
-    files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
-    found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if not found and (folder / name).is_file():
-            try:
-                content = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
-            except (ValueError, AttributeError) as error:
-                rule = f"{folder / name} is damaged ({error})"
-                raise ConfigError("data.tokenizer", tokenizer, rule, "Copy it again") from error
-            found = content if isinstance(content, str) else json.dumps(content) if content else ""
-    if not found:
-        raise ConfigError(
-            "data.chat.template",
-            None,
-            f"the tokenizer {tokenizer} has no chat template, and conversations need one",
-            "Set data.tokenizer to that of an instruct model, data.chat.template to a Jinja file, or "
-            "data.chat.template=plain for lines of 'user: ...' and 'assistant: ...'",
-        )
-    return found
 
 
 class ChatTemplate:
@@ -118,7 +77,7 @@ class ChatTemplate:
 
     @cached_property
     def _hf(self) -> Any:
-        return _load(self.tokenizer)
+        return load_for_templates(self.tokenizer)
 
     @cached_property
     def _special(self) -> set[int]:
@@ -172,15 +131,18 @@ class ChatTemplate:
             found.append(list(_joined(turns)))
         return found
 
-    def exported(self) -> str | None:
-        """The template of an export, with ``template_args`` as its defaults; None: as the tokenizer has it."""
-        stored = self.own or self._hf.chat_template
-        if not self.chat.template_args or not isinstance(stored, str):
-            return self.own
-        given = self.chat.template_args.items()
+    def exported(self) -> dict[str, str]:
+        """Files of an export's templates, with ``template_args`` as their defaults; none: as the tokenizer has them."""
+        if self.own is None and not self.chat.template_args:
+            return {}
+        given = (self.chat.template_args or {}).items()
         # Jinja reads Python's literals, not JSON's null, and drops a line end behind a block: ours, not the template's.
-        lines = (f"{{%- if {k} is not defined %}}{{% set {k} = {v!r} %}}{{% endif %}}\n" for k, v in given)
-        return "".join(lines) + stored
+        lines = "".join(f"{{%- if {k} is not defined %}}{{% set {k} = {v!r} %}}{{% endif %}}\n" for k, v in given)
+        stored = self.own or self._hf.chat_template
+        named = {"default": stored} if isinstance(stored, str) else stored
+        return {
+            TEMPLATE if n == "default" else f"{OTHER_TEMPLATES}/{n}.jinja": lines + text for n, text in named.items()
+        }
 
     def stop_id(self) -> int:
         """The token that ends an answer."""
@@ -473,21 +435,3 @@ def _call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
         except ValueError:  # no JSON: as it is
             pass
     return {"type": "function"} | call | {"function": function} if "function" in call else function
-
-
-def _load(tokenizer: str) -> Any:
-    """The tokenizer as ``transformers`` has it. Raises ConfigError."""
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as scratch:
-        if tokenizer == "byte":
-            for name, content in ByteTokenizer.files().items():
-                Path(scratch, name).write_text(content, encoding="utf-8")
-        folder = scratch if tokenizer == "byte" else str(local_folder(tokenizer))
-        try:
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, ImportError, AttributeError) as error:
-            why = " ".join(str(error).split())
-            rule = f"transformers, which renders conversations, cannot load it ({why})"
-            raise ConfigError("data.tokenizer", tokenizer, rule, "Copy the tokenizer's files again") from error
-    return loaded

@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from automoe.config.schema import NO_TOKENIZER, Config, tokenizer_of
+from automoe.config.schema import NO_TOKENIZER, ChatConfig, Config, tokenizer_of
 from automoe.errors import ConfigError
 from automoe.hub import local_folder
+from automoe.shipped import shipped_folder
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 BYTE_VOCAB_SIZE = 258  # 256 bytes, end of text, padding
 PIECE = 1 << 17  # characters of a long text that are encoded at once
 BATCH = 1 << 20  # characters of several texts, or pieces of one
+TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _CONTEXT = 512  # characters on either side of a cut that decide whether it changes any id
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
@@ -328,3 +331,63 @@ def _byte_lengths(backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_si
         else:
             lengths[index] = len(piece.replace("\u2581", " ").encode())  # SentencePiece's visible space
     return lengths
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def stored_template(chat: ChatConfig, tokenizer: str) -> str:
+    """The chat template as it is stored, whatever its format: what says that it is there, and the same.
+
+    Args:
+        tokenizer: ``byte`` or a directory.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    chosen = chat.template
+    if chosen is not None:
+        path = shipped_folder("conf") / "chat_template" / "plain.jinja" if chosen == "plain" else Path(chosen)
+        try:
+            return path.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            rule = f"the chat template cannot be read ({error})"
+            raise ConfigError("data.chat.template", chosen, rule, "Name a Jinja file, or plain") from error
+    folder = local_folder(tokenizer)
+    files = [folder / TEMPLATE, *sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))]
+    found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if not found and (folder / name).is_file():
+            try:
+                content = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+            except (ValueError, AttributeError) as error:
+                rule = f"{folder / name} is damaged ({error})"
+                raise ConfigError("data.tokenizer", tokenizer, rule, "Copy it again") from error
+            found = content if isinstance(content, str) else json.dumps(content) if content else ""
+    if not found:
+        raise ConfigError(
+            "data.chat.template",
+            None,
+            f"the tokenizer {tokenizer} has no chat template, and conversations need one",
+            "Set data.tokenizer to that of an instruct model, data.chat.template to a Jinja file, or "
+            "data.chat.template=plain for lines of 'user: ...' and 'assistant: ...'",
+        )
+    return found
+
+
+def load_for_templates(tokenizer: str) -> Any:
+    """The tokenizer as ``transformers`` has it. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if tokenizer == "byte":
+            for name, content in ByteTokenizer.files().items():
+                Path(scratch, name).write_text(content, encoding="utf-8")
+        folder = scratch if tokenizer == "byte" else str(local_folder(tokenizer))
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, ImportError, AttributeError) as error:
+            why = " ".join(str(error).split())
+            rule = f"transformers, which renders conversations, cannot load it ({why})"
+            raise ConfigError("data.tokenizer", tokenizer, rule, "Copy the tokenizer's files again") from error
+    return loaded

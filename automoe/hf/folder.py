@@ -253,8 +253,9 @@ def _is_own(tokenizer: str | None, source: Path | None) -> bool:
 
 
 def _write_chat(folder: Path, chat: ChatTemplate) -> None:
-    if (template := chat.exported()) is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for name, template in chat.exported().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(template, encoding="utf-8")
     file, stop_id = folder / "generation_config.json", chat.stop_id()
     settings = json.loads(file.read_text(encoding="utf-8"))
     known = settings.get("eos_token_id")

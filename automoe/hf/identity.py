@@ -20,6 +20,7 @@ from automoe.hub import fetch, id_and_commit, local_folder, pinned
 if TYPE_CHECKING:
     from automoe.checkpoint.agreement import Ranks
 
+KIND = "crc32:"  # what an identity begins with: another kind cannot be compared
 THREADS, PIECE_BYTES = 4, 8 << 20  # of a rank; 2 GB/s each
 SAID_BYTES = 10e9  # takes seconds, and a line says so
 
@@ -47,7 +48,7 @@ def complete(config: Config, weights: bool = True) -> None:
 
 
 def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
-    """A digest of every tensor's name, dtype, shape and CRC-32: where it lies, and in which files, is not in it.
+    """``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32, wherever and in whatever files it lies.
 
     All of the checkpoint is read: another one may differ in a few rows. Collective over ``ranks``, which share that.
 
@@ -73,7 +74,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     checksums = {name: checksum for theirs in found for name, checksum in theirs.items()}
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {checksums[name]}\n".encode())
-    return digest.hexdigest()
+    return KIND + digest.hexdigest()
 
 
 def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:

@@ -199,7 +199,7 @@ def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
     found = piece.overlap(shard.start, shard.extent)
     if found is None:
         return None
-    if isinstance(shard, PackedShard) and (source.encoding != "fp8" or piece.order):
+    if isinstance(shard, PackedShard) and source.encoding != "fp8":
         raise CheckpointError(
             f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
             f"{source.data.dtype}. Set lora.base=nf4 or weights"

@@ -122,8 +122,12 @@ def _check_fp8_base(config: Config) -> None:
     path = config.model.hf_path
     if config.lora.base != "fp8" or path is None:
         return
-    from automoe.hf.families.registry import read_hf_config
+    from automoe.hf.families.registry import family_of, read_hf_config
 
+    remedy = "Set lora.base=nf4 or weights"
+    if family_of(config.model).keys.transposed:
+        rule = f"it keeps matrices as they are stored, and {config.model.family} stores those of experts transposed"
+        raise ConfigError("lora.base", "fp8", rule, remedy)
     stated = read_hf_config(path).get("quantization_config") or {}
     block = stated.get("weight_block_size") or [None, None]
     if stated.get("quant_method") != "fp8" or block[1] != BASE_BLOCKS["fp8"][0]:
@@ -132,7 +136,7 @@ def _check_fp8_base(config: Config) -> None:
             "lora.base",
             "fp8",
             f"it keeps a checkpoint's own block-FP8, of [128, 128], and config.json of {path} has {found}",
-            "Set lora.base=nf4 or weights, or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8",
+            f"{remedy}, or make an FP8 checkpoint: automoe convert DIR --out OTHER --fp8",
         )
 
 

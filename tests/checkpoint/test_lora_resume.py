@@ -13,12 +13,16 @@ import torch
 from checkpoint_runs import MODEL, Run, build_state, config, on_mesh, refusal, run
 from safetensors.torch import load_file
 
+from automoe.checkpoint.manifest import check_base
 from automoe.checkpoint.reader import StepReader
+from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig
 from automoe.cost.activations import plan_batch
 from automoe.cost.memory import plan_memory
+from automoe.errors import CheckpointError
 from automoe.export import export_run
+from automoe.hf.identity import checkpoint_identity
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
 from automoe.local_shard import local_shard
@@ -90,6 +94,16 @@ def test_a_killed_run_goes_on_to_the_bit_and_the_base_stays(
     assert merged.checked and merged.logits_error < 1e-5
     adapter = export_run(run_dir, tmp_path / "adapter", adapter="fused")
     assert adapter.groups["experts"] == 6 and adapter.groups["shared_experts"] == 9
+
+
+def test_an_identity_of_another_kind_is_no_other_checkpoint(text: Path, base: Path) -> None:
+    settings, now = tuned(text, base), checkpoint_identity(base)
+    saved = {"base": now, "config": config_to_dict(settings)}
+    check_base(Path("step-1"), saved, settings, now)
+    with pytest.raises(CheckpointError, match="cannot be compared"):
+        check_base(Path("step-1"), saved | {"base": now.removeprefix("crc32:")}, settings, now)
+    with pytest.raises(CheckpointError, match="is another checkpoint"):
+        check_base(Path("step-1"), saved | {"base": "crc32:0"}, settings, now)
 
 
 def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, int, bool]:

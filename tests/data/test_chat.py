@@ -48,6 +48,10 @@ def test_the_three_formats_say_the_same(tmp_path: Path) -> None:
     sharegpt = write(tmp_path / "sharegpt.jsonl", {"conversations": turns, "system": "Be brief."})
     alpaca = write(tmp_path / "alpaca.jsonl", {"instruction": "2+2?", "output": "4", "system": "Be brief."})
     assert read(own) == read(sharegpt, format="sharegpt") == read(alpaca, format="alpaca") == [[system, *ASKED]]
+    twice = [{"from": "system", "value": "Be long."}, *turns]
+    twice = write(tmp_path / "twice.jsonl", {"conversations": twice, "system": "Be brief."})
+    with pytest.raises(DataError, match=r"twice.jsonl:1: a system prompt in 'system' and another one"):
+        read(twice, format="sharegpt")
     more = write(tmp_path / "more.jsonl", {"instruction": "Add.", "input": "2+2", "output": "4"})
     assert read(more, format="alpaca")[0][0]["content"] == "Add.\n\n2+2"
 

@@ -19,7 +19,8 @@ from automoe.config.frozen import dump_config
 from automoe.config.schema import ChatConfig
 from automoe.data.chat import Conversation
 from automoe.data.chat_corpus import describe_chat, tokenise_chat
-from automoe.data.chat_template import ChatTemplate, Sample, stored_template
+from automoe.data.chat_template import ChatTemplate, Sample
+from automoe.data.tokenizer import stored_template
 from automoe.errors import ConfigError, DataError
 from automoe.launch.prepare import settle
 from tests.support.chat import TEMPLATES, messages, save_tokenizer
@@ -301,12 +302,14 @@ def test_an_export_has_the_arguments_of_the_template_as_its_defaults(load: Load,
     file.write_text(own + TEMPLATES["chatml"])
     args = {"mode": 'a "b" é \U0001f600', "thinks": False, "of": None}
     template = ChatTemplate(ChatConfig(template=str(file), template_args=args), load("chatml").tokenizer)
-    (tmp_path / "export.jinja").write_text(template.exported() or "")
+    (tmp_path / "export.jinja").write_text(template.exported()["chat_template.jinja"])
     exported = ChatTemplate(ChatConfig(template=str(tmp_path / "export.jinja")), template.tokenizer)
     assert exported.prompt(question) == template.prompt(question)
     asked = replace(exported.chat, template_args={"thinks": True})
     assert "thinks" in exported.decode(ChatTemplate(asked, template.tokenizer).prompt(question))
-    assert load("chatml").exported() is None
-    assert (ChatTemplate(ChatConfig(template_args=args), template.tokenizer).exported() or "").endswith(
-        TEMPLATES["chatml"]
-    )
+    assert load("chatml").exported() == {}
+    named = ChatTemplate(ChatConfig(template_args=args), template.tokenizer)
+    assert named.exported()["chat_template.jinja"].endswith(TEMPLATES["chatml"])
+    named._hf.chat_template = {"default": TEMPLATES["chatml"], "tool_use": own}
+    assert named.exported().keys() == {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
+    assert all("set mode" in text for text in named.exported().values())

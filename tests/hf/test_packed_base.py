@@ -26,7 +26,7 @@ from automoe.hf.read import load_hf
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import to_hf
 from automoe.launch.hardware import check_backends
-from automoe.launch.prepare import check, missing_data
+from automoe.launch.prepare import _check_fp8_base, check, missing_data
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
 from automoe.parallel.parallelize import allocate, build_decoder
@@ -134,6 +134,8 @@ def test_what_cannot_be_packed_is_refused_before_ranks_start(plain: Path, fp8: P
     with pytest.raises(ConfigError, match=r"keeps a checkpoint's own block-FP8.*quant_method=None.*nf4"):
         check(config, 1, "cpu")
     check(replace(config, model=model_config_from_hf(fp8)), 1, "cpu")
+    with pytest.raises(ConfigError, match="gpt_oss stores those of experts transposed.*nf4"):
+        _check_fp8_base(replace(config, model=replace(config.model, family="gpt_oss")))
     random = replace(config, model=replace(config.model, hf_path=None))
     assert "begins from random weights" in str(missing_data(random))
     two = resolve_mesh(MeshConfig(dp_shard=1, tp=2, etp=2), 2)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,7 +205,7 @@ def test_a_rank_whose_launcher_died_while_it_started_leaves(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["no_such_recipe", "recipes.no_such"])
-def test_a_recipe_that_does_not_exist(command: Command, name: str) -> None:
-    code, _, err = command.run(name)
+def test_a_recipe_that_does_not_exist(run: Callable[..., tuple[int, str, str]], name: str) -> None:
+    code, _, err = run(name)
     assert code == 2
     assert f"recipe={name}: no such recipe (looked from " in err and "pretrain" in err

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from launch_command import PATIENCE_S, Command, read_until
 
 from automoe.launch.run_dir import locked
 
+Run = Callable[..., tuple[int, str, str]]
 ONE_RANK = ("mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu")
 
 
@@ -18,9 +20,9 @@ def journal(command: Command) -> list[dict[str, Any]]:
     return json.loads((command.run_dir / "sweep.json").read_text())["jobs"]
 
 
-def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command) -> None:
+def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command, run: Run) -> None:
     sweep = ("-m", "mesh.ep=1,2", *ONE_RANK, "train.steps=2,3")
-    code, out, err = command.run("recipe_answers", *sweep)
+    code, out, err = run("recipe_answers", *sweep)
     assert code == 0, err
     jobs = journal(command)
     assert [(job["name"], job["state"], job["objective"]) for job in jobs] == [
@@ -37,7 +39,7 @@ def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command)
     assert not (command.run_dir / "ep2-steps2").exists()
 
     (command.run_dir / "jobs" / "ep1-steps3.json").write_text("{")
-    code, out, err = command.run("recipe_answers", *sweep, "launch.timeout_s=500")
+    code, out, err = run("recipe_answers", *sweep, "launch.timeout_s=500")
     assert code == 0, err
     assert out.count("done in an earlier run of this sweep") == 2
     assert "hello from rank" not in out, "nothing ran again"
@@ -46,35 +48,35 @@ def test_a_sweep_skips_impossible_shapes_tabulates_and_resumes(command: Command)
     # What was not asked for then was not made then.
     path = command.run_dir / "ep1-steps2" / "config.yaml"
     path.write_text(path.read_text().replace("export_hf: true", "export_hf: false"))
-    code, out, err = command.run("recipe_answers", *sweep)
+    code, out, err = run("recipe_answers", *sweep)
     assert code == 0, err
     assert out.count("done in an earlier run of this sweep") == 1 and "hello from rank" in out
 
     # Another sweep would show the first one's losses under its own values.
-    code, out, err = command.run("recipe_answers", "-m", *sweep[1:-1], "train.steps=7,8")
+    code, out, err = run("recipe_answers", "-m", *sweep[1:-1], "train.steps=7,8")
     assert code == 2 and "job 0" not in out
     assert "it has train.steps=2,3 where this has train.steps=7,8" in err
-    code, _, err = command.run("recipe_answers", *ONE_RANK)
+    code, _, err = run("recipe_answers", *ONE_RANK)
     assert code == 2 and "holds a sweep" in err
 
 
-def test_a_sweep_in_which_no_job_can_run_fails(command: Command) -> None:
-    code, _, err = command.run("recipe_answers", "-m", "mesh.ep=2,3", *ONE_RANK)
+def test_a_sweep_in_which_no_job_can_run_fails(command: Command, run: Run) -> None:
+    code, _, err = run("recipe_answers", "-m", "mesh.ep=2,3", *ONE_RANK)
     assert code == 2
     assert "error: none of the 2 jobs could run" in err
     assert [job["state"] for job in journal(command)] == ["skipped", "skipped"]
 
 
-def test_a_job_that_a_person_must_mend_is_not_skipped(command: Command) -> None:
-    code, _, err = command.run("recipe_answers", "-m", *ONE_RANK, "data.kind=text", "data.path=gone,away")
+def test_a_job_that_a_person_must_mend_is_not_skipped(command: Command, run: Run) -> None:
+    code, _, err = run("recipe_answers", "-m", *ONE_RANK, "data.kind=text", "data.path=gone,away")
     assert code == 1 and "data.path=gone: nothing there" in err
     assert [job["state"] for job in journal(command)] == ["failed", "failed"]
 
 
 @pytest.mark.exhaustive
-def test_a_failing_job_does_not_end_the_sweep(command: Command) -> None:
+def test_a_failing_job_does_not_end_the_sweep(command: Command, run: Run) -> None:
     sweep = ("-m", "mesh=fsdp", "launch.num_ranks=1,2", "launch.device=cpu")
-    code, out, err = command.run("recipe_raises", *sweep)
+    code, out, err = run("recipe_raises", *sweep)
     assert code == 1
     jobs = journal(command)
     assert [job["state"] for job in jobs] == ["done", "failed"], "rank 1 raises where there is one"
@@ -94,21 +96,21 @@ def test_a_failing_job_does_not_end_the_sweep(command: Command) -> None:
     ],
 )
 def test_what_no_job_could_use_is_an_error_before_the_first_job(
-    command: Command, overrides: list[str], says: str
+    command: Command, run: Run, overrides: list[str], says: str
 ) -> None:
-    code, out, err = command.run("recipe_answers", "-m", *overrides)
+    code, out, err = run("recipe_answers", "-m", *overrides)
     assert code == 2
     assert says in err
     assert "job 0" not in out and not command.run_dir.exists()
 
 
-def test_a_directory_with_a_run_or_with_another_process_is_refused(command: Command) -> None:
+def test_a_directory_with_a_run_or_with_another_process_is_refused(command: Command, run: Run) -> None:
     sweep = ("-m", "mesh.ep=1,2", *ONE_RANK)
     with locked(command.run_dir):
-        code, _, err = command.run("recipe_answers", *sweep)
+        code, _, err = run("recipe_answers", *sweep)
     assert code == 2 and f"in use by another run, process {os.getpid()}" in err
     (command.run_dir / "config.yaml").write_text("")
-    code, _, err = command.run("recipe_answers", *sweep)
+    code, _, err = run("recipe_answers", *sweep)
     assert code == 2 and "holds a run (config.yaml)" in err
 
 

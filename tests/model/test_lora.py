@@ -124,5 +124,6 @@ def test_a_run_says_what_it_trains() -> None:
     total = sum(param.numel for param in model_params(MODEL))
     count = sum(parameter.numel() for parameter in part.parameters() if parameter.requires_grad)
     assert f"trains {count:,} numbers beside the model's {total:,}" in first
+    assert "numbers of the model's" in describe_training(config_with(train=dict(freeze=["*norm*"])))[0]
     assert second == "routers are frozen; balance losses are on (moe.z_loss_coef=0.5)"
     check_rows(config, adapter_rows(config))

@@ -424,7 +424,7 @@ _CHECKPOINT = [
         ["tests/checkpoint/test_disk_faults.py::test_ranks_agree_on_what_went_wrong"],
     ),
     (
-        "store.py",
+        "generators.py",
         "state[-1:].view(torch.float64).item() if has_gauss else None",
         "None",
         ["tests/checkpoint/test_resume.py::test_random_generators_go_on_where_they_were"],

@@ -90,7 +90,7 @@ def test_the_wheel_has_every_module_config_and_recipe(wheel: Path, source: Path)
 
 def test_the_wheel_trains_outside_a_checkout(installed: Path, tmp_path: Path) -> None:
     assert package_folder(tmp_path, installed) == installed / "automoe"
-    said = train(tmp_path, installed, "train.steps=2", "train.seq_len=64", "data.max_bytes=300000")
+    said = train(tmp_path, installed, *TINY, "observe.report=true")
     assert "note: recipe=" not in said
     assert (tmp_path / "run" / "report.html").stat().st_size > 0
     assert "recipe: pretrain\n" in (tmp_path / "run" / "config.yaml").read_text()

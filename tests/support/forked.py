@@ -1,7 +1,7 @@
 """Commands of the package without the seconds that its imports take: forks of one process that has done them.
 
-``python -m tests.support.forked`` reads a request a line and answers with an exit status. The fork calls the command's
-own ``main``; ranks that it starts are forks as well, in place of ``python -m automoe.launch.worker``. From there on
+``python -m tests.support.forked`` imports the modules that it is told, reads a request a line and answers with an exit
+status. The fork calls the command's own ``main``; ranks that it starts are forks as well, in place of ``python -m automoe.launch.worker``. From there on
 nothing is different: environment, output, sessions, signals, exit.
 """
 
@@ -37,9 +37,9 @@ _DAC = (1 << 1) | (1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root rea
 class Forks:
     """The process that forks; ``run`` gives exit status, standard output and standard error of a command."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], imported: Sequence[str]) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "tests.support.forked"]
+        command = [sys.executable, "-m", "tests.support.forked", *imported]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=dict(env))
 
@@ -159,9 +159,9 @@ def obey_permissions() -> None:
 
 
 @contextlib.contextmanager
-def forks(folder: Path, env: Mapping[str, str]) -> Iterator[Forks]:
+def forks(folder: Path, env: Mapping[str, str], imported: Sequence[str] = IMPORTED) -> Iterator[Forks]:
     """A ``Forks`` that is gone afterwards."""
-    started = Forks(folder, env)
+    started = Forks(folder, env, imported)
     try:
         yield started
     finally:
@@ -169,7 +169,7 @@ def forks(folder: Path, env: Mapping[str, str]) -> Iterator[Forks]:
 
 
 def main() -> int:
-    for module in IMPORTED:
+    for module in sys.argv[1:]:
         import_module(module)
     compose_config()  # Hydra looks through all packages for plugins, once
     gc.freeze()

@@ -1,0 +1,56 @@
+"""States of random generators in a checkpoint.
+
+Training draws from counters (``automoe.counter_random``) and needs none of them. A recipe of one's own may use torch's,
+Python's or NumPy's, and is to go on as if nothing had happened, too.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8): copies."""
+    _, words, gauss = random.getstate()  # words: the state and the position in it
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert kind == "MT19937", kind
+    numpy_words = (*map(int, keys), int(position))
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": _twister(words, gauss),
+        "numpy": _twister(numpy_words, float(cached) if has_gauss else None),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Undo ``rng_state``; a generator that ``state`` lacks stays as it is."""
+    state = rng_state() | state
+    torch.set_rng_state(state["torch"])
+    words, gauss = _from_twister(state["python"])
+    random.setstate((3, tuple(words), gauss))
+    (*keys, position), gauss = _from_twister(state["numpy"])
+    np.random.set_state(("MT19937", keys, position, int(gauss is not None), gauss or 0.0))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _twister(words: tuple[int, ...], gauss: float | None) -> torch.Tensor:
+    bits = torch.tensor(gauss or 0.0, dtype=torch.float64).view(torch.int64).item()
+    return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
+
+
+def _from_twister(state: torch.Tensor) -> tuple[list[int], float | None]:
+    *words, has_gauss, _ = state.tolist()
+    return words, state[-1:].view(torch.float64).item() if has_gauss else None
+
+
+def of_this_rank(generators: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """States of random generators under names of this rank's own."""
+    return {f"generators.{dist.get_rank()}.{name}": state for name, state in generators.items()}
