@@ -154,9 +154,9 @@ def check_base(step_dir: Path, manifest: Mapping[str, Any], config: Config, base
     saved = manifest.get("base", base)
     if saved is not None and base is not None and ":" not in saved:
         raise CheckpointError(
-            f"{step_dir} names the frozen weights that it was trained beside in a way of earlier versions, which cannot "
-            f"be compared with those of model.hf_path={config.model.hf_path}. Go on or export with the version that "
-            "wrote it, or start over with checkpoint.resume=never"
+            f"{step_dir} names the frozen weights that it was trained beside in a way of earlier versions, which "
+            f"cannot be compared with those of model.hf_path={config.model.hf_path}. Go on or export with the version "
+            "that wrote it, or start over with checkpoint.resume=never"
         )
     if saved != base:
         raise CheckpointError(

@@ -11,7 +11,7 @@ import pytest
 from automoe.config.compose import Arguments, compose_config, parse_arguments
 from automoe.config.validate import validate
 from automoe.launch.sweep import sweep_directory
-from automoe.plan import take_page
+from automoe.plan import take_export, take_page
 from automoe.search import take_question
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,7 @@ def test_documents_show_commands() -> None:
 def test_a_documented_command_has_a_valid_configuration(command: str) -> None:
     words = [word for word in shlex.split(command) if word not in ("--json", "--build", "--proxy")]
     _, words = take_page(words)
+    _, words = take_export(words)
     _, words = take_question(words)
     arguments = parse_arguments(words)
     config = compose_config(arguments.config_name, arguments.overrides, arguments.config_dir)
