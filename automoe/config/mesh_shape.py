@@ -200,6 +200,15 @@ def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
     return mesh.world_size == 1 and (narrow or (config.lora.rank > 0 and not config.train.trainable))
 
 
+def too_many_stages(num_stages: int) -> tuple[str, str]:
+    """The rule that more stages than layers break, and what to do."""
+    return (
+        f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
+        "(mesh.pp * parallel.stages_per_rank)",
+        f"Set model.num_layers to {num_stages} or more, or lower mesh.pp or parallel.stages_per_rank",
+    )
+
+
 def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None) -> list[range]:
     """Consecutive layers of every pipeline stage, first stage first.
 
@@ -209,8 +218,13 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] |
         layers_per_stage: explicit sizes; None splits as evenly as it goes, the longer stages first,
             because the last stage also holds the final norm and the head.
 
-    The rules of a split are in ``automoe.config.validate``.
+    The other rules of a split are in ``automoe.config.validate``.
+
+    Raises:
+        ConfigError: there are more stages than layers.
     """
+    if num_layers < num_stages:
+        raise ConfigError("model.num_layers", num_layers, *too_many_stages(num_stages))
     if layers_per_stage is None:
         each, longer = divmod(num_layers, num_stages)
         layers_per_stage = [each + (stage < longer) for stage in range(num_stages)]

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, uses_ring
+from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, too_many_stages, uses_ring
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
@@ -131,11 +131,8 @@ def _pipeline_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
 
 def _split_rows(num_layers: int, num_stages: int, sizes: list[int] | None) -> Iterator[Row]:
     """Every stage has a layer, and every layer a stage."""
-    yield ("model.num_layers", num_layers < num_stages,
-           f"every pipeline stage holds at least 1 layer, and there are {num_stages} stages "
-           "(mesh.pp * parallel.stages_per_rank)",
-           f"Set model.num_layers to {num_stages} or more, or lower mesh.pp or parallel.stages_per_rank")
-    if sizes is None:
+    yield ("model.num_layers", num_layers < num_stages, *too_many_stages(num_stages))
+    if sizes is None or num_layers < num_stages:
         return
     even = ",".join(str(len(stage)) for stage in split_layers(num_layers, num_stages))
     key, remedy = "parallel.layers_per_stage", f"Set parallel.layers_per_stage=[{even}] or null"

@@ -16,6 +16,7 @@ from automoe.cost.activations import BatchPlan, TokenLoad
 from automoe.cost.adapters import as_stored, with_adapters
 from automoe.cost.params import Param, stage_params
 from automoe.cost.step_memory import Moment, Sizes, StagePlan, gathered_numel, local_numel, plan_stage, trained
+from automoe.errors import ConfigError
 
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
 SENDS_KEPT = 2  # of each stage and direction (``automoe.parallel.pipeline``), where stages are interleaved
@@ -209,9 +210,15 @@ def rank_actions(
     The orders are those of torch.distributed.pipelining: GPipe runs all forwards first; 1F1B starts
     ``pp - pp_rank`` forwards, then alternates; Interleaved1F1B takes rounds of up to ``pp``
     micro-batches through its stages in turn (arXiv 2104.04473, section 2.2).
+
+    Raises:
+        ConfigError: the rounds of Interleaved1F1B would not be equal; torch's schedule refuses that too.
     """
-    total = num_micro_batches * stages_per_rank
-    round_size = num_micro_batches // max(1, num_micro_batches // pp)
+    total, rounds = num_micro_batches * stages_per_rank, max(1, num_micro_batches // pp)
+    round_size, left = divmod(num_micro_batches, rounds)
+    if schedule == "Interleaved1F1B" and stages_per_rank > 1 and left:
+        rule = f"Interleaved1F1B runs {num_micro_batches} micro-batches in {rounds} equal rounds: {left} are left"
+        raise ConfigError("parallel.schedule", schedule, rule, f"Run a multiple of mesh.pp={pp} micro-batches")
     if schedule == "GPipe":
         ahead = total
     elif schedule == "1F1B":

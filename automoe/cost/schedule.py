@@ -215,7 +215,8 @@ def stretch(
 ) -> float:
     """How much longer a step is than the work of its busiest rank: ``simulate``, remembered for times alike.
 
-    Many micro-batches are taken from the rounds that repeat. Times are rounded to a ``GRAIN`` of the largest stage's,
+    Many micro-batches are taken from the rounds that repeat; rounds of more than ``pp``, which Interleaved1F1B makes
+    where ``pp`` does not divide, are all run. Times are rounded to a ``GRAIN`` of the largest stage's,
     which moves what ranks wait and not what they work.
     """
     unit = max(stage.forward + stage.backward for stage in stages) / GRAIN
@@ -227,7 +228,8 @@ def stretch(
     busy = [0.0] * pp
     for index, stage in enumerate(scaled):
         busy[rank_of(index, schedule, pp)] += stage.forward + stage.backward
-    if schedule == "GPipe" or num_micro_batches <= steady + pp:
+    odd = schedule == "Interleaved1F1B" and num_micro_batches % pp
+    if schedule == "GPipe" or odd or num_micro_batches <= steady + pp:
         (seconds,) = _rounds(schedule, scaled, pp, (num_micro_batches,), near, overlap)
     else:
         start, end = _rounds(schedule, scaled, pp, (steady, steady + pp), near, overlap)

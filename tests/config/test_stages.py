@@ -47,6 +47,13 @@ def test_impossible_split_names_the_numbers(
         validate(pipeline(num_layers, num_stages, sizes), None)
 
 
+@pytest.mark.parametrize("sizes", [None, [1, 1]])
+def test_more_stages_than_layers_are_refused_where_they_are_split_too(sizes: list[int] | None) -> None:
+    for refuse in (lambda: split_layers(61, 64, sizes), lambda: validate(pipeline(61, 64, sizes), None)):
+        with pytest.raises(ConfigError, match=r"model\.num_layers=61: .*there are 64 stages .* to 64 or more"):
+            refuse()
+
+
 def test_wrong_sizes_suggest_the_even_split() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.layers_per_stage=\[2,2,1\] or null"):
         validate(pipeline(5, 3, [5]), None)

@@ -14,6 +14,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.cost.communication import Group, all_to_all, dispatch_once, distinct, gather
 from automoe.cost.machine import Constants, Machine
 from automoe.cost.schedule import HIDDEN, StageTimes, all_actions, rank_of, simulate, stretch
+from automoe.errors import ConfigError
 
 F, B = 1.0, 2.0
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -74,6 +75,27 @@ def test_many_micro_batches_are_the_rounds_that_repeat(schedule: str) -> None:
         ranks = [[stages[i] for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
         busy = count * max(sum(s.forward + s.backward for s in held) for held in ranks)
         assert busy * stretch(schedule, stages, pp, count) == pytest.approx(whole, rel=5e-3)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_interleaved_rounds_are_those_of_torch(pp: int) -> None:
+    """What torch runs is simulated, also where ``pp`` does not divide the micro-batches; what it refuses is refused."""
+    stages = [StageTimes(F, B)] * 2 * pp
+    for count in range(pp, 8 * pp):
+        rounds = count // pp
+        if count % rounds:
+            with pytest.raises(ConfigError, match=rf"{rounds} equal rounds: {count % rounds} are left.*mesh\.pp={pp}"):
+                stretch("Interleaved1F1B", stages, pp, count)
+            continue
+        made: Any = object.__new__(schedules.ScheduleInterleaved1F1B)
+        made.pp_group_size, made._n_microbatches, made.n_local_stages = pp, count, 2
+        made.microbatches_per_round = count // rounds
+        for rank, mine in enumerate(all_actions("Interleaved1F1B", pp, 2, count, False)):
+            theirs = [action for action in made._calculate_single_rank_operations(rank) if action is not None]
+            read = [((KINDS[a.computation_type.name], a.stage_index, a.microbatch_index),) for a in theirs]
+            assert list(mine) == read, (rank, count)
+        # Longer than its own work, and by less than the wait of a schedule with one stage a rank.
+        assert 1 < stretch("Interleaved1F1B", stages, pp, count) <= 1 + pp / count
 
 
 @pytest.mark.parametrize(("schedule", "pp", "count"), [("ZBVZeroBubble", 4, 12), ("DualPipeV", 4, 12)])
