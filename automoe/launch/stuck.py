@@ -95,6 +95,7 @@ class StuckWatch:
         self._next_look = 0.0
         self._first_seen: dict[tuple[str, int], float] = {}
         self._named: set[str] = set()
+        self._lately: list[Pending] = []  # at the last look: the recorder drops one soon after it has run out of time
         self._error: BaseException | None = None  # what has ended the main thread's work
         self._answer = threading.Lock()  # the watching thread and a failing main thread may both answer
 
@@ -107,7 +108,7 @@ class StuckWatch:
             self._say_where()
         elif self.timeout_s is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + min(15.0, self.timeout_s / 40)
-            pending = pending_collectives(self._first_seen)
+            self._lately = pending = pending_collectives(self._first_seen)
             late = [one for one in pending if one.seconds >= _NEARLY * one.timeout_s]
             slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named]
             if (late or slow) and self._ask():
@@ -155,6 +156,8 @@ class StuckWatch:
             communicates |= error is not None and _is_timeout(error)
             saving = [describe_place(_live_frames(thread))[0] for thread in threading.enumerate() if _saves(thread)]
             pending = pending_collectives(self._first_seen)
+            if not pending and error is not None and _is_timeout(error):
+                pending = [one for one in self._lately if one.seconds >= one.timeout_s / 2]
             standing = Standing(self.rank, place, communicates, pending, asked, saving[0] if saving else None)
             target.parent.mkdir(exist_ok=True)
             for name, record in _records(False):

@@ -103,6 +103,16 @@ def test_a_rank_whose_own_collective_had_no_more_time_did_join_it(tmp_path: Path
     assert "did not join" not in message and message.count("in receive") == 1 and "Ranks 0, 1 wait in it" in message
 
 
+def test_a_collective_that_the_recorder_has_dropped_is_still_named(tmp_path: Path) -> None:
+    """Within some seconds of time no look sees it nearly out of that, and the failure comes before the next."""
+    watch = StuckWatch(tmp_path, 0, 1, io.StringIO())
+    watch._lately = [replace(DISPATCH, seconds=4.0, timeout_s=5.0), replace(SUM, seconds=0.5, timeout_s=5.0)]
+    watch.timeout_s = 5.0
+    watch.explain(RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
+    message = json.loads((tmp_path / ERROR_FILE).read_text())["message"]
+    assert message.startswith("all_to_all 7 of group ep (ranks 0, 1, 2) did not end in 5 s") and "world" not in message
+
+
 def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
     frames = []
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.nn.modules.module import register_module_forward_hook
 
+from automoe.config.context import gathers_latents
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -24,6 +26,7 @@ from automoe.config.schema import (
     TrainConfig,
 )
 from automoe.data.loader import StepBatch
+from automoe.model.linear import Linear
 from automoe.parallel import pipeline
 from automoe.verify.pool import RankPool
 from tests.support.communication import CommunicationLog, Message
@@ -152,6 +155,45 @@ def test_expert_tensor_parallelism_gathers_and_sums_received_rows(ranks: RankPoo
         lines = 4 * received + 2 * lines_of_weights(received)
         expected = LAYERS * tokens // SEQ * (etp - 1) * lines * HIDDEN * BYTES
         assert sent(messages, "all_to_all", 2, etp_groups.pop()) == expected
+
+
+def expanded_rows(config: Config) -> int:
+    """Rows of latents that this rank's ``kv_b_proj`` has multiplied in the forward passes of a step."""
+    latent, count = config.model.attention.kv_lora_rank, 0
+
+    def of(module: torch.nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        nonlocal count
+        if isinstance(module, Linear) and (args[0].shape[-1], out.shape[-1]) == (latent, EXPANDED):
+            count += args[0].shape[:-1].numel()
+
+    hook = register_module_forward_hook(of)
+    try:
+        run_trajectory(config, rows, 1, keep_tensors=False)
+    finally:
+        hook.remove()
+    return count
+
+
+EXPANDED = 2 * (10 + 6)  # numbers of keys and values in two heads
+
+
+@pytest.mark.parametrize("latent", [EXPANDED, EXPANDED // 4])
+def test_context_parallelism_expands_each_latent_once_unless_sending_takes_longer(ranks: RankPool, latent: int) -> None:
+    """Wide latents: each rank expands its own part of the row. Narrow ones are sent themselves, and expanded by all."""
+    attention = AttentionConfig(
+        kind="mla",
+        num_heads=2,
+        num_kv_heads=2,
+        kv_lora_rank=latent,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    )
+    run = config(cp=2)
+    run = replace(run, model=replace(MODEL, family="deepseek_v3", attention=attention))
+    part = 1 if gathers_latents(latent, EXPANDED, "cpu", BYTES) else 2
+    assert part == (2 if latent == EXPANDED else 1)
+    assert ranks.run(expanded_rows, 2, run) == [LAYERS * ROWS * SEQ // part] * 2
 
 
 def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) -> None:
