@@ -279,16 +279,19 @@ def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Over gloo schedules wait for a receive as long as for a collective: else, as was set when ``group`` was made.
 
-    NCCL's watchdog ends both, and a wait that is given a time would hold the host.
+    So do sends and receives with which stages agree whenever an evaluation begins, and the training after it. NCCL's
+    watchdog ends both, and a wait that is given a time would hold the host.
     """
-    waits = schedules._wait_batch_p2p
+    waits, send, recv = schedules._wait_batch_p2p, dist.send, dist.recv
     options = group._get_backend(device).options if group is not None and device.type == "cpu" else None
     if options is not None:  # torch's fake groups have none
         schedules._wait_batch_p2p = lambda works: [work.wait(options._timeout) for work in works]
+        dist.send = lambda *args, **kwargs: dist.isend(*args, **kwargs).wait(options._timeout)
+        dist.recv = lambda *args, **kwargs: dist.irecv(*args, **kwargs).wait(options._timeout)
     try:
         yield
     finally:
-        schedules._wait_batch_p2p = waits
+        schedules._wait_batch_p2p, dist.send, dist.recv = waits, send, recv
 
 
 def _move_buffers(recv_infos: tuple[Any, ...], device: torch.device) -> None:

@@ -59,7 +59,7 @@ def waits_of_groups(mesh: dict[str, int]) -> tuple[int, int, list[list[float]]]:
     return opened.count, len(groups()), [before, waits()]
 
 
-def waits_for_a_receive() -> tuple[float, float]:
+def waits_for_a_receive(blocking: bool) -> tuple[float, float]:
     """Rank 0's seconds until one arrives that is late while groups are young, and until one fails that never comes."""
     shape, cpu = resolve_mesh(MeshConfig(pp=2, dp_shard=1), None), torch.device("cpu")
     group = build_meshes(shape, cpu, timedelta(seconds=500)).group("pp")
@@ -71,7 +71,10 @@ def waits_for_a_receive() -> tuple[float, float]:
         set_timeouts(timeout)
         began = time.monotonic()
         with receives_in_time(group, cpu), contextlib.suppress(RuntimeError) if seconds else contextlib.nullcontext():
-            schedules._wait_batch_p2p([dist.irecv(torch.empty(1), src=1, group=group)])
+            if blocking:  # looked up as torch's stages do when they agree
+                dist.recv(torch.empty(1), src=1, group=group)
+            else:
+                schedules._wait_batch_p2p([dist.irecv(torch.empty(1), src=1, group=group)])
         seconds.append(time.monotonic() - began)
     return tuple(seconds)
 
@@ -92,9 +95,10 @@ def test_a_group_that_a_rank_does_not_come_to_make_is_given_up(ranks: RankPool) 
     assert "timeout" in ranks.run(gives_up_making_a_group, 2)[0].lower()
 
 
-def test_a_receive_waits_as_long_as_a_collective_of_its_group(ranks: RankPool) -> None:
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_receive_waits_as_long_as_a_collective_of_its_group(ranks: RankPool, blocking: bool) -> None:
     """Made with little time, groups would not wait for ranks that load; with much, a cut link is found too late."""
-    late, never = ranks.run(waits_for_a_receive, 2)[0]
+    late, never = ranks.run(waits_for_a_receive, 2, blocking)[0]
     assert 0.5 < late and 0.4 < never < 30
 
 
