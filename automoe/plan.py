@@ -33,6 +33,8 @@ step, and what will not fit. Needs no GPU and starts no rank.
   search=fewest_gpus   the fewest GPUs, in powers of two, that it fits on
   search=longest_context world=N
                        the longest rows, in doublings, that fit
+  search=largest_batch world=N
+                       the largest micro-batch, in doublings, that fits
   calibrate=true       measure this machine in half a minute, and write what it
                        reaches as a cluster, into plans/ or out=FOLDER
   export=torchtitan    write the run as a configuration module of torchtitan's

@@ -19,7 +19,8 @@ from automoe.errors import ConfigError
 from automoe.launch.hardware import resolve_device
 from automoe.launch.prepare import compose
 
-KINDS = ("true", "fewest_gpus", "longest_context")
+KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
+GROWN = {"longest_context": "seq_len", "largest_batch": "micro_batch_size"}  # of ``train``, by the question
 CALIBRATE = "calibrate"  # another question: what this machine reaches
 MAX_GPUS = 16_384
 MAX_TOKENS = 1 << 20  # of a row
@@ -27,7 +28,7 @@ MAX_TOKENS = 1 << 20  # of a row
 
 @dataclass(frozen=True)
 class Question:
-    """The best mesh of ``world`` ranks, the fewest ranks, the longest rows that fit; or what this machine does."""
+    """The best mesh of ``world`` ranks, the fewest ranks, the longest rows, the largest batch; or this machine."""
 
     kind: str
     world: int | None
@@ -87,7 +88,11 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     check_rows(config, settings_rows(config))
     device = resolve_device(config)
     keys = {key_of(text) for text in args.overrides}
-    fixed = sorted(keys | ({"mesh.dp_shard"} if "mesh.dp_shard" in keys else set()))
+    if question.kind == "largest_batch":
+        if "train.micro_batch_size" not in keys:
+            config = replace(config, train=replace(config.train, micro_batch_size=1))
+        keys.add("train.micro_batch_size")
+    fixed = sorted(keys)
     if "mesh" in keys:
         raise ConfigError("mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2")
     console = Console(highlight=False)
@@ -120,10 +125,11 @@ def _find(question: Question, config: Config, look: Callable[[Config, int], Sear
         return made
     assert question.world is not None
     made = [(config, look(config, question.world))]
-    if question.kind == "longest_context":
-        while made[-1][1].found and (tokens := 2 * made[-1][0].train.seq_len) <= MAX_TOKENS:
-            longer = replace(config, train=replace(config.train, seq_len=tokens))
-            made.append((longer, look(longer, question.world)))
+    if key := GROWN.get(question.kind):
+        most = MAX_TOKENS if key == "seq_len" else config.train.global_batch_size
+        while made[-1][1].found and (size := 2 * getattr(made[-1][0].train, key)) <= most:
+            larger = replace(config, train=replace(config.train, **{key: size}))
+            made.append((larger, look(larger, question.world)))
         if len(made) > 1 and not made[-1][1].found:
             made.pop()
     return made
@@ -172,9 +178,9 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
         rule = f"{path} cannot be written: {error.strerror}"
         raise ConfigError("out", str(folder), rule, "Set out=FOLDER, one you may write to") from error
     typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
-    seq_len = f"train.seq_len={best.config.train.seq_len}"
-    if question.kind == "longest_context":
-        typed = [*(text for text in typed if key_of(text) != "train.seq_len"), seq_len]
+    if key := GROWN.get(question.kind):
+        others = (text for text in typed if key_of(text) != f"train.{key}")
+        typed = [*others, f"train.{key}={getattr(best.config.train, key)}"]
     composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
     if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
         rule = f"{path} is there, but {args.config_name} sets other sizes after it"
@@ -196,7 +202,7 @@ def _as_dict(one: Candidate) -> dict[str, Any]:
     return {
         **overrides_of(one),
         "seq_len": one.config.train.seq_len,
-        "time": asdict(one.time),
+        "time": one.time.to_dict(),
         "peak": one.peak,
         "peak_at_twice_the_even_load": one.uneven_peak,
         "needed_at_twice_the_even_load": one.needed,

@@ -221,9 +221,10 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] |
     The other rules of a split are in ``automoe.config.validate``.
 
     Raises:
-        ConfigError: there are more stages than layers.
+        ConfigError: there are more stages than layers to split. Sizes that are given may be 0 on paper, as published
+            layouts are.
     """
-    if num_layers < num_stages:
+    if layers_per_stage is None and num_layers < num_stages:
         raise ConfigError("model.num_layers", num_layers, *too_many_stages(num_stages))
     if layers_per_stage is None:
         each, longer = divmod(num_layers, num_stages)

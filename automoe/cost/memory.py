@@ -84,7 +84,8 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     model, parallel = config.model, config.parallel
     layers = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
     numbers = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
-    held = [as_stored(with_adapters(stage_params(model, layers, stage), config), config) for stage in numbers]
+    bare = [stage_params(model, layers, stage) for stage in numbers]
+    held = [as_stored(with_adapters(stage, config), config) for stage in bare]
     params = [param for stage in held for param in stage]
     sizes, load = Sizes(config, mesh), TokenLoad.of(config, mesh, batch)
     stages = [
@@ -101,7 +102,7 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
     return RankMemory(
         pp_rank=pp_rank,
         layers=[layer for stage in numbers for layer in layers[stage]],
-        params=sum(param.numel for stage in numbers for param in stage_params(model, layers, stage)),
+        params=sum(param.numel for stage in bare for param in stage),
         weights=sizes.weights(params),
         moments=sizes.moments(params),
         averages=sizes.total(local_numel, trained(params), sizes.wide) if config.optim.ema_decay else 0,
@@ -168,17 +169,21 @@ def _pipeline_moments(
         others = sum(count * each.kept for count, each in zip(held, stages, strict=True)) - stage.kept
         gradients = sum(each.gradients for each, some in zip(stages, done, strict=True) if some)
         if is_forward:
-            now = replace(stage.loss(False, others), unsharded_gradients=gradients)
+            now = stage.loss(False, others)
+            there, kept = gradients, now.activations
         else:
             now = most[i, done[i]]
             there = gradients - stage.gradients * done[i] + now.unsharded_gradients
-            now = replace(now, unsharded_gradients=there, activations=others + now.activations)
+            kept = others + now.activations
             held[i] -= 1
             done[i] = True
         # The gradient that came, and those that are still on their way to the stages before.
         sent = SENDS_KEPT * sum(not each.first for each in stages) if len(stages) > 1 else not stage.first
         buffers = stage.border * ((not stage.last) + sent)
-        yield replace(now, in_flight=in_flight, gathered_weights=gathered, receive_buffers=buffers)
+        yield replace(
+            now, in_flight=in_flight, unsharded_gradients=there, activations=kept, gathered_weights=gathered,
+            receive_buffers=buffers,
+        )  # fmt: skip
     whole = sum(stage.gradients for stage in stages)
     flat = max((layer.experts or layer.gradients for stage in stages for layer in stage.layers), default=0)
     yield Moment(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from automoe.config.mesh_shape import MeshShape
@@ -17,6 +19,7 @@ from automoe.cost.reserve import Reserve, needed, not_modelled, reserve
 from automoe.cost.time import StepTime, step_time
 
 SHOWN = 5  # single changes
+SLOW = 0.1  # share of a step, or of a rank's work, from which on it is said
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
             f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
             "Raise train.micro_batch_size or mesh.ep"
         )
+    warnings += _time_warnings(config, plan)
     saved, interval = plan.checkpoint, plan.checkpoint.interval_seconds
     if interval and saved.write_seconds > interval:
         warnings.append(
@@ -153,3 +157,23 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
             "checkpoint.every or checkpoint.every_minutes"
         )
     return warnings
+
+
+def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
+    time, step = plan.time, plan.time.seconds
+    seen, away = time.communication.get("ep", 0.0), time.off_node.get("ep", 0.0)
+    if away and seen > SLOW * step:
+        yield (
+            f"experts' tokens leave the node: {gib(away)} a rank and step, and ep takes {seen / step:.0%} of the step. "
+            f"Keep mesh.ep * mesh.etp within the {config.cluster.gpus_per_node} GPUs of a node, or send one copy a "
+            "node with moe.dispatcher=hierarchical"
+        )
+    usual, most = median(time.by_rank), max(time.by_rank)
+    a_layer = usual * plan.mesh.pp / config.model.num_layers
+    if most > usual + max(SLOW * usual, a_layer):  # for less than a layer, none can be moved to gain
+        rank = time.by_rank.index(most)
+        stages = "has the head" if rank == plan.mesh.pp - 1 else "has more than the others"
+        yield (
+            f"pp rank {rank}, which {stages}, is busy {most / usual - 1:.0%} longer than the usual rank, and all wait "
+            "for it. Give it fewer layers with parallel.layers_per_stage"
+        )

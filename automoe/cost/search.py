@@ -24,7 +24,7 @@ from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.cost.activations import UNEVEN, at_load, plan_batch
-from automoe.cost.memory import RankMemory, plan_memory
+from automoe.cost.memory import plan_memory
 from automoe.cost.params import ParamCount, count_params
 from automoe.cost.reserve import needed
 from automoe.cost.step_memory import DTYPE_BYTES
@@ -102,6 +102,7 @@ def search(
         result.num_timed = len(timed)
         timed.sort(key=lambda one: -one.speed)
         _look(result, timed, lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some), tell)
+        result.found = [*each(_with_even_peak, result.found)]
     return result
 
 
@@ -269,30 +270,27 @@ def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candid
     if not rungs:
         return None
     low, high = 0, len(rungs) - 1  # the answer is in low..high
-    found = rungs[high] = _with_peaks(rungs[high])
+    found = rungs[high] = _with_need(rungs[high])
     if not fits(found):
         return found if high + 1 == len(ladder(candidate.config, fixed)) else None
     while low < high:
         middle = (low + high) // 2
-        if fits(one := _with_peaks(rungs[middle])):
+        if fits(one := _with_need(rungs[middle])):
             found, high = one, middle
         else:
             low = middle + 1
     return found
 
 
-def _with_peaks(candidate: Candidate) -> Candidate:
+def _with_need(candidate: Candidate) -> Candidate:
     config, shape = candidate.config, candidate.mesh
-    batch = plan_batch(config, shape)
+    uneven = plan_memory(config, shape, at_load(plan_batch(config, shape), UNEVEN, config, shape))
+    return replace(candidate, uneven_peak=max(rank.peak for rank in uneven), needed=needed(config, shape, uneven))
 
-    def ranks(load: float) -> list[RankMemory]:
-        return plan_memory(config, shape, at_load(batch, load, config, shape))
 
-    uneven = ranks(UNEVEN)
-    most = max(rank.peak for rank in uneven)
-    # No load of experts needs less than an even one.
-    found = replace(candidate, uneven_peak=most, peak=most, needed=needed(config, shape, uneven))
-    return replace(found, peak=max(rank.peak for rank in ranks(1.0))) if fits(found) else found
+def _with_even_peak(candidate: Candidate) -> Candidate:
+    config, shape = candidate.config, candidate.mesh
+    return replace(candidate, peak=max(rank.peak for rank in plan_memory(config, shape, plan_batch(config, shape))))
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))

@@ -46,6 +46,7 @@ class StepTime:
     calibrated: bool
     spread: float  # how far the prediction may be off either way, as a share
     busy: float = 0.0  # seconds that all ranks together compute and send, where they share ``cluster.cores``; else 0
+    by_rank: tuple[float, ...] = ()  # seconds that each pipeline rank's micro-batches take it
 
     @property
     def seconds(self) -> float:
@@ -120,7 +121,7 @@ def step_time(
     ranks = [[i for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
     busy = [count * sum(times[i].forward + times[i].backward for i in held) for held in ranks]
     rank = busy.index(max(busy))
-    border, still, end = _border(place), busy[rank], busy[rank]
+    border, still, end, by_rank = _border(place), busy[rank], busy[rank], tuple(busy)
     if bubble and (pp > 1 or overlap):
         still = busy[rank] * stretch(schedule, times, pp, count, 0.0, overlap)
         end = max(still, busy[rank] * stretch(schedule, times, pp, count, border.seconds, overlap))
@@ -145,7 +146,7 @@ def step_time(
         mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
     spread = BAND if machine.calibrated and not config.cluster.constants else UNCALIBRATED_BAND
     return StepTime(
-        compute, communication, waits, other, traffic, off_node, speed, *mfu, machine.calibrated, spread, work
+        compute, communication, waits, other, traffic, off_node, speed, *mfu, machine.calibrated, spread, work, by_rank
     )
 
 

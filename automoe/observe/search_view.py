@@ -21,7 +21,8 @@ def print_search(config: Config, search: Search, console: Console) -> None:
     """The best candidates, three lines each, and the account of the rest."""
     cluster = config.cluster
     console.print(
-        f"[bold]{search.world_size:,} ranks[/] of {cluster.name}, rows of {config.train.seq_len:,} tokens, "
+        f"[bold]{search.world_size:,} {'rank' if search.world_size == 1 else 'ranks'}[/] of {cluster.name}, "
+        f"rows of {config.train.seq_len:,} tokens, "
         f"{config.train.global_batch_size:,} a step",
         highlight=False,
     )
@@ -47,7 +48,8 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
     memory = f"; {gib(one.needed)}" + (f" of {gib(limit)}" if limit else "")
     yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
     yield f"{one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
-    schedule = f"{parallel.schedule}, {parallel.stages_per_rank} stages a rank; " if one.mesh.pp > 1 else ""
+    stages = f", {parallel.stages_per_rank} stages a rank" if parallel.stages_per_rank > 1 else ""
+    schedule = f"{parallel.schedule}{stages}; " if one.mesh.pp > 1 else ""
     again = ", ".join(recomputed_names(parallel)) or "nothing"
     policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
     yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"

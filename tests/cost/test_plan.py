@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -62,6 +63,21 @@ def test_the_table_of_recomputation_has_every_flagship() -> None:
     table = (DOCS / "plan.md").read_text().split(write_plan.BEGIN)[1].split(write_plan.END)[0].splitlines()
     assert [line.split("`")[1] for line in table[2:]] == FLAGSHIPS
     assert {"dsv3_671b", "kimi_k2_1t_a32b", "gpt_oss_120b", "glm45_355b_a32b"} < set(FLAGSHIPS)
+
+
+def test_answers_are_what_plans_say() -> None:
+    page = (DOCS / "plan.md").read_text()
+    for question in write_plan.QUESTIONS:
+        if "search=" in question.words:
+            assert f"automoe plan {question.words}\n" in page
+        else:
+            assert write_plan.entry(question) in page, "run: make docs-config"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("question", [q for q in write_plan.QUESTIONS if "search=" in q.words], ids=lambda q: q.text)
+def test_answers_are_what_searches_say(question: Any) -> None:
+    assert write_plan.entry(question) in (DOCS / "plan.md").read_text(), "run: make docs-config"
 
 
 @pytest.mark.parametrize("mesh", ["tuned", "first"])
@@ -225,6 +241,19 @@ def test_an_idle_pipeline_is_named() -> None:
     plan = plan_of("mixtral_8x22b", *mesh, "train.global_batch_size=128", "cluster=laptop")
     assert plan.bubble == pytest.approx(7 / (8 + 7), rel=0.03)  # simulated, with what stages do not share evenly
     assert f"idles {plan.bubble:.0%} of a step: 8 micro-batches over mesh.pp=8" in plan.warnings[0]
+
+
+def test_what_slows_a_step_is_said() -> None:
+    near, far = (plan_of("dsv3_671b", f"mesh.ep={ep}", f"mesh.ep_shard={64 // ep}") for ep in (8, 64))
+    assert near.warnings == [] and near.time.off_node.get("ep", 0.0) == 0.0
+    (said,) = [text for text in far.warnings if "leave the node" in text]
+    assert f"ep takes {far.time.communication['ep'] / far.time.seconds:.0%} of the step" in said
+    assert plan_of("gpt_oss_120b").warnings == []
+    uneven = plan_of("gpt_oss_120b", "parallel.layers_per_stage=null")
+    (said,) = uneven.warnings
+    usual = sorted(uneven.time.by_rank)[1:3]
+    more = uneven.time.by_rank[-1] / (sum(usual) / 2) - 1
+    assert f"pp rank 3, which has the head, is busy {more:.0%} longer" in said
 
 
 def test_print_shows_both_meshes_and_the_heaviest_rank() -> None:

@@ -131,7 +131,7 @@ def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["search=true"], "Add world=1024"),
         (["search=fewest_gpus", "world=8"], "Leave world= out"),
-        (["search=best", "world=8"], "there are true, fewest_gpus, longest_context"),
+        (["search=best", "world=8"], "there are true, fewest_gpus, longest_context, largest_batch"),
         (["search=true", "world=0"], "a number of ranks"),
         (["world=8"], "Add search=true"),
         (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),
@@ -154,6 +154,23 @@ def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(printed.out) == {"found": []}
     assert "nothing fits" in printed.err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name", "qwen3_30b_a3b", "mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=8", "mesh.etp=1"]
+    words += ["parallel.recompute=full", "parallel.reshard=micro_batch"]
+    assert plan.main([*words, "search=largest_batch", "world=16", f"out={tmp_path}"]) == 0
+    command = re.search(r"automoe train (.*)", capsys.readouterr().out)
+    assert command is not None
+    composed = compose_config("qwen3_30b_a3b", command[1].split()[4:], str(tmp_path))
+    size = composed.train.micro_batch_size
+    assert size > 1
+    for factor in (1, 2):
+        train = replace(composed.train, micro_batch_size=factor * size)
+        larger = replace(composed, train=train)
+        shape = validate(larger, 16, "cuda")
+        ranks = plan_memory(larger, shape, at_load(plan_batch(larger, shape), UNEVEN, larger, shape))
+        assert (needed(larger, shape, ranks) <= (larger.cluster.memory_bytes or 0)) == (factor == 1)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
