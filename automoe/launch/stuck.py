@@ -30,6 +30,7 @@ from automoe.launch import run_dir as runs
 _RECORDED = "512"  # collectives that the recorder remembers: some steps' worth
 _NEARLY = 0.9  # of the timeout: before the backend gives up, which NCCL does by ending the process
 _ANSWER_S = 10.0  # for the other ranks to say where they are
+_WAITS = "wait_for_ranks"  # a function of this project that is in torch.distributed as those of torch are
 _SAVES = "checkpoint"  # the group over which saves and loads talk
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
@@ -317,7 +318,7 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
             modules.append(self)
         if path.startswith(str(_PACKAGE)) or not any(part in path for part in _NOT_A_PLACE):
             shown = os.path.relpath(path, _PACKAGE.parent) if path.startswith(str(_PACKAGE)) else path
-            place, communicates = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}", False
+            place, communicates = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}", frame.f_code.co_name == _WAITS
         elif "torch/distributed/" in path:
             communicates = True
     if modules:

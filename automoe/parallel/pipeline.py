@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -275,6 +276,12 @@ def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
         schedules._wait_batch_p2p(sent.popleft())
 
 
+def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
+    """Of this name ``automoe.launch.stuck`` knows that a rank in here waits for others."""
+    for work in works:
+        work.wait(timeout)
+
+
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Over gloo schedules wait for a receive as long as for a collective: else, as was set when ``group`` was made.
@@ -285,9 +292,9 @@ def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> I
     waits, send, recv = schedules._wait_batch_p2p, dist.send, dist.recv
     options = group._get_backend(device).options if group is not None and device.type == "cpu" else None
     if options is not None:  # torch's fake groups have none
-        schedules._wait_batch_p2p = lambda works: [work.wait(options._timeout) for work in works]
-        dist.send = lambda *args, **kwargs: dist.isend(*args, **kwargs).wait(options._timeout)
-        dist.recv = lambda *args, **kwargs: dist.irecv(*args, **kwargs).wait(options._timeout)
+        schedules._wait_batch_p2p = lambda works: wait_for_ranks(works, options._timeout)
+        dist.send = lambda *args, **kwargs: wait_for_ranks([dist.isend(*args, **kwargs)], options._timeout)
+        dist.recv = lambda *args, **kwargs: wait_for_ranks([dist.irecv(*args, **kwargs)], options._timeout)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from launch_command import RECIPES, TWO_RANKS, Command
 
 from automoe.launch.run_dir import ERROR_FILE, STUCK_FILE, read_status
 from automoe.launch.stuck import Pending, Standing, StuckWatch, describe_place, who_is_missing
+from automoe.parallel.pipeline import wait_for_ranks
 from tests.support.command import MESHES, TINY, TrainCommand
 
 DISPATCH = Pending("all_to_all", 7, "ep", [0, 1, 2], 30.0, 30.0)
@@ -128,6 +130,20 @@ def test_the_place_is_the_projects_own_line_with_the_module_around_it() -> None:
     place, communicates = describe_place(frames)
     assert place.startswith("1.0: ") and place.endswith("in forward") and "test_stuck.py:" in place
     assert not communicates
+
+
+def test_a_rank_that_waits_for_a_receive_of_its_pipeline_communicates() -> None:
+    """It was said to have stayed away: between this project's line and the wait itself no function of torch is seen."""
+    seen = []
+
+    class Work:
+        def wait(self, timeout: timedelta) -> None:
+            frame = sys._getframe(1)
+            seen.append(describe_place([frame]))
+
+    wait_for_ranks([Work()], timedelta(seconds=1))  # type: ignore[list-item]
+    ((place, communicates),) = seen
+    assert communicates and place.startswith("automoe/parallel/pipeline.py:") and place.endswith("in wait_for_ranks")
 
 
 @pytest.mark.faults
