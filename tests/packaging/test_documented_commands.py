@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from automoe.config.compose import Arguments, compose_config, parse_arguments
 from automoe.config.rules import check_rows, number_rows
@@ -71,3 +74,22 @@ def test_commands_of_the_readme_write_into_folders_of_their_own() -> None:
     folders = [folder(parse_arguments(words.split())) for words in ["", *arguments]]
     assert len(set(folders)) == len(folders), folders
     assert folders[0] == "runs/default" and "export runs/default " in README
+
+
+def test_jobs_of_the_page_on_clusters_start_as_many_ranks_as_the_flagship_has() -> None:
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    shells, (job_set,) = ([*re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)] for kind in ("sh", "yaml"))
+    torchrun, slurm = shells
+    for shell in shells:
+        subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
+    nodes = yaml.safe_load(job_set)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = nodes["template"]["spec"]["containers"]
+    started, gpus = shlex.join(container["command"]), container["resources"]["limits"]["nvidia.com/gpu"]
+    assert nodes["completionMode"] == "Indexed" and nodes["parallelism"] == nodes["completions"]
+    sizes = [(nodes["completions"], gpus)]
+    for text, here in ((started, "proc-per-node"), (torchrun, "proc-per-node"), (slurm, "tasks-per-node")):
+        sizes += [tuple(int(re.findall(rf"--n?{name}=(\d+)", text)[0]) for name in ("nodes", f"n?{here}"))]
+    assert len(set(sizes)) == 1, sizes
+    config = compose_config("dsv3_671b", parse_arguments(started.split("automoe.train ")[1].split()).overrides)
+    assert validate(config, None).world_size == sizes[0][0] * sizes[0][1]
+    assert config.cluster.gpus_per_node == gpus and config.run_dir == "/shared/dsv3"
