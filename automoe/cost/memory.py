@@ -170,7 +170,7 @@ def _pipeline_moments(
         gradients = sum(each.gradients for each, some in zip(stages, done, strict=True) if some)
         if is_forward:
             now = stage.loss(False, others)
-            there, kept = gradients, now.activations
+            there, kept = float(gradients), now.activations
         else:
             now = most[i, done[i]]
             there = gradients - stage.gradients * done[i] + now.unsharded_gradients
