@@ -242,7 +242,7 @@ class OptimConfig:
     # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those are kept in
     # bfloat16 alone, and updates are rounded stochastically
     master_weights: Literal["float32", "stochastic"] = "float32"
-    # bfloat16: with stochastic master weights, moments are too
+    # bfloat16: rounded stochastically, with either kind of master weights; those of routers stay in float32
     moments: Literal["float32", "bfloat16"] = "float32"
     # Of an exponential moving average of the trained weights, in float32: 0.999 is over about a thousand steps; 0: none
     ema_decay: float = 0.0

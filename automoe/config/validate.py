@@ -164,9 +164,9 @@ def _optimizer_rows(config: Config) -> Iterator[Row]:
            "the share of an average that a step keeps, in [0, 1)", "Set 0.999, or 0 for no average")
     yield ("checkpoint.export_ema", config.checkpoint.export_ema and not optim.ema_decay,
            "no average of the weights is kept: optim.ema_decay=0", "Set optim.ema_decay=0.999, or leave it out")
-    yield ("optim.moments", optim.moments == "bfloat16" and not stochastic,
-           "moments are rounded stochastically where parameters are, and optim.master_weights=float32 rounds none",
-           "Set optim.master_weights=stochastic, or optim.moments=float32")
+    yield ("optim.moments", optim.moments == "bfloat16" and config.train.dtype != "bfloat16",
+           f"bfloat16 moments go with bfloat16 products, and train.dtype={config.train.dtype}",
+           "Set train.dtype=bfloat16, or optim.moments=float32")
     yield ("optim.master_weights", stochastic and config.train.dtype != "bfloat16",
            f"stochastic rounding is to bfloat16, and train.dtype={config.train.dtype}",
            "Set train.dtype=bfloat16, or optim.master_weights=float32")

@@ -194,7 +194,8 @@ def _pipeline_moments(
 
 def _update_moment(config: Config, sizes: Sizes, params: list[Param]) -> Moment:
     largest = max((local_numel(param, sizes.mesh) for param in trained(params)), default=0)
-    in_torch = config.cluster.gpu == "cpu" and config.optim.master_weights == "stochastic"
+    rounds = config.optim.master_weights == "stochastic" or config.optim.moments == "bfloat16"
+    in_torch = config.cluster.gpu == "cpu" and rounds
     scratch = UPDATE_BYTES * min(largest, UPDATE_BLOCK) * in_torch
     return Moment("update", [], gradients=sizes.sharded_gradients(params), temporaries=scratch)
 

@@ -192,6 +192,8 @@ def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
         yield f"train.fp8={config.train.fp8}", "train.fp8=off"
     if config.optim.master_weights == "stochastic":
         yield "optim.master_weights=stochastic", "optim.master_weights=float32"
+    if config.optim.moments == "bfloat16":
+        yield "optim.moments=bfloat16", "optim.moments=float32"
 
 
 def _experts(config: Config) -> str:

@@ -30,7 +30,7 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and ``names``.
 
     Args:
-        seed: of the roundings of ``optim.master_weights=stochastic``.
+        seed: of the roundings of ``optim.master_weights=stochastic`` and ``optim.moments=bfloat16``.
     """
     groups: dict[tuple[object, bool], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -53,16 +53,18 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     # A stage may be without parameters.
     given = list(groups.values()) or [{"params": [], "names": [], "mesh": "local"}]
     options: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    stochastic = optim.master_weights == "stochastic"
+    narrow_moments = optim.moments == "bfloat16"
+    stochastic = optim.master_weights == "stochastic" or narrow_moments
     optimizer: torch.optim.Optimizer
     if stochastic:
         optimizer = StochasticAdamW(given, **options, seed=seed)
     else:
         optimizer = torch.optim.AdamW(given, **options, fused=True)
     for group in given:
-        for parameter in group["params"]:
-            least = getattr(torch, optim.moments) if stochastic else parameter.dtype
-            dtype = torch.promote_types(parameter.dtype, least)
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            dtype = torch.promote_types(parameter.dtype, torch.float32) if stochastic else parameter.dtype
+            if narrow_moments and ".router." not in name:  # whose weights are wide, too
+                dtype = torch.bfloat16
             optimizer.state[parameter] = {  # as a fused AdamW lays it out
                 # On the parameter's device, so that nobody waits for it.
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

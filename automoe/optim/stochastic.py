@@ -58,9 +58,9 @@ class Numbers:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101), computed in float32; bfloat16 parameters rounded stochastically, and moments like them.
+    """AdamW (arXiv 1711.05101), computed in float32; parameters and moments in bfloat16 are rounded stochastically.
 
-    Parameters and moments of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
+    Those of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
     (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given
     the same bias corrections, whose powers differ in the last bit between libraries.
 
@@ -126,7 +126,7 @@ def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], num
         root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(wide)
         value = values[block].to(wide) * numbers.kept
         value -= first * numbers.rates[place] / root.add_(numbers.eps)
-        bits = bits_at(index, key) if values.dtype == torch.bfloat16 else index  # which nobody reads
+        bits = bits_at(index, key) if torch.bfloat16 in (values.dtype, firsts.dtype) else index  # which nobody reads
         for stored, x, first_bit in ((values, value, 0), (firsts, first, 16), (seconds, second, 32)):
             stored[block] = round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
 

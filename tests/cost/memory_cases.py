@@ -31,6 +31,7 @@ CASES: dict[str, list[str]] = {
     "qwen one micro-batch": [QWEN, ONE, "train.global_batch_size=2"],
     "qwen bfloat16": [QWEN, ONE, BF16],
     "qwen stochastic": [QWEN, ONE, BF16, NARROW, "optim.moments=bfloat16"],
+    "qwen bfloat16 moments": [QWEN, ONE, BF16, "optim.moments=bfloat16"],
     "qwen stochastic, one micro-batch": [QWEN, ONE, BF16, NARROW, "train.global_batch_size=2"],
     "qwen one document": [QWEN, ONE, "data.document_mask=false"],
     "qwen full": [QWEN, ONE, again("full"), "model.num_layers=6"],

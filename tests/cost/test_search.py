@@ -135,7 +135,10 @@ def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixt
         (["search=true", "world=0"], "a number of ranks"),
         (["world=8"], "Add search=true"),
         (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),
-        (["search=true", "world=8", "optim.moments=bfloat16"], "optim.master_weights=float32 rounds none"),
+        (
+            ["search=true", "world=8", "optim.moments=bfloat16", "train.dtype=float32"],
+            "Set train.dtype=bfloat16, or optim.moments=float32",
+        ),
     ],
 )
 def test_questions_that_cannot_be_asked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
