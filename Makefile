@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench-cpu-step bench-sft bench-moe-layer bench-main-job bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench-cpu-step bench-sft bench-moe-layer bench-main-job bench-plan bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -111,6 +111,9 @@ bench-tokenise: $(SETUP) ## Peak memory and speed of tokenising a text file of 2
 
 fit-time: $(SETUP) ## Fit the constants of predicted step times to published runs, and write how well that goes
 	@$(PY) -m benchmarks.fit_time --fit
+
+bench-plan: $(SETUP) ## CPU-seconds of steps on 18 meshes, predicted by a calibrated machine beside measured, ten minutes
+	@$(PY) benchmarks/plan_correlation.py $(ARGS)
 
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py

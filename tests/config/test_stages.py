@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from automoe.config.mesh_shape import split_layers, stage_of_rank
@@ -49,7 +51,7 @@ def test_impossible_split_names_the_numbers(
 
 @pytest.mark.parametrize("sizes", [None, [1, 1]])
 def test_more_stages_than_layers_are_refused_where_they_are_split_too(sizes: list[int] | None) -> None:
-    refused = [lambda: validate(pipeline(61, 64, sizes), None)]
+    refused: list[Callable[[], object]] = [lambda: validate(pipeline(61, 64, sizes), None)]
     if sizes is None:  # given sizes may be 0 on paper
         refused.append(lambda: split_layers(61, 64))
     for refuse in refused:

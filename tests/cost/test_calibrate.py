@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from automoe.cost.machine import Constants, Machine
 from automoe.cost.time import UNCALIBRATED_BAND, step_time
 from automoe.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 BENCH = Bench.of("cpu", 1)
 CURVE = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0]
 KNOWN = {"gemm": 0.8, "memory": 0.8, "grouped": 0.5, "attention": 0.6, "latency": 1e-3}
@@ -102,3 +104,18 @@ def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
     assert plan.main(["calibrate=true", f"out={tmp_path}"]) == 2
     assert "measured_cpu.yaml is there" in capsys.readouterr().err
     assert plan.main(["calibrate=true", "world=4"]) == 2 and MOST_RANKS >= 2
+
+
+def test_measured_steps_are_in_the_order_in_which_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the meshes in the results, on the cluster file that was made for them, by the model as it is now."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from plan_correlation import CASES, compare, config_of, predicted
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "plan_correlation.json").read_text())
+    measured = {name: [[one] for one in mesh["rounds"]] for name, mesh in result["meshes"].items()}
+    assert measured.keys() == CASES.keys() and len(measured) >= 12 and not result["commit"].endswith("+")
+    assert {validate(config_of(name), None).world_size for name in measured} == {2, 4, 8}
+    found = compare(measured, predicted(result["cluster"]))
+    assert found["spearman"] >= 0.8 and found["of_those_in_order"] >= 0.9 * found["pairs_that_differ"]
+    apart = [mesh["predicted"] / mesh["cpu_seconds"] for mesh in found["meshes"].values()]
+    assert all(1 - UNCALIBRATED_BAND < ratio < 1 / (1 - UNCALIBRATED_BAND) for ratio in apart), "within the band"

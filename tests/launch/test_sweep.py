@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_command import PATIENCE_S, Command, read_until
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
 
+from automoe.config.compose import check_overrides, check_swept_values, register_base
 from automoe.launch.run_dir import locked
+from automoe.shipped import shipped_folder
 
 Run = Callable[..., tuple[int, str, str]]
 ONE_RANK = ("mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu")
 
 
-def journal(command: Command) -> list[dict[str, Any]]:
+def journal(command: TrainCommand) -> list[dict[str, Any]]:
     return json.loads((command.run_dir / "sweep.json").read_text())["jobs"]
 
 
@@ -143,6 +147,39 @@ def main(config, shape, context):
     assert [(job["objective"], job["state"]) for job in journal(command)] == [(float(n), "done") for n in (2, 3, 4)]
 
 
+SHAPES = "fsdp ep2 pp2_ep2 cp2_ep4 tuned_dsv3_671b tp_ep_dp fsdp_ep hsdp2_ep2".split()
+
+
+@pytest.mark.faults
+def test_a_sweep_of_mesh_shapes_killed_in_the_middle_says_what_became_of_each(tmp_path: Path) -> None:
+    command = TrainCommand(
+        tmp_path / "run", (*QUICK, "train.steps=3", "train.val_every=0", "checkpoint.export_hf=false")
+    )
+    sweep = ("-m", f"mesh={','.join(SHAPES)}", "launch.num_ranks=4", "launch.device=cpu")
+    process = command.start(*sweep)
+    read_until(process, "job 3: ")
+    read_until(process, "starting 4 ranks")
+    process.kill()
+    process.wait(timeout=PATIENCE_S)
+    command.wait_until_gone()
+    then = {path.stem: json.loads(path.read_text())["state"] for path in (command.run_dir / "jobs").glob("*.json")}
+    assert sorted(then.values()) == ["done", "done", "done", "running"]
+    code, out, err = command.run(*sweep)
+    assert code == 0, err
+    assert out.count("done in an earlier run of this sweep") == 3
+    jobs = {job["label"].removeprefix("mesh="): job for job in journal(command)}
+    assert list(jobs) == SHAPES, "in the order in which they were asked for"
+    assert {name for name, job in jobs.items() if job["state"] != "done"} == {"tuned_dsv3_671b"}
+    assert jobs["tuned_dsv3_671b"]["state"] == "skipped" and "mesh=tuned_dsv3_671b skipped: " in out
+    for name in set(SHAPES) - {"tuned_dsv3_671b"}:
+        sides = jobs[name]["predicted"], jobs[name]["measured"]
+        assert all(side[key] > 0 for side in sides for key in ("tokens_per_second", "memory", "balance")), name
+        assert f"mesh={name} " in out[out.index("measured, predicted") :]
+    losses = [job["objective"] for job in jobs.values() if job["objective"]]
+    assert max(losses) - min(losses) < 0.02, "one configuration trains alike on every mesh"
+    assert (command.run_dir / "sweep.png").stat().st_size > 10_000
+
+
 PLUGINS = {
     "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
     "submitit": ("hydra/launcher=submitit_local",),
@@ -162,3 +199,23 @@ def test_jobs_in_other_processes_are_collected(command: Command, plugin: str) ->
     assert {job["state"] for job in jobs} == {"done"} and "tokens/s" in out
     assert all(job["objective"] == float(job["label"].removeprefix("steps=")) for job in jobs)
     assert [job["label"] for job in jobs] == ["steps=2", "steps=3"]
+
+
+SLURM = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=8")
+
+
+def test_the_slurm_launcher_composes_with_a_sweep_of_meshes() -> None:
+    overrides = [*SLURM, "hydra.launcher.timeout_min=240", "mesh.ep=1,2"]
+    check_overrides(overrides, sweep=True)
+    check_swept_values("config", overrides, None)
+    register_base()
+    with initialize_config_dir(str(shipped_folder("conf")), version_base="1.3"):
+        composed = compose("config", overrides[:-1], return_hydra_config=True)
+    launcher = composed.hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher") and get_class(launcher._target_)
+    assert (launcher.partition, launcher.gpus_per_node, launcher.timeout_min, launcher.tasks_per_node) == (
+        "gpu",
+        8,
+        240,
+        1,
+    )
