@@ -22,6 +22,7 @@ from automoe.cost.layer_time import Place, layer_time
 from automoe.cost.machine import Constants, Machine
 from automoe.cost.time import UNCALIBRATED_BAND, step_time
 from automoe.errors import ConfigError
+from automoe.shipped import load_file
 
 ROOT = Path(__file__).parents[2]
 BENCH = Bench.of("cpu", 1)
@@ -109,11 +110,10 @@ def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_measured_steps_are_in_the_order_in_which_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the meshes in the results, on the cluster file that was made for them, by the model as it is now."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from plan_correlation import CASES, compare, config_of, predicted
-
+    bench = load_file(ROOT / "benchmarks" / "plan_correlation.py")
     result = json.loads((ROOT / "benchmarks" / "results" / "plan_correlation.json").read_text())
     measured = {name: [[one] for one in mesh["rounds"]] for name, mesh in result["meshes"].items()}
-    assert measured.keys() == CASES.keys() and len(measured) >= 12 and not result["commit"].endswith("+")
-    assert {validate(config_of(name), None).world_size for name in measured} == {2, 4, 8}
-    found = compare(measured, predicted(result["cluster"]))
+    assert measured.keys() == bench.CASES.keys() and len(measured) >= 12 and not result["commit"].endswith("+")
+    assert {validate(bench.config_of(name), None).world_size for name in measured} == {2, 4, 8}
+    found = bench.compare(measured, bench.predicted(result["cluster"]))
     assert found["spearman"] >= 0.8 and found["of_those_in_order"] >= 0.9 * found["pairs_that_differ"]
