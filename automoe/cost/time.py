@@ -28,6 +28,7 @@ OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but
 # How far a prediction may be off either way: docs/plan.md, from runs that the constants were not fitted to. A GPU whose
 # products were not measured is another matter, and so is a machine that only its own calibration knows.
 BAND, UNCALIBRATED_BAND = 0.20, 0.40
+MEASURED_BAND = 0.45  # of a machine that only its calibration knows (``benchmarks/plan_correlation.py``)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def step_time(
     if config.cluster.peak_flops:
         flops = _flops(place.key, config.train.seq_len, config)
         mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
-    spread = BAND if machine.calibrated and not config.cluster.constants else UNCALIBRATED_BAND
+    spread = MEASURED_BAND if config.cluster.constants else BAND if machine.calibrated else UNCALIBRATED_BAND
     return StepTime(
         compute, communication, waits, other, traffic, off_node, speed, *mfu, machine.calibrated, spread, work, by_rank
     )

@@ -85,7 +85,7 @@ _OPTIM = [
     ("adamw.py", "(1 + cos(pi * done)) / 2", "(1 + cos(pi * done / 2)) / 2", QWEN),
     ("adamw.py", "total_steps - decay_steps) + 1", "total_steps - decay_steps)", SCHEDULE),
     ("adamw.py", "optim.lr * optim.min_lr_ratio", "optim.min_lr_ratio", QWEN),
-    ("grad_norm.py", ".square_().sum()", ".sum()", NORM),
+    ("grad_norm.py", "torch.dot(widened, widened)", "widened.abs().sum()", NORM),
     ("grad_norm.py", "dist.all_reduce(total, group=pp_group)", "pass", NORM),
     ("grad_norm.py", "not placement.is_replicate()", "True", NORM),
     ("grad_norm.py", "(max_norm / norm).clamp(max=1.0)", "(max_norm / norm)", NORM + LLAMA),
