@@ -7,7 +7,7 @@ exactly those axes that a tensor is sharded on, so every rank gets the norm of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: dist.ProcessG
     return total.sqrt_()
 
 
-def _sum_of_squares(gradients: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
     """Scalar: of all numbers of all tensors, each squared and added in ``wide``."""
     if gradients[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square_().sum()
