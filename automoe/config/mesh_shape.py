@@ -189,15 +189,16 @@ def uses_ring(config: Config, mesh: MeshShape) -> bool:
 
 
 def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
-    """Whether the only rank multiplies by its parameters as they are stored, and one backward pass ends a gradient.
+    """Whether the only rank multiplies by its parameters as they are stored, and autograd adds up its gradients.
 
-    FSDP would keep a copy of each weight to multiply by, and widen each gradient to add nothing to it. It does where
-    parameters are stored in another dtype, or micro-batches are summed, which takes float32. A frozen model is stored
-    as it is multiplied, and adapters are float32 and round themselves.
+    FSDP would keep a copy of each weight to multiply by, and copy each gradient to add nothing to it. It is there where
+    parameters are stored in another dtype, or micro-batches in bfloat16 are summed, which takes float32. A frozen
+    model is stored as it is multiplied, and adapters are float32 and round themselves.
     """
     one_batch = config.train.global_batch_size == config.train.micro_batch_size
     narrow = config.optim.master_weights == "stochastic" and one_batch
-    return mesh.world_size == 1 and (narrow or (config.lora.rank > 0 and not config.train.trainable))
+    as_stored = config.train.dtype != "bfloat16" or narrow
+    return mesh.world_size == 1 and (as_stored or (config.lora.rank > 0 and not config.train.trainable))
 
 
 def too_many_stages(num_stages: int) -> tuple[str, str]:

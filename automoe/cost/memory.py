@@ -119,7 +119,9 @@ def _loop_moments(
 ) -> Iterator[Moment]:
     """Micro-batches one after another on a rank with the whole model."""
     parallel, sizes = config.parallel, Sizes(config, mesh)
+    deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
     if stays_unsharded(config, mesh):
+        deferred = False  # each gradient is added to what is there as it comes
         # Adapters are rounded where they are multiplied, and kept so for the backward pass.
         copies = sizes.compute < sizes.wide and config.lora.rank
         rounded = sizes.compute * sum(gathered_numel(param, mesh) for param in trained(params)) if copies else 0
@@ -127,7 +129,6 @@ def _loop_moments(
             stage, rest_weights=rounded, rest_gradients=0,
             layers=[replace(layer, weights=0, gradients=0, experts=0) for layer in stage.layers],
         )  # fmt: skip
-    deferred = parallel.grad_sync == "step" and batch.num_micro_batches > 1
     # Whether a micro-batch finds whole gradients there, reduced ones, and is reduced itself.
     kinds = {(False, False, not deferred)}
     if batch.num_micro_batches > 1:
