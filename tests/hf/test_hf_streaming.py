@@ -17,6 +17,7 @@ import automoe
 from automoe.hf import read
 from automoe.hf.read import Reader, load_hf
 from automoe.hf.shards import local_shards
+from automoe.local_shard import local_shard
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 
@@ -37,7 +38,7 @@ def load_counted(path: Path, mesh: str) -> tuple[int, int]:
         loaded = load_hf(parts, path)
     finally:
         os.preadv = real_read
-    assert all(not torch.isnan(p.to_local()).any() for part in parts.values() for p in part.parameters())
+    assert all(not torch.isnan(local_shard(p)).any() for part in parts.values() for p in part.parameters())
     return asked, loaded.bytes_read
 
 
@@ -91,7 +92,7 @@ def local_shards_of(path: Path, mesh: str, chunk_bytes: int) -> dict[str, torch.
         parts, _, _ = load_on_mesh(path, MESHES[mesh])
     finally:
         read.CHUNK_BYTES, read.DIRECT_BYTES = 2 << 20, 64 << 20
-    return {name: p.to_local() for part in parts.values() for name, p in part.named_parameters()}
+    return {name: local_shard(p) for part in parts.values() for name, p in part.named_parameters()}
 
 
 @pytest.mark.parametrize("mesh", ["one", "tp2_dp2_ep2_etp2"])
