@@ -138,9 +138,10 @@ def test_all_gather_dispatch_sends_ep_over_k_times_as_much(ranks: RankPool) -> N
     fsdp_experts = expert_numbers * BYTES * (ep - 1) // ep
     assert sent(plain, "all_gather", ep) - fsdp_experts == sent(plain, "reduce_scatter", ep) - fsdp_experts
     dense = sent(plain, "all_gather", ep) - fsdp_experts
-    hidden_passes = sent(gathered, "all_gather", ep) - dense
-    # forward: tokens and their K weights; backward: the gradient of the reduce-scatter
-    assert hidden_passes == LAYERS * one_pass * (2 * HIDDEN + TOP_K)
+    assert sent(gathered, "all_gather", ep) == dense
+    # Gathered are tokens, their K weights, and in the backward pass the gradient of the sum; summed are the others'. Over
+    # gloo both are all-to-alls.
+    assert sent(gathered, "all_to_all", ep) == 2 * LAYERS * one_pass * (2 * HIDDEN + TOP_K)
     all_to_all_pass = tokens * TOP_K * BYTES * (ep - 1) // ep
     assert one_pass * HIDDEN / (all_to_all_pass * HIDDEN) == ep / TOP_K
 
@@ -197,14 +198,17 @@ def test_context_parallelism_expands_each_latent_once_unless_sending_takes_longe
 
 
 def test_tensor_parallelism_gathers_and_reduces_once_a_block(ranks: RankPool) -> None:
-    """(TP-1)/TP s mbs h b for every all-gather and reduce-scatter: attention's pair, embedding, head."""
+    """(TP-1)/TP s mbs h b for every all-gather and reduce-scatter: attention's pair, embedding, head.
+
+    Over gloo both are all-to-alls.
+    """
     tp = 2
     for messages in step_of(ranks, config(tp=tp, ep=1, ep_shard=2)):
         # FSDP's own messages over the same two ranks: the experts, which ep_shard cuts.
         experts = 3 * MODEL.num_experts * MODEL.moe_intermediate_size * HIDDEN * LAYERS * BYTES * (tp - 1) // tp
         one_pass = (tp - 1) * ROWS * SEQ * HIDDEN * BYTES // tp  # over all micro-batches
-        assert sent(messages, "all_gather", tp) - experts == (2 * LAYERS + 2) * one_pass
-        assert sent(messages, "reduce_scatter", tp) - experts == (2 * LAYERS + 2) * one_pass
+        assert sent(messages, "all_gather", tp) == sent(messages, "reduce_scatter", tp) == experts
+        assert sent(messages, "all_to_all", tp) == 2 * (2 * LAYERS + 2) * one_pass
 
 
 def test_folding_ep_over_tp_needs_no_further_communication(ranks: RankPool) -> None:
@@ -212,10 +216,11 @@ def test_folding_ep_over_tp_needs_no_further_communication(ranks: RankPool) -> N
     tp = ep = 2
     folded = step_of(ranks, config(tp=tp, ep=ep))[0]
     one_pass = (tp - 1) * ROWS * SEQ * HIDDEN * BYTES // tp
-    assert sent(folded, "all_gather", tp) == sent(folded, "reduce_scatter", tp) == (2 * LAYERS + 2) * one_pass
+    assert sent(folded, "all_gather", tp) == sent(folded, "reduce_scatter", tp) == 0
     rows_away = SEQ // tp * TOP_K * (ep - 1) // ep  # of a micro-batch
     lines = 4 * rows_away + 2 * (ep - 1) * lines_of_weights(SEQ // tp * TOP_K // ep)
-    assert sent(folded, "all_to_all", ep) == LAYERS * ROWS * lines * HIDDEN * BYTES
+    gathers_and_sums = 2 * (2 * LAYERS + 2) * one_pass  # all-to-alls over gloo
+    assert sent(folded, "all_to_all", ep) - gathers_and_sums == LAYERS * ROWS * lines * HIDDEN * BYTES
 
 
 def test_pipeline_borders_carry_activations_alone(ranks: RankPool) -> None:
