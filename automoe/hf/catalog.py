@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -38,6 +40,37 @@ class Source(NamedTuple):
     encoding: Encoding = "plain"
 
 
+class SourceColumns(Mapping[str, Source]):
+    """Sources as other ranks receive them: in columns, which take a fifth as long to send as a hundred thousand objects.
+
+    A ``Source`` is made of what a rank asks for.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._rows = {name: row for row, name in enumerate(sources)}
+        shapes, data, scales, self._encodings = zip(*sources.values(), strict=True)
+        self._shapes, self._data = shapes, _columns(data)
+        # In the place of scales that there are none of, the numbers again: the encoding tells.
+        self._scales = _columns(one or other for one, other in zip(scales, data, strict=True))
+
+    def __getitem__(self, name: str) -> Source:
+        row = self._rows[name]
+        data, scales = (StoredTensor(*(column[row] for column in each)) for each in (self._data, self._scales))
+        encoding = self._encodings[row]
+        return Source(self._shapes[row], data, None if encoding == "plain" else scales, encoding)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _columns(tensors: Iterable[StoredTensor]) -> tuple[Sequence[Any], ...]:
+    *named, starts, sizes = zip(*tensors, strict=True)
+    return *named, array("q", starts), array("q", sizes)
+
+
 @dataclass(frozen=True)
 class Catalog:
     """Every tensor that a model needs from a checkpoint directory, in file order.
@@ -52,9 +85,12 @@ class Catalog:
 
     folder: Path
     keys: KeyMap
-    sources: dict[str, Source]
+    sources: Mapping[str, Source]
     block: tuple[int, int] = FP8_BLOCK
     upcycling: Upcycling | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"sources": SourceColumns(self.sources)}
 
     def finish(self, shard: LocalShard) -> None:
         """What is left to do for a shard that is filled from the files."""
@@ -106,8 +142,7 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
             f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
         )
-    order = sorted(wanted, key=lambda key: (sources[key].data.file, sources[key].data.start))
-    used = {key: sources[key] for key in order}
+    used = {key: source for key, source in sources.items() if key in wanted}
     _check_encodings(folder, used, encoding, block)
     return Catalog(folder, keys, used, block, upcycling)
 
@@ -137,21 +172,26 @@ def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
 
 
 def _pair_scales(tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, Source]:
-    """Codes and their scales become one tensor, under the name it has unquantized."""
-    sources = {name: Source(data.shape, data) for name, data in tensors.items()}
-    if encoding == "plain":
-        return sources
+    """Codes and their scales become one tensor, in the place of the codes, under the name it has unquantized."""
     codes_end, scales_end, least_dims = ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
+    scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
+    paired: set[str] = set()
+    for name in tensors if encoding != "plain" else ():
+        if name.endswith(scales_end) and name not in scales_of:
+            codes = name[: -len(scales_end)] + codes_end
+            if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
+                scales_of[codes] = tensors[name]
+                paired.add(name)
+    sources: dict[str, Source] = {}
     for name, data in tensors.items():
-        base = name.removesuffix(codes_end)
-        scales = tensors.get(base + scales_end)
-        if name in sources and name.endswith(codes_end) and scales is not None and len(data.shape) >= least_dims:
+        if name in scales_of:
             shape = data.shape
             if encoding == "mxfp4":
                 *lead, rows, groups, half = shape
                 shape = (*lead, 2 * groups * half, rows)
-            del sources[name], sources[base + scales_end]
-            sources[base] = Source(shape, data, scales, encoding)
+            sources[name[: len(name) - len(codes_end)]] = Source(shape, data, scales_of[name], encoding)
+        elif name not in paired:
+            sources[name] = Source(data.shape, data)
     return sources
 
 
@@ -169,8 +209,12 @@ def _check_encodings(folder: Path, sources: dict[str, Source], encoding: Encodin
             f"{folder}: {what}, and their scales are missing: {unscaled[0]}{SCALE_SUFFIX} is in no file. Without "
             "scales the numbers are unknown: copy the checkpoint again"
         )
+    checked = set()
     for key, source in sources.items():
-        _check_encoding(folder, key, source, block)
+        data, scales = source.data, source.scales
+        if scales is not None and (kind := (data.shape, data.dtype, scales.shape, scales.dtype)) not in checked:
+            checked.add(kind)
+            _check_encoding(folder, key, source, block)
 
 
 def _check_encoding(folder: Path, key: str, source: Source, block: tuple[int, int]) -> None:

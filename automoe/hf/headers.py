@@ -94,13 +94,14 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
         )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for name, tensor in _read_header(folder, file).items():
-            if name in tensors:
-                raise CheckpointError(
-                    f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
-                    "said. Copy the checkpoint again"
-                )
-            tensors[name] = tensor
+        found = _read_header(folder, file)
+        if twice := tensors.keys() & found.keys():
+            name = next(name for name in found if name in twice)
+            raise CheckpointError(
+                f"{folder}: {brief(name)} is in {tensors[name].file} and in {file}, and which one counts is not "
+                "said. Copy the checkpoint again"
+            )
+        tensors |= found
     _check_index(folder, index or {}, tensors)
     return tensors
 
@@ -208,34 +209,52 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         if not isinstance(header, dict):
             raise TypeError(f"it is a {type(header).__name__}")
         header.pop("__metadata__", None)
-        tensors = {key: _stored(name, 8 + length, key, entry) for key, entry in header.items()}
+        tensors = _stored_tensors(name, 8 + length, header)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
     _check_ranges(file, size, 8 + length, tensors)
     return tensors
 
 
-def _stored(file: str, data: int, name: str, entry: Any) -> StoredTensor:
-    """The tensor of one entry of a header, whose data begins at byte ``data``. Raises ``ValueError`` and others."""
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
-        raise ValueError(f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order")
+def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a header, whose data begins at byte ``data``, in the order of their bytes.
+
+    Raises ``ValueError`` and others.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}  # shape and bits, by dtype and shape as written
+    at, in_order = 0, True
+    for name, entry in header.items():
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
+            raise ValueError(f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order")
+        key = dtype, repr(shape)
+        if (size := sizes.get(key)) is None:
+            size = sizes[key] = _size(name, dtype, shape)
+        if (end - begin) * 8 != size[1]:
+            raise ValueError(
+                f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes {size[1] // 8:,}"
+            )
+        tensors[name] = StoredTensor(file, dtype, size[0], data + begin, end - begin)
+        in_order, at = in_order and begin == at, end
+    if in_order:
+        return tensors
+    return dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
+
+
+def _size(name: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
+    """A tensor's shape, and how many bits it takes. Raises ``ValueError``."""
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{brief(name)} has shape {brief(shape)}, which is no list of sizes")
     if dtype not in BITS:
         raise ValueError(f"{brief(name)} has dtype {brief(dtype)}, which safetensors does not know")
-    if (end - begin) * 8 != math.prod(shape) * BITS[dtype]:
-        raise ValueError(
-            f"{brief(name)} has {end - begin:,} bytes, and {brief(shape)} {dtype} takes "
-            f"{math.prod(shape) * BITS[dtype] // 8:,}"
-        )
-    return StoredTensor(file, dtype, tuple(shape), data + begin, end - begin)
+    return tuple(shape), math.prod(shape) * BITS[dtype]
 
 
 def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTensor]) -> None:
-    """The tensors of a file follow one another from its header to its end."""
+    """The tensors of a file, in the order of their bytes, follow one another from its header to its end."""
     at = data
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+    for name, tensor in tensors.items():
         if tensor.start != at:
             what = "a tensor before it ends at" if tensor.start < at else "those before it end at"
             raise CheckpointError(

@@ -90,7 +90,15 @@ def read_bytes(folder: Path, name: str) -> bytes:
 def parse_json(raw: bytes) -> Any:
     """JSON in UTF-8 whose objects have every key once. Raises ``ValueError``."""
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        text = raw.decode("utf-8")
+        found = json.loads(text)
+        # Every pair that is written has a colon of its own, so nothing is lost if as many are in the two upper levels.
+        # Looking at the pairs of each object, as is done otherwise, takes longer than all else.
+        if isinstance(found, dict):
+            pairs = len(found) + sum(len(value) for value in found.values() if isinstance(value, dict))
+            if pairs == raw.count(b":"):
+                return found
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested deeper than a thousand levels") from None
 

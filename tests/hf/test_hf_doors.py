@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
@@ -27,7 +29,7 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.folder import copied_files
 from automoe.hf.headers import MAX_HEADER_BYTES, check_holds, read_headers
 from automoe.hf.keys import INDEX_FILE, KeyMap
-from automoe.hf.untrusted import MAX_JSON_BYTES
+from automoe.hf.untrusted import MAX_JSON_BYTES, parse_json
 from automoe.launch.prepare import prepare
 from tests.support.hf_models import save_small_hf
 
@@ -101,6 +103,7 @@ def test_a_right_header_is_read(tmp_path: Path) -> None:
         ({"shape": [-2, -2]}, r"shape \[-2, -2\]"),
         ({"shape": [True, 4]}, r"shape \[True, 4\]"),
         ({"shape": "22"}, "shape '22'"),
+        ({"shape": "[2, 2]"}, r"shape '\[2, 2\]'"),  # as a tensor before it has, but text
         ({"shape": [2, 3]}, r"16 bytes, and \[2, 3\] F32 takes 24"),
         ({"shape": [1 << 62, 1 << 62]}, "takes"),
         ({"dtype": "BF16"}, "16 bytes, and .* BF16 takes 8"),
@@ -164,6 +167,34 @@ def test_json_with_a_key_twice_or_too_deep(name: str, text: str, needle: str, si
     (single / name).write_text(text)
     with pytest.raises(AutomoeError, match=needle):
         model_config_from_hf(single)
+
+
+OBJECTS = st.recursive(
+    st.sampled_from(["1", '":"', "[]", '{"a": 1, "a": 2}']),
+    lambda inner: (
+        st.lists(st.tuples(st.sampled_from("abc"), inner), max_size=3).map(
+            lambda pairs: "{" + ", ".join(f'"{key}": {value}' for key, value in pairs) + "}"
+        )
+        | st.lists(inner, max_size=2).map(lambda items: "[" + ", ".join(items) + "]")
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, derandomize=True)
+@given(OBJECTS)
+def test_a_key_that_is_in_an_object_twice_is_seen_wherever_it_is(text: str) -> None:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found.append(len(dict(pairs)) == len(pairs))
+        return dict(pairs)
+
+    found: list[bool] = []
+    value = json.loads(text, object_pairs_hook=once)
+    if all(found):
+        assert parse_json(text.encode()) == value
+    else:
+        with pytest.raises(ValueError, match="is in it twice"):
+            parse_json(text.encode())
 
 
 def with_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import automoe
 from automoe.config.schema import MeshConfig
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.api import convert_hf
+from automoe.hf.catalog import check_catalog
+from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.quantized import dequantize_fp8, dequantize_mxfp4, quantize_fp8
 from automoe.hf.verify import verify_hf
 from automoe.hf.write import to_hf
@@ -205,6 +208,17 @@ def test_mxfp4_is_what_transformers_dequantizes(mesh: MeshConfig, mxfp4: Path, t
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(after[key], tensor.float()), key
+
+
+def test_other_ranks_are_sent_the_same_sources(fp8: Path, mxfp4: Path) -> None:
+    for folder, encoding in ((fp8, "fp8"), (mxfp4, "mxfp4")):
+        own = check_catalog(folder, model_config_from_hf(folder))
+        sent = pickle.loads(pickle.dumps(own))
+        assert (sent.folder, sent.keys, sent.block) == (own.folder, own.keys, own.block)
+        assert list(sent.sources.items()) == list(own.sources.items()), "in file order"
+        assert {source.encoding for source in sent.sources.values()} == {"plain", encoding}
+        places = [(source.data.file, source.data.start) for source in own.sources.values()]
+        assert places == sorted(places)
 
 
 def test_mxfp4_converts_to_bfloat16_without_ranks(mxfp4: Path, tmp_path: Path) -> None:
