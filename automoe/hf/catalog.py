@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 class SourceColumns(Mapping[str, Source]):
-    """Sources as other ranks receive them: in columns, which take a fifth as long to send as a hundred thousand objects.
+    """Sources as other ranks receive them: in columns, a fifth of the time to send of a hundred thousand objects.
 
     A ``Source`` is made of what a rank asks for.
     """
