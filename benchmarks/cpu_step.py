@@ -195,7 +195,7 @@ def main() -> None:
             )
         floors = model["floors"]
         print(
-            f"{'floor':26}{floors['tokens_per_cpu_second']:12.0f}{floors['seconds']:7.3f}   products "
+            f"{'floor of torch':26}{floors['tokens_per_cpu_second']:12.0f}{floors['seconds']:7.3f}   products "
             f"{floors['gemm_seconds']:.3f} ({floors['gemm_flops_per_second'] / 1e9:.0f} GFLOP/s), attention "
             f"{floors['attention_seconds']:.3f}, optimizer bytes {floors['optimizer_seconds']:.3f}"
         )

@@ -75,7 +75,8 @@ def _gemm_seconds(m: int, n: int, k: int) -> float:
 
 
 def measure_floors(config: ModelConfig, rows: int, seq_len: int, num_parameters: int) -> dict[str, Any]:
-    """Seconds below which a step cannot go on this core.
+    """Seconds below which a step of torch's own kernels cannot go on this core: everybody's here, since all contenders
+    multiply by torch. A trainer with products of its own could go below.
 
     Operations: every matrix product of forward and backward at its own shape, and attention's products at
     the rate of the head's. Bytes: the optimizer reads parameter, gradient and two moments and writes three
@@ -95,6 +96,7 @@ def measure_floors(config: ModelConfig, rows: int, seq_len: int, num_parameters:
     optimizer_seconds = optimizer_bytes / bandwidth
     total = gemm_seconds + attention_seconds + optimizer_seconds
     return {
+        "whose": "torch's: its products at the shapes of this model, the bandwidth of its copy; same for all contenders",
         "gemm_flops": gemm_flops,
         "gemm_seconds": gemm_seconds,
         "gemm_flops_per_second": gemm_flops / gemm_seconds,

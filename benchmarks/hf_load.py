@@ -2,7 +2,8 @@
 
 A DeepSeek-V3-shaped checkpoint of over a gigabyte, in bfloat16 and in block-FP8, is made in a temporary directory
 and read by four ranks into float32 parameters, as training does. Contenders take turns, round by round, each time in
-new processes; the files are in the page cache. Bytes are those that the kernel counts for a process
+new processes; the files are in the page cache. Each contender first reads a small checkpoint of the same kind, untimed: what it
+imports it has then, and a turn in which a module is imported is an error. Bytes are those that the kernel counts for a process
 (rchar of /proc/self/io) and those that the reader counts itself; scratch is the peak of resident memory
 above what was resident with all parameters in place.
 
@@ -53,17 +54,18 @@ MESHES = {
     "ep2_ep_shard2": MeshConfig(dp_shard=4, ep=2, ep_shard=2),
     "pp2_ep2": MeshConfig(pp=2, dp_shard=2, ep=2),
 }
+SMALL = "small"  # folder of the checkpoints that are read before the clock starts
 MIB = 1 << 20
 
 
 # Checkpoints --------------------------------------------------------------------------------------
 
 
-def shape(quick: bool) -> ModelConfig:
+def shape(small: bool) -> ModelConfig:
     """DeepSeek-V3 with its ranks and head dims (576 rows of keys and values), narrower and shallower."""
     config = compose_config("config", ["model=dsv3_671b"]).model
-    config.num_layers, config.first_k_dense, config.num_experts = (2, 1, 8) if quick else (6, 1, 64)
-    config.hidden_size, config.moe_intermediate_size = (256, 128) if quick else (1024, 512)
+    config.num_layers, config.first_k_dense, config.num_experts = (2, 1, 8) if small else (6, 1, 64)
+    config.hidden_size, config.moe_intermediate_size = (256, 128) if small else (1024, 512)
     config.intermediate_size, config.vocab_size = 4 * config.hidden_size, 8192
     config.attention.num_heads = config.attention.num_kv_heads = 8
     config.router.num_groups, config.router.topk_groups = 4, 2
@@ -74,7 +76,7 @@ def shape(quick: bool) -> ModelConfig:
 def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     """The same numbers in bfloat16 and in block-FP8, in files of an eighth."""
     bf16, fp8 = root / "bfloat16", root / "fp8"
-    bf16.mkdir()
+    bf16.mkdir(parents=True)
     fp8.mkdir()
     tensors = hf_tensors(config, family_of(config).keys)
     dtypes = {key: torch.float32 if key.endswith("bias") else torch.bfloat16 for key in tensors}
@@ -130,6 +132,7 @@ def measured(action: Callable[[], Any]) -> dict[str, Any]:
     if dist.is_initialized():
         dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    modules = set(sys.modules)
     before, read, cpu, start = resident("VmRSS"), kernel_bytes(), time.process_time(), time.perf_counter()
     result = action()
     cpu, read, peak = time.process_time() - cpu, kernel_bytes() - read, resident("VmHWM")
@@ -140,6 +143,7 @@ def measured(action: Callable[[], Any]) -> dict[str, Any]:
         "cpu_seconds": cpu,
         "kernel_bytes": read,
         "scratch_bytes": max(0, peak - before),
+        "imported": sorted(set(sys.modules) - modules),
         "result": result,
     }
 
@@ -273,7 +277,10 @@ def run(contender: Callable[..., dict[str, Any]], path: Path, mesh: str = "", ra
     """One turn in new processes: what every rank measured, or why there is nothing."""
     pool = RankPool(max_ranks=ranks)
     try:
+        pool.run(contender, ranks, path.parent / SMALL / path.name, mesh)
         turn = pool.run(contender, ranks, path, mesh)
+        if any(imported := [rank["imported"] for rank in turn]):
+            raise SystemExit(f"{contender.__name__} imported modules while it was timed: {imported}")
         print(f"  {contender.__name__} {path.name} {mesh}: {max(rank['seconds'] for rank in turn):.2f} s")
         return turn
     except Exception as error:  # a contender that cannot is a result
@@ -338,6 +345,8 @@ def measure(root: Path, quick: bool, rounds: int) -> dict[str, Any]:
 
     config = shape(quick)
     paths = write_checkpoints(root, config)
+    write_checkpoints(root / SMALL, shape(True))
+    (root / SMALL / "index").symlink_to("fp8")
     sizes = {name: sum(f.stat().st_size for f in path.glob("*.safetensors")) for name, path in paths.items()}
     largest = max(torch.Size(size).numel() for size in hf_tensors(config, family_of(config).keys).values())
     turns: dict[str, list[Any]] = {}
