@@ -37,6 +37,7 @@ from automoe.verify.pool import RankPool
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "plan_correlation.json"
 ROUNDS, STEPS = 5, 3  # worlds built; timed steps of a mesh in each
+TICKS = (0.4, 0.6, 1, 1.5, 2, 3, 4, 6)
 COMMON = ["moe.gate=balanced", "train.seq_len=256", "train.global_batch_size=8", "train.micro_batch_size=2"]
 COMMON += ["launch.num_ranks=null", *(f"mesh.{axis}=1" for axis in ("pp", "ep"))]
 FREED = "parallel.reshard=micro_batch parallel.grad_sync=micro_batch"
@@ -165,19 +166,27 @@ def compare(measures: dict[str, list[list[float]]], predictions: dict[str, float
 
 def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
-    figure = Figure(figsize=(7.5, 6))
+    figure = Figure(figsize=(8.5, 5))
     axes = figure.subplots()
-    meshes = result["meshes"]
+    meshes = dict(sorted(result["meshes"].items(), key=lambda item: item[1]["cpu_seconds"]))
     ends = [one[key] for one in meshes.values() for key in ("cpu_seconds", "predicted")]
     low, high = 0.9 * min(ends), 1.1 * max(ends)
     axes.plot([low, high], [low, high], color="#b7bec8", linewidth=1)
-    for name, one in meshes.items():
-        axes.errorbar(
-            one["cpu_seconds"], one["predicted"], xerr=2 * one["noise"], fmt="o", color="#2a6fb0", markersize=4
-        )
-        axes.annotate(name, (one["cpu_seconds"], one["predicted"]), (4, 3), textcoords="offset points", fontsize=7)
+    for number, one in enumerate(meshes.values(), start=1):
+        at = one["cpu_seconds"], one["predicted"]
+        axes.errorbar(*at, xerr=2 * one["noise"], fmt="o", color="#2a6fb0", markersize=4)
+        # Names would lie over one another: numbers, on the far side of what is measured most often.
+        side, way = (-5, "bottom") if at[1] > result["ratio_median"] * at[0] else (5, "top")
+        axes.annotate(str(number), at, (side, -side), textcoords="offset points", fontsize=8, ha="center", va=way)
     axes.set(xscale="log", yscale="log", xlabel="CPU-seconds of a step, measured", ylabel="predicted")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator(TICKS))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+    names = "\n".join(f"{number:2}  {name}" for number, name in enumerate(meshes, start=1))
+    axes.text(1.03, 1, names, transform=axes.transAxes, fontsize=8, va="top", linespacing=1.5)
     axes.set_title(f"{len(meshes)} meshes of the default model: Spearman {result['spearman']:.2f}", fontsize=10)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 

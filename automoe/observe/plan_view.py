@@ -120,7 +120,7 @@ def _titled(title: str, *columns: Column) -> Table:
 
 
 def _number(heading: str) -> Column:
-    return Column(heading, justify="right")
+    return Column(heading, justify="right", no_wrap=True)
 
 
 def _rank_table(config: Config, plan: Plan) -> Table:
@@ -224,8 +224,9 @@ def _checkpoint_table(config: Config, plan: Plan) -> Table:
 
 
 def _stages_table(plan: Plan) -> Table:
-    numbers = map(_number, ("parameters", "in flight", "state", "gathered", "activations", "peak"))
-    table = _titled("pipeline ranks", _number("pp"), Column("layers"), *numbers)
+    in_flight, *sizes = map(_number, ("in flight", "state", "gathered", "activations", "peak"))
+    in_flight.no_wrap = False  # of many stages a rank
+    table = _titled("pipeline ranks", _number("pp"), Column("layers"), _number("params"), in_flight, *sizes)
     last = len(plan.ranks) - 1
     shown = {last * row // (MAX_ROWS - 2) for row in range(MAX_ROWS - 1)} | {plan.heaviest.pp_rank}
     ranks = plan.ranks if last < MAX_ROWS else [rank for rank in plan.ranks if rank.pp_rank in shown]

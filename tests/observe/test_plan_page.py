@@ -119,6 +119,10 @@ def test_the_terminal_shows_the_heaviest_rank_and_remedies_as_they_are_typed() -
     console = Console(file=io.StringIO(), width=200)
     print_plan(config, mesh, console)
     assert "parallel.recompute=[layernorm,moe]" in console.file.getvalue()  # type: ignore[attr-defined]
+    narrow = Console(file=io.StringIO(), width=80)
+    print_plan(config, mesh, narrow)
+    assert "…" not in (text := narrow.file.getvalue()), "three stages a rank: layers and micro-batches wrap"  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
     config, mesh = planned("dsv3_671b")
     for heaviest in (2, 6, 15):
         plan = make_plan(config, mesh)
