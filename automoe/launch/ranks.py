@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ def init_ranks(
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
+        keep_freed_memory()
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)
         store.set_timeout(timeout)
@@ -84,6 +86,16 @@ def init_ranks(
     bound = device if launch.device == "cuda" else None
     dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=bound)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc serve up to a GiB again from what was freed.
+
+    It maps 32 MiB and more afresh at every call, and each page is then faulted in: 4 to 8% of a step on the CPU.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    for option in (-1, -3) if mallopt is not None else ():  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        mallopt(option, 1 << 30)
 
 
 def device_index(local_rank: int, visible: int) -> int:
