@@ -38,6 +38,7 @@ DEFAULT_PRIMARY = "config"
 MAX_NAME = 80  # letters of a folder's name
 # What Optuna varies, as text: hydra.sweeper.params.optim.lr='interval(1e-4,1e-2)'
 SWEPT_BY_SWEEPER = "hydra.sweeper.params."
+PARALLEL = "sweep.parallel"  # how many jobs of a sweep run side by side
 
 
 # What an option sets in ``Arguments``: without a value, and with one.
@@ -266,6 +267,8 @@ def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: 
             raise ConfigError(
                 key, value, "Hydra's own settings act in a sweep alone (-m)", "For the directory of a run set run_dir="
             )
+        if key == PARALLEL:
+            raise ConfigError(key, value, "jobs that run side by side are a sweep's", "Add -m and what is swept")
         if parsed.is_sweep_override() and not sweep:
             raise ConfigError(key, value, "several values are a sweep, one run per value", "Add -m, or give one value")
         if parsed.is_delete():

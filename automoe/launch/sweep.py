@@ -17,11 +17,14 @@ import sys
 import time
 import traceback
 import uuid
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import (
     DEFAULT_PRIMARY,
+    PARALLEL,
     SWEPT_BY_SWEEPER,
     Arguments,
     check_overrides,
@@ -35,7 +38,7 @@ from automoe.config.compose import (
     swept_keys,
 )
 from automoe.config.convert import config_from_dict
-from automoe.config.frozen import CONFIG_FILE, differences, is_free, resolved
+from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, resolved
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
@@ -53,7 +56,16 @@ from automoe.shipped import shipped_folder
 
 RECORDS = "jobs"
 STOPPED = 130
-NO_SHAPE = ("data.", "checkpoint.", "model.hf_path", "recipe", "plugins", "run_dir")  # keys that a person must mend
+INSTALL = "pip install hydra-joblib-launcher"
+NO_SHAPE = (
+    "data.",
+    "checkpoint.",
+    "model.hf_path",
+    "recipe",
+    "plugins",
+    "run_dir",
+    PARALLEL,
+)  # keys that a person must mend
 Record = dict[str, Any]
 
 
@@ -71,6 +83,7 @@ def run_sweep(args: Arguments) -> int:
         ConfigError: an override that no job could use, or a directory in which another sweep or a run is.
         LaunchError: the sweep is running already.
     """
+    args = replace(args, overrides=side_by_side(args.overrides))
     check_primary(args.config_name, args.config_dir)
     check_overrides(args.overrides, args.config_dir, sweep=True)
     directory, overrides = sweep_directory(args)
@@ -90,6 +103,27 @@ def run_sweep(args: Arguments) -> int:
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
     return _exit_status(status, [job for job in jobs if job["start"] == start])
+
+
+def side_by_side(overrides: list[str]) -> list[str]:
+    """``overrides``, in which ``sweep.parallel=N`` is what Hydra's joblib launcher takes: N jobs at a time.
+
+    Raises:
+        ConfigError: no such number, another launcher beside it, or joblib's is not installed.
+    """
+    given = [text.partition("=")[2] for text in overrides if key_of(text) == PARALLEL]
+    rest = [text for text in overrides if key_of(text) != PARALLEL]
+    if not given or given == ["1"]:
+        return rest
+    if len(given) > 1 or not (given[0].isascii() and given[0].isdecimal()) or int(given[0]) < 1:
+        rule = "it is how many jobs run side by side: one number, 1 or more"
+        raise ConfigError(PARALLEL, ",".join(given), rule, f"Set {PARALLEL}=2, or leave it out")
+    if other := [text for text in rest if key_of(text).startswith(("hydra/launcher", "hydra.launcher"))]:
+        rule = f"jobs are side by side by Hydra's joblib launcher, and {other[0]} chooses or sets a launcher too"
+        raise ConfigError(PARALLEL, given[0], rule, "Leave one of them out")
+    if find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+        raise ConfigError(PARALLEL, given[0], "hydra-joblib-launcher is not installed", INSTALL)
+    return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(given[0])}"]
 
 
 def _exit_status(status: int, jobs: list[Record]) -> int:
@@ -216,7 +250,7 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
             record = earlier
         else:
             replace_json(path, record)
-            record |= _result(composed, directory / name, task, earlier)
+            record |= _result(composed, directory / name, task, earlier, mine.launcher.get("n_jobs", 1))
             replace_json(path, record)
     if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
         raise KeyboardInterrupt
@@ -227,11 +261,11 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
     return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
 
-def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | None) -> Record:
+def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | None, num_jobs: int) -> Record:
     """Run one job in ``run_dir``; what its record says of it, whatever goes wrong."""
     began = time.monotonic()
     try:
-        found = _run_job(resolved_container(composed) | {"run_dir": str(run_dir)}, task)
+        found = _run_job(resolved_container(composed) | {"run_dir": str(run_dir)}, task, num_jobs)
     except (AutomoeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         found = {"state": "failed", "reason": str(error)}
@@ -242,12 +276,13 @@ def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | Non
     return found | {"seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")}
 
 
-def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
-    """Check and run one job in its own process tree; what its record says of it."""
+def _run_job(raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record:
+    """Check and run one job in its own process tree, one of ``num_jobs`` at a time; what its record says of it."""
     try:
         load_plugins(raw["plugins"])
         config = settle(config_from_dict(raw), overrides)
         shape, device = check_here(config)
+        check_alone(device, num_jobs)
         meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
         missing = missing_hardware(shape, device)
         if missing is not None:
@@ -269,6 +304,15 @@ def _run_job(raw: dict[str, Any], overrides: list[str]) -> Record:
         found |= {"state": "failed", "reason": f"its objective is {found['objective']}", "objective": None}
     measured = _measured(config, shape)
     return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
+
+
+def check_alone(device: Device, num_jobs: int) -> None:
+    """Refuse jobs side by side on the GPUs of one machine: ranks of each take them from the first on."""
+    if device == "cuda" and num_jobs != 1:
+        rule = "jobs that run side by side would train on the same GPUs, of which each job takes the first"
+        raise ConfigError(
+            PARALLEL, num_jobs, rule, "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)"
+        )
 
 
 def _predicted(config: Config, shape: MeshShape) -> Record:

@@ -65,6 +65,7 @@ def test_a_wrong_peer_is_not_timed(tmp_path: Path) -> None:
     assert "saved/ideal" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_without_a_gpu_the_full_run_says_what_it_needs(tmp_path: Path) -> None:
     done = run_script(tmp_path / "result.json")
     assert done.returncode == 1 and "needs a CUDA device" in done.stderr

@@ -168,6 +168,7 @@ def test_a_step_takes_what_is_written_down(ranks: RankPool, library: Path, name:
     assert measured == pytest.approx(MEASURED[name], rel=0.03)  # sends that are on their way may be more or fewer
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_holds_no_more_for_more_micro_batches(ranks: RankPool, library: Path) -> None:
     """Torch's own keeps what it received, and under interleaved stages what it sent, for all of them."""
     config = prepared("llama pp2 interleaved full")[0]

@@ -153,7 +153,8 @@ def load_upcycled(dense: Path, mixture: Path, mesh: MeshConfig, out: Path) -> No
     to_hf(parts, out, verify=False)
 
 
-@pytest.mark.parametrize("mesh", ["tp2_dp2_ep2_etp2", pytest.param("pp2_ep2_ep_shard2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mesh", ["tp2_dp2_ep2_etp2", "pp2_ep2_ep_shard2"])
+@pytest.mark.exhaustive
 def test_ranks_make_the_same_tensors(mesh: str, tmp_path: Path, ranks: RankPool) -> None:
     save_small_hf("qwen3", tmp_path / "dense")
     upcycle_hf(tmp_path / "dense", tmp_path / "alone", 8, 4, 2, seed=5)

@@ -13,7 +13,9 @@ from hydra.utils import get_class
 from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
+from automoe.errors import ConfigError
 from automoe.launch.run_dir import locked
+from automoe.launch.sweep import check_alone, side_by_side
 from automoe.shipped import shipped_folder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -180,10 +182,7 @@ def test_a_sweep_of_mesh_shapes_killed_in_the_middle_says_what_became_of_each(tm
     assert (command.run_dir / "sweep.png").stat().st_size > 10_000
 
 
-PLUGINS = {
-    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
-    "submitit": ("hydra/launcher=submitit_local",),
-}
+PLUGINS = {"joblib": ("sweep.parallel=2",), "submitit": ("hydra/launcher=submitit_local",)}
 
 
 @pytest.mark.faults
@@ -199,6 +198,24 @@ def test_jobs_in_other_processes_are_collected(command: Command, plugin: str) ->
     assert {job["state"] for job in jobs} == {"done"} and "tokens/s" in out
     assert all(job["objective"] == float(job["label"].removeprefix("steps=")) for job in jobs)
     assert [job["label"] for job in jobs] == ["steps=2", "steps=3"]
+
+
+def test_jobs_side_by_side_are_those_of_joblib() -> None:
+    own = ["mesh.ep=1,2", "hydra.sweeper.n_trials=20"]
+    assert side_by_side([*own, "sweep.parallel=3"]) == [*own, "hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
+    assert side_by_side(own) == side_by_side([*own, "sweep.parallel=1"]) == own
+    for value in ("0", "-1", "two", "1,2", "", "1.5"):
+        with pytest.raises(ConfigError, match=r"^sweep.parallel.*side by side: one number, 1 or more"):
+            side_by_side([f"sweep.parallel={value}"])
+    for launcher in ("hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=4"):
+        with pytest.raises(ConfigError, match=f"{launcher} chooses or sets a launcher too"):
+            side_by_side(["sweep.parallel=2", launcher])
+    with pytest.raises(ConfigError, match="a sweep's.*Add -m"):
+        check_overrides(["sweep.parallel=2"])
+    with pytest.raises(ConfigError, match="the same GPUs"):
+        check_alone("cuda", 2)
+    check_alone("cuda", 1)
+    check_alone("cpu", 2)
 
 
 SLURM = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=8")

@@ -147,6 +147,7 @@ def test_a_run_that_diverged(tmp_path):
     assert_a_picture(tmp_path / "plots" / "loss.png")
 
 
+@pytest.mark.faults
 def test_a_run_whose_every_loss_is_nan(tmp_path):
     write_run(tmp_path, steps=4, nan_steps=(1, 2, 3, 4))
     page_of(tmp_path)

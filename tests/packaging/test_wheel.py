@@ -96,6 +96,7 @@ def test_the_wheel_trains_outside_a_checkout(installed: Path, tmp_path: Path) ->
     assert "recipe: pretrain\n" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.faults
 def test_an_installed_checkout_trains_with_a_copied_recipe(editable: Path, source: Path, tmp_path: Path) -> None:
     """``./recipes/pretrain.py`` of the working directory wins over the shipped one, and the run says so."""
     assert package_folder(tmp_path, editable) == source / "automoe"
@@ -107,6 +108,7 @@ def test_an_installed_checkout_trains_with_a_copied_recipe(editable: Path, sourc
     assert f"recipe: {copy}\n" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.faults
 def test_a_bare_checkout_trains(source: Path) -> None:
     assert package_folder(source, None) == source / "automoe"
     assert "note: recipe=" not in train(source, None, *TINY)

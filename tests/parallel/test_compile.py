@@ -72,9 +72,7 @@ DELTA_NET = replace(
     ),
 )
 CASES = {  # name: what is run, graphs
-    "recompute": (make_config(replace(DEEPSEEK, num_layers=3), rows=2, recompute=EVERYTHING), 9)
-}
-MORE = {
+    "recompute": (make_config(replace(DEEPSEEK, num_layers=3), rows=2, recompute=EVERYTHING), 9),
     "tp2-ep2-windows-full": (make_config(WINDOWS, dict(tp=2, ep=2), 4, recompute="full"), 8),
     "cp2-ep2-recompute": (make_config(ONE_LAYER, dict(cp=2, ep=2), 4, recompute=EVERYTHING), 8),
     "delta-net": (whole_documents(make_config(DELTA_NET, rows=2)), 8),
@@ -82,11 +80,8 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("config", "graphs"),
-    [pytest.param(*case, id=name) for name, case in CASES.items()]
-    + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in MORE.items()],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("config", "graphs"), CASES.values(), ids=CASES)
 def test_compiled_layers_train_like_eager_ones(ranks: RankPool, config: Config, graphs: int | None) -> None:
     """Three steps with other numbers of tokens at every expert; the second and third compile nothing."""
     whole_batch = replace(make_config(config.model), data=config.data)
