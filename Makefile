@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench-cpu-step bench-sft bench-moe-layer bench-main-job bench-plan bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-moe-layer bench-main-job bench-plan bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -78,6 +78,9 @@ format: $(SETUP) ## Format the sources in place
 
 types: $(SETUP) ## Type-check the public surface
 	@$(PY) -m mypy
+
+bench: $(SETUP) ## The short form of all CPU benchmarks, and the table in docs/performance.md; ten minutes
+	@$(PY) benchmarks/short.py $(ARGS)
 
 bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, compared with other trainers
 	@$(PY) benchmarks/cpu_step.py $(ARGS)
