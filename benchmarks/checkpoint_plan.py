@@ -116,7 +116,7 @@ def index_bytes(plans: list[SavePlan], metadata: Metadata) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "checkpoint_plan.json")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (default: results, and nowhere with --quick)")
     args = parser.parse_args()
     small = ["model=small_dsv3", "mesh.pp=2", "mesh.dp_shard=8", "mesh.ep=4", "mesh.ep_shard=-1"]
     name, overrides = ("config", small) if args.quick else ("dsv3_671b", ["data=benchmark"])
@@ -152,8 +152,9 @@ def main() -> None:
         "second_save_cached": cached_again,
     }
     print(json.dumps(result, indent=1))
-    if not args.quick:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.out or not args.quick:
+        out = args.out or HERE / "results" / "checkpoint_plan.json"
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
