@@ -26,7 +26,6 @@ PLAN = ["--config-name", "dsv3_671b"]
 COMMANDS = {  # as in docs/plan.md, and how often
     "one plan": (PLAN, 5),
     "search=true world=1024": ([*PLAN, "search=true", "world=1024"], 2),
-    "search=fewest_gpus": ([*PLAN, "search=fewest_gpus"], 1),
 }
 AFTER_IMPORTS = """
 import time

@@ -84,13 +84,14 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
 
 
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
-    """``batch`` where the experts of one rank get ``factor`` times their even share of rows, or as many as they can.
+    """``batch`` where the experts of one rank get ``factor`` times their even share of rows, or as many as they can."""
+    return replace(batch, expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most_load(config, mesh)))
 
-    They can get no more than all ranks of ``ep`` send, and no more than capacity lets through.
-    """
+
+def most_load(config: Config, mesh: MeshShape) -> float:
+    """Times their even share that experts of a rank can get: what all of ``ep`` send, what capacity lets through."""
     most = min(float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf)
-    most = 1.0 if config.moe.pad_to_capacity else most  # every rank computes as much as any
-    return replace(batch, expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most))
+    return 1.0 if config.moe.pad_to_capacity else most  # every rank computes as much as any
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.activations import UNEVEN, BatchPlan, at_load, plan_batch
+from automoe.cost.activations import UNEVEN, BatchPlan, at_load, most_load, plan_batch
 from automoe.cost.adapters import step_flops_per_token
 from automoe.cost.checkpoint import CheckpointCost, checkpoint_cost
 from automoe.cost.memory import RankMemory, plan_memory
@@ -19,6 +19,7 @@ from automoe.cost.reserve import Reserve, needed, not_modelled, reserve
 from automoe.cost.time import StepTime, step_time
 
 SHOWN = 5  # single changes
+ROOM = 2.5  # times the even load of experts; below it is said that there is less room
 SLOW = 0.1  # share of a step, or of a rank's work, from which on it is said
 
 
@@ -38,6 +39,7 @@ class Plan:
     reserve: Reserve  # beside the peak of the heaviest rank
     needed: float  # peak and reserve of the rank with the most of both
     uneven_needed: float  # the same at twice the even load of experts
+    full_at: float | None  # times the even load of experts at which it is all there is; None: more cannot be
     not_modelled: list[str]
     time: StepTime
     checkpoint: CheckpointCost
@@ -79,6 +81,7 @@ class Plan:
             "reserve": asdict(self.reserve),
             "needed": self.needed,
             "needed_at_twice_the_even_load": self.uneven_needed,
+            "full_at_times_the_even_load": self.full_at,
             "not_modelled": self.not_modelled,
             "warnings": self.warnings,
             "single_changes": [asdict(one) for one in self.single_changes],
@@ -102,6 +105,7 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
         reserve=reserve(config, mesh, max(ranks, key=lambda rank: rank.peak)),
         needed=needed(config, mesh, ranks),
         uneven_needed=needed(config, mesh, uneven),
+        full_at=full_load(config, mesh, batch),
         not_modelled=list(not_modelled(config)),
         time=time,
         checkpoint=checkpoint_cost(config, mesh, time.seconds),
@@ -114,11 +118,38 @@ def make_plan(config: Config, mesh: MeshShape) -> Plan:
     return replace(plan, warnings=[*_memory_warnings(config, plan), *_speed_warnings(config, plan)])
 
 
+def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None:
+    """Times their even share of rows that the experts of a rank get when its memory is full.
+
+    None: it has no limit, is full without them, or holds as many as there can be.
+    """
+
+    def need(load: float) -> float:
+        return needed(config, mesh, plan_memory(config, mesh, at_load(batch, load, config, mesh)))
+
+    limit, low, high = config.cluster.memory_bytes, 1.0, most_load(config, mesh)
+    fits, over = need(low), need(high)
+    if not fits <= limit < over:
+        return None
+    for _ in range(8):  # nearly a line: two or three do
+        middle = low + (high - low) * (limit - fits) / (over - fits)
+        if abs((now := need(middle)) - limit) < 1e-4 * limit:
+            break
+        low, fits, high, over = (middle, now, high, over) if now <= limit else (low, fits, middle, now)
+    return middle
+
+
 def _memory_warnings(config: Config, plan: Plan) -> list[str]:
     limit, need, peak = config.cluster.memory_bytes, plan.needed, plan.heaviest.peak
     where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
     if not limit or plan.uneven_needed <= limit:
-        return []
+        if plan.full_at is None or plan.full_at >= ROOM:
+            return []
+        return [
+            f"buffers of the experts are full where a rank gets {plan.full_at:.1f} times its even share of tokens, "
+            "which routers that have learnt little may ask for. Lower train.micro_batch_size, or bound it with "
+            "moe.capacity_factor"
+        ]
     if need <= limit:
         need, peak = plan.uneven_needed, plan.uneven_peak
         where = "a rank whose experts get twice their even share of tokens"

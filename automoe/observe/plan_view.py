@@ -161,6 +161,8 @@ def _rank_table(config: Config, plan: Plan) -> Table:
         table.add_row("needed", gib(plan.needed), f"peak and reserve{share}", style="bold")
         if plan.uneven_needed > plan.needed:
             table.add_row("", gib(plan.uneven_needed), f"at twice the even share{uneven}")
+        if plan.full_at is not None:
+            table.add_row("", gib(limit), f"at {plan.full_at:.1f} times the even share: all there is")
     for text in plan.not_modelled:
         table.add_row("not modelled", "?", text)
     return table

@@ -15,10 +15,11 @@ from rich.console import Console
 from automoe.config.compose import compose_config, key_of, list_options
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.validate import validate
-from automoe.cost.activations import at_load
+from automoe.cost.activations import at_load, plan_batch
+from automoe.cost.memory import plan_memory
 from automoe.cost.plan import SHOWN, Plan, make_plan
 from automoe.cost.remedies import gib
-from automoe.cost.reserve import ALL_TO_ALL_PEER, COMMUNICATOR, NETWORK, Reserve
+from automoe.cost.reserve import ALL_TO_ALL_PEER, COMMUNICATOR, NETWORK, Reserve, needed
 from automoe.observe.plan_view import print_plan
 from automoe.plan import main
 from automoe.shipped import load_file
@@ -28,6 +29,21 @@ from tests.support.sampling import one_in
 def plan_of(name: str, *overrides: str) -> Plan:
     config = compose_config(name, list(overrides))
     return make_plan(config, validate(config, config.launch.num_ranks))
+
+
+def test_the_load_at_which_experts_fill_the_memory_is_said() -> None:
+    config = compose_config("llama3_8x70b")
+    shape = validate(config, None)
+    plan, limit = make_plan(config, shape), config.cluster.memory_bytes
+    assert plan.full_at is not None and 2 < plan.full_at < 2.5
+    for load, full in ((plan.full_at - 0.01, False), (plan.full_at + 0.01, True)):
+        ranks = plan_memory(config, shape, at_load(plan_batch(config, shape), load, config, shape))
+        assert (needed(config, shape, ranks) > limit) == full
+    (said,) = plan.warnings
+    assert f"a rank gets {plan.full_at:.1f} times its even share" in said
+    # Bounded, or with room, nothing is said; one rank has no other's tokens to hold.
+    assert plan_of("llama3_8x70b", "moe.capacity_factor=2").full_at is None
+    assert plan_of("dsv3_671b").full_at > 4 and plan_of("llama3_8b").full_at is None
 
 
 @pytest.mark.parametrize("name", list_options())
@@ -46,7 +62,8 @@ def test_every_primary_has_a_plan_that_adds_up(name: str) -> None:
     assert time.calibrated == bool(cluster.gemm_curve) and (time.mfu is None) == (not cluster.peak_flops)
     if time.mfu is not None and time.mfu_full_attention is not None:
         assert 0 < time.mfu < time.mfu_full_attention < 1
-    assert plan.warnings == []  # fits the cluster that it names, and keeps it busy
+    # It fits the cluster that it names, and keeps it busy; of one mesh a router must learn early to spread its tokens.
+    assert [text[:31] for text in plan.warnings] == ["buffers of the experts are full"] * (name == "llama3_8x70b")
 
 
 DOCS = Path(__file__).parents[2] / "docs"
