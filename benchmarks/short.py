@@ -1,7 +1,8 @@
 """The short form of the CPU benchmarks, one after the other, and the table of ``docs/performance.md`` made from them.
 
-Most short forms are of small models and one round: they show that a benchmark runs and about where it stands. The step is
-measured at full size, of one model in two rounds. Numbers to rely on are those of ``benchmarks/results`` with ``benchmarks/NOTES.md``.
+Most short forms are of small models and one round: they show that a benchmark runs and about where it stands. The step
+is measured at full size, of one model in two rounds. Numbers to rely on are those of ``benchmarks/results``, with
+``benchmarks/NOTES.md``.
 
     python benchmarks/short.py            # eight minutes; writes benchmarks/results/short.json and the table
     python benchmarks/short.py hf_load    # that one alone; the others' rows stay
@@ -92,7 +93,7 @@ SHORT: dict[str, tuple[list[str], Callable[[dict[str, Any]], Rows]]] = {
     "tokenise": (["--mb", "20"], tokenise_rows),
     "local_ranks": (["--rounds", "1"], rank_rows),
 }
-LONG_ONLY = ("main_job", "many_ranks", "moe_layer", "nodes", "plan_correlation", "soak", "trajectories")
+LONG_ONLY = ("main_job", "many_ranks", "moe_layer", "nodes", "plan_correlation", "plan_speed", "soak", "trajectories")
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
@@ -118,11 +119,14 @@ def table(report: dict[str, Any]) -> str:
     lines = []
     for name, one in report.items():
         lines.append(
-            f"`{name}.py {' '.join(one['arguments'])}` on {one['date']} at `{one['commit'][:10]}`, {one['cores']} cores of "
-            f"{one['cpu']}, torch {one['torch']}, load {one['load_average']:.1f}, {one['seconds']} s:\n\n| | |\n|---|---|"
+            f"`{name}.py {' '.join(one['arguments'])}` on {one['date']} at `{one['commit'][:10]}`, "
+            f"{one['cores']} cores of {one['cpu']}, torch {one['torch']}, load {one['load_average']:.1f}, "
+            f"{one['seconds']} s:\n\n| | |\n|---|---|"
         )
         lines += [f"| {what} | {number} |" for what, number in one["rows"]]
         lines.append("")
+    if missing := [f"`{name}`" for name in SHORT if name not in report]:
+        lines.append(f"Not measured yet: {', '.join(missing)}.\n")
     return "\n".join([*lines, f"Without a short form: {', '.join(f'`{name}`' for name in LONG_ONLY)}.\n"])
 
 
