@@ -121,9 +121,13 @@ def take_export(argv: list[str]) -> tuple[list[str], list[str]]:
         return [], argv
     own = [word for word in argv if word.startswith(("export=", "out="))]
     rest = [word for word in argv if word not in own]
-    if "export=torchtitan" not in own or any(word.startswith(("search=", "calibrate=")) for word in rest):
-        rule = "a plan is exported for torchtitan, and a search is none"
-        raise ConfigError("export", "", rule, "Write export=torchtitan, for what was found with mesh=found_...")
+    if asked := [word for word in own if word.startswith("export=") and word != "export=torchtitan"]:
+        raise ConfigError(
+            "export", asked[0].partition("=")[2], "a plan is exported for torchtitan", "Write export=torchtitan"
+        )
+    if any(word.startswith(("search=", "calibrate=")) for word in rest):
+        rule = "a plan is exported, and a search is none"
+        raise ConfigError("export", "torchtitan", rule, "Export what was found with mesh=found_...")
     return own, rest
 
 

@@ -14,6 +14,7 @@ from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
 from automoe.config.validate import settings_rows
+from automoe.cost.plan import missing_speeds
 from automoe.cost.search import Candidate, Search, overrides_of, search
 from automoe.errors import ConfigError
 from automoe.launch.hardware import resolve_device
@@ -95,6 +96,9 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     fixed = sorted(keys)
     if "mesh" in keys:
         raise ConfigError("mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2")
+    if unknown := missing_speeds(config.cluster, question.world or MAX_GPUS):
+        rule = f"a search ranks by time, and cluster {config.cluster.name} has no {', '.join(unknown)}"
+        raise ConfigError("cluster", config.cluster.name, rule, "Set them in its file")
     console = Console(highlight=False)
     with progress() as tell:
         found = _find(question, config, lambda one, world: search(one, world, device, fixed, tell))

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.schema import Config
+from automoe.config.schema import ClusterConfig, Config
 from automoe.cost.activations import UNEVEN, BatchPlan, at_load, most_load, plan_batch
 from automoe.cost.adapters import step_flops_per_token
 from automoe.cost.checkpoint import CheckpointCost, checkpoint_cost
@@ -168,8 +168,19 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
     return [". ".join(part[0].upper() + part[1:] if number else part for number, part in enumerate(text))]
 
 
+def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
+    """Keys of a GPU cluster's speeds that are not known; a CPU's would be taken, and times be far too long."""
+    keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
+    return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
+
+
 def _speed_warnings(config: Config, plan: Plan) -> list[str]:
     warnings = []
+    if unknown := missing_speeds(config.cluster, plan.mesh.world_size):
+        warnings.append(
+            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and what a CPU has is taken: the times mean "
+            "nothing. Set them in its file"
+        )
     if plan.bubble > 0.25:
         warnings.append(
             f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "

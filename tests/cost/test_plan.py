@@ -260,6 +260,15 @@ def test_an_idle_pipeline_is_named() -> None:
     assert f"idles {plan.bubble:.0%} of a step: 8 micro-batches over mesh.pp=8" in plan.warnings[0]
 
 
+def test_speeds_that_a_cluster_file_lacks_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    lacking = ("cluster.memory_bandwidth=0", "cluster.intra_node_bandwidth=0")
+    (said,) = plan_of("moonlight_16b_a3b", *lacking).warnings
+    assert "h100_sxm has no memory_bandwidth, intra_node_bandwidth, and" in said
+    assert main(["--config-name", "moonlight_16b_a3b", *lacking, "search=true", "world=8"]) == 2
+    assert "a search ranks by time" in (err := capsys.readouterr().err) and "memory_bandwidth" in err
+    assert plan_of("moonlight_16b_a3b", "cluster=laptop").warnings == []
+
+
 def test_what_slows_a_step_is_said() -> None:
     near, far = (plan_of("dsv3_671b", f"mesh.ep={ep}", f"mesh.ep_shard={64 // ep}") for ep in (8, 64))
     assert near.warnings == [] and near.time.off_node.get("ep", 0.0) == 0.0
