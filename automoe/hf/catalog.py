@@ -17,7 +17,7 @@ from automoe.hf.headers import StoredTensor, read_headers, without_collection
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.hf.shards import LocalShard
-from automoe.hf.untrusted import is_there
+from automoe.hf.untrusted import brief, is_there
 from automoe.hf.upcycle import Upcycling
 from automoe.hub import local_folder
 
@@ -118,7 +118,7 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
     folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = _quantization(folder)
-    sources = _pair_scales(tensors, encoding)
+    sources = _pair_scales(folder, tensors, encoding)
     keys = family_of(config).keys if upcycling is None else upcycling.keys
     if any(key.endswith(f".{FUSED.gate}") for key in sources):
         keys = keys.in_memory
@@ -171,7 +171,7 @@ def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     )
 
 
-def _pair_scales(tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, Source]:
+def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, Source]:
     """Codes and their scales become one tensor, in the place of the codes, under the name it has unquantized."""
     codes_end, scales_end, least_dims = ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
     scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
@@ -189,7 +189,13 @@ def _pair_scales(tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[s
             if encoding == "mxfp4":
                 *lead, rows, groups, half = shape
                 shape = (*lead, 2 * groups * half, rows)
-            sources[name[: len(name) - len(codes_end)]] = Source(shape, data, scales_of[name], encoding)
+            base = name[: len(name) - len(codes_end)]
+            if codes_end and base in tensors:
+                raise CheckpointError(
+                    f"{folder}: {brief(base)} is in {tensors[base].file}, and as {brief(name)} with scales in {data.file}; which "
+                    "one counts is not said. Copy the checkpoint again"
+                )
+            sources[base] = Source(shape, data, scales_of[name], encoding)
         elif name not in paired:
             sources[name] = Source(data.shape, data)
     return sources

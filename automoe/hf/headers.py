@@ -210,7 +210,7 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
             raise TypeError(f"it is a {type(header).__name__}")
         header.pop("__metadata__", None)
         tensors = _stored_tensors(name, 8 + length, header)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
     _check_ranges(file, size, 8 + length, tensors)
     return tensors

@@ -109,6 +109,7 @@ def test_a_right_header_is_read(tmp_path: Path) -> None:
         ({"dtype": "BF16"}, "16 bytes, and .* BF16 takes 8"),
         ({"dtype": "F33"}, "dtype 'F33', which safetensors does not know"),
         ({"dtype": ["F32"]}, "unhashable"),
+        ({"shape": json.loads("[" * 900 + "]" * 900)}, "shape|recursion|nested"),
     ],
     ids=lambda value: str(value)[:40],
 )

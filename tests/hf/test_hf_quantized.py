@@ -356,6 +356,12 @@ def test_mxfp4_blocks_that_are_no_stack_of_matrices(mxfp4: Path) -> None:
     assert f"not the model's: {key}" in refused(mxfp4)
 
 
+def test_experts_that_are_there_as_codes_and_as_numbers_too(mxfp4: Path) -> None:
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    edit(mxfp4, **{key: torch.zeros(8, 64, 192)})
+    assert "which one counts is not said" in (message := refused(mxfp4)) and f"'{key}_blocks' with scales" in message
+
+
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
