@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import Arguments, compose_config, key_of
+from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows, number_rows
-from automoe.config.schema import Config
+from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import settings_rows
+from automoe.cost.activations import plan_batch
+from automoe.cost.memory import plan_memory
 from automoe.cost.plan import missing_speeds
 from automoe.cost.search import Candidate, Search, overrides_of, search
 from automoe.errors import ConfigError
@@ -122,9 +125,10 @@ def _find(question: Question, config: Config, look: Callable[[Config, int], Sear
     """Every search that was made; the last is the answer."""
     if question.kind == "fewest_gpus":
         made: list[tuple[Config, Search]] = []
-        world = 1
+        world, least = 1, least_ranks(config)
         while world <= MAX_GPUS and not (made and made[-1][1].found):
-            made.append((config, look(config, world)))
+            if world >= min(least, MAX_GPUS):
+                made.append((config, look(config, world)))
             world *= 2
         return made
     assert question.world is not None
@@ -137,6 +141,16 @@ def _find(question: Question, config: Config, look: Callable[[Config, int], Sear
         if len(made) > 1 and not made[-1][1].found:
             made.pop()
     return made
+
+
+def least_ranks(config: Config) -> float:
+    """Ranks whose memory weights and moments fill alone, cut over all of them: fewer need not be looked at."""
+    if not config.cluster.memory_bytes:
+        return 1
+    plain = replace(config.parallel, schedule="1F1B", stages_per_rank=1, layers_per_stage=None)
+    one = resolve_mesh(MeshConfig(), 1)
+    (rank,) = plan_memory(replace(config, parallel=plain), one, plan_batch(config, one))
+    return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
 
 
 def _say_nothing_fits(result: Search | None, config: Config, console: Any) -> None:

@@ -246,13 +246,14 @@ def ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
 
 
 def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
-    """Whether the gradients that a pipeline keeps whole until the step's end are too large on an average rank."""
+    """Whether the gradients and weights that a pipeline keeps whole to the step's end are too large on an average rank."""
     limit = config.cluster.memory_bytes
     if not limit or shape.pp == 1 or config.lora.rank:
         return False
     routed = params.by_part.get("routed_experts", 0)
     whole = routed / (shape.pp * shape.ep * shape.etp) + (params.total - routed) / (shape.pp * shape.tp)
-    return whole * DTYPE_BYTES[config.train.dtype][2] > limit
+    _, weight, gradient = DTYPE_BYTES[config.train.dtype]
+    return whole * (gradient + weight * (config.parallel.reshard == "step")) > limit
 
 
 def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candidate | None:

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,12 @@ from automoe.config.validate import mesh_rows, validate
 from automoe.cost import search as search_module
 from automoe.cost.activations import UNEVEN, at_load, plan_batch
 from automoe.cost.memory import plan_memory
+from automoe.cost.params import count_params
 from automoe.cost.reserve import needed
-from automoe.cost.search import LADDER, mesh_shapes, search
+from automoe.cost.search import LADDER, Search, mesh_shapes, search
 from automoe.cost.time import step_time
 from automoe.errors import ConfigError
+from automoe.search import Question, _find, least_ranks
 
 WORLD = 8
 
@@ -205,3 +208,18 @@ def test_the_preset_of_a_configuration_with_a_mesh_of_its_own(
     assert command is not None
     composed = compose_config("qwen3_30b_a3b_sft", command[1].split()[4:], str(tmp_path))
     assert validate(composed, 1, "cuda").world_size == 1
+
+
+def test_ranks_that_weights_and_moments_fill_are_not_looked_at() -> None:
+    config, seen = compose_config("dsv3_671b"), list[int]()
+
+    def look(one: Config, world: int) -> Search:
+        seen.append(world)
+        found: list[Any] = [one] * (world >= 256)
+        return Search(world, found=found)
+
+    _find(Question("fewest_gpus", None, None), config, look)
+    assert seen == [128, 256]
+    state = 12 * count_params(config.model).total
+    assert least_ranks(config) == pytest.approx(state / config.cluster.memory_bytes, rel=1e-3)
+    assert 64 < least_ranks(config) < 128 and least_ranks(compose_config("config")) == 1
