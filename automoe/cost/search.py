@@ -246,7 +246,7 @@ def ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
 
 
 def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
-    """Whether the gradients and weights that a pipeline keeps whole to the step's end are too large on an average rank."""
+    """Whether gradients and weights that a pipeline keeps whole to the step's end are too large on an average rank."""
     limit = config.cluster.memory_bytes
     if not limit or shape.pp == 1 or config.lora.rank:
         return False

@@ -42,7 +42,7 @@ def test_a_page_holds_its_pictures_and_nothing_in_it_becomes_markup(tmp_path: Pa
     assert len(page.images) == 4 and not page.links  # time and traffic, memory, pipeline, meshes
     assert all(source.startswith("data:image/png;base64,") for source in page.images)
     assert "<script" not in raw and "<img src=x" not in raw and ">49<" not in raw and page.words.count(EVIL) >= 4
-    (warning,) = plan.warnings
+    warning, _ = plan.warnings  # the other: such a cluster has no speeds
     assert warning in page.words and "does not fit" in page.words
     for said in (gib(plan.heaviest.peak), f"{plan.time.bubble:.3g}", "Interleaved1F1B, 4 stages"):
         assert said in page.words
