@@ -192,8 +192,8 @@ def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encod
             base = name[: len(name) - len(codes_end)]
             if codes_end and base in tensors:
                 raise CheckpointError(
-                    f"{folder}: {brief(base)} is in {tensors[base].file}, and as {brief(name)} with scales in {data.file}; "
-                    "which one counts is not said. Copy the checkpoint again"
+                    f"{folder}: {brief(base)} is in {tensors[base].file}, and as {brief(name)} with scales in "
+                    f"{data.file}; which one counts is not said. Copy the checkpoint again"
                 )
             sources[base] = Source(shape, data, scales_of[name], encoding)
         elif name not in paired:
