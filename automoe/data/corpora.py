@@ -82,8 +82,7 @@ def find_files(data: DataConfig) -> dict[str, Path]:
         return hub_files(data)
     if data.kind == "stdlib" or data.kind in CHAT_KINDS and data.kind.startswith("stdlib"):
         root = Path(sysconfig.get_paths()["stdlib"])
-        below = root.rglob("*.py") if data.kind == "stdlib" else root.glob("*.py")
-        paths = [p for p in below if not _STDLIB_SKIP & set(p.relative_to(root).parts[:-1])]
+        paths = _stdlib_sources(root) if data.kind == "stdlib" else list(root.glob("*.py"))
         problem = "this Python has no library sources. Set data.kind=text and data.path."
     elif data.path is None:
         raise ConfigError(
@@ -105,6 +104,15 @@ def find_files(data: DataConfig) -> dict[str, Path]:
     if not paths:
         raise DataError(f"{root}: {problem}")
     return dict(sorted((p.relative_to(root).as_posix(), p) for p in paths))
+
+
+def _stdlib_sources(root: Path) -> list[Path]:
+    """The library's Python files; what is installed beside it, ten times as many files, is not looked into."""
+    found = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in _STDLIB_SKIP]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return found
 
 
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """Ranks of one machine: started, watched, stopped, judged by the status file, and started again.
 
-There is no agent between this process and its ranks: they are its children.
+Ranks are forks of one process that has imported torch (``automoe.launch.fork_server``), which knows nothing of runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from automoe.config.frozen import Device, resolved, save_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.launch import run_dir as runs
 from automoe.launch.external import without_rendezvous
+from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
 from automoe.launch.prepare import missing_data
 from automoe.launch.ranks import LOOPBACK, store_file
@@ -50,8 +50,11 @@ class RunResult:
         return 128 + self.signum if self.state == "preempted" and self.signum else 1
 
 
-def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
+def train_here(config: Config, shape: MeshShape, device: Device, another_follows: bool = False) -> RunResult:
     """Run a checked configuration on this machine, say how it ended, and write its report.
+
+    Args:
+        another_follows: a run of the same program, perhaps: what has imported torch for the ranks is kept for it.
 
     Raises:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
@@ -64,12 +67,13 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
         print(note, file=sys.stderr)
     ranks = "1 rank" if shape.world_size == 1 else f"{shape.world_size} ranks"
     print(f"starting {ranks} on {device} in {config.run_dir}", flush=True)
-    from automoe.data.prepare import prepare_data
-    from automoe.hf.identity import complete
+    with fork_server(_environment(config, shape.world_size), keep=another_follows) as server:
+        from automoe.data.prepare import prepare_data
+        from automoe.hf.identity import complete
 
-    complete(config)
-    prepare_data(config)  # a bad line or a missing file is found here, before ranks start
-    result = launch_local(config, shape, device)
+        complete(config)
+        prepare_data(config)  # a bad line or a missing file is found here, before ranks start
+        result = launch_local(config, shape, device, server)
     if result.error is not None:
         error = runs.describe_error(result.error)
         print(f"error: {error}\nlogs of every rank: {config.run_dir}/logs", file=sys.stderr)
@@ -84,8 +88,16 @@ def train_here(config: Config, shape: MeshShape, device: Device) -> RunResult:
     return result
 
 
-def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
-    """Run every rank of ``shape`` on this machine and wait for the end.
+def _environment(config: Config, num_ranks: int) -> dict[str, str]:
+    """Of the ranks."""
+    env = without_rendezvous(os.environ) | LOOPBACK
+    share = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    env["OMP_NUM_THREADS"] = str(config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share))
+    return env
+
+
+def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkServer) -> RunResult:
+    """Run every rank of ``shape`` on this machine, as forks of ``server``, and wait for the end.
 
     Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM, SIGHUP and Ctrl-C as a request
     to stop (a second Ctrl-C kills, and so does the end of ``launch.grace_s``). A run that fails is started
@@ -101,7 +113,7 @@ def launch_local(config: Config, shape: MeshShape, device: Device) -> RunResult:
         runs.check_same_run(run_dir, frozen)  # again: what was there before the lock says nothing
         runs.start_run(run_dir)
         save_config(frozen, run_dir)
-        launch = _Launch(run_dir, shape.world_size, config, run_dir_lost)
+        launch = _Launch(server, run_dir, shape.world_size, config, run_dir_lost)
         with launch.forwarding_signals():
             return _attempts(launch, config, shape, device)
 
@@ -137,19 +149,17 @@ def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device)
 
 
 class _Launch:
-    def __init__(self, run_dir: Path, num_ranks: int, config: Config, run_dir_lost: Callable[[], str | None]) -> None:
-        self.run_dir, self.num_ranks, self.run_dir_lost = run_dir, num_ranks, run_dir_lost
+    def __init__(
+        self, server: ForkServer, run_dir: Path, num_ranks: int, config: Config, run_dir_lost: Callable[[], str | None]
+    ) -> None:
+        self.server, self.run_dir, self.num_ranks, self.run_dir_lost = server, run_dir, num_ranks, run_dir_lost
         self.config = config
         self.signum: int | None = None
         self.kill_at = math.inf  # on the monotonic clock, once asked to stop
         self.gave_up = False  # on ranks that were asked to stop: they were killed
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[ForkedRank] = []
         self.killed: set[int] = set()  # ranks that were ended from here
         self.printer: threading.Thread | None = None
-        self.env = without_rendezvous(os.environ) | LOOPBACK
-        self.env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        share = str(max(1, (os.cpu_count() or 1) // num_ranks))
-        self.env["OMP_NUM_THREADS"] = str(config.launch.threads_per_rank or self.env.get("OMP_NUM_THREADS", share))
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
@@ -177,23 +187,16 @@ class _Launch:
         return self._judge()
 
     def _start(self, store: Path) -> None:
-        command = [sys.executable, "-m", "automoe.launch.worker", str(self.run_dir), str(os.getpid()), str(store)]
-        command += sys.path  # where this process finds recipes and plugins, ranks do
-        first_out = None if _is_terminal_or_file() else subprocess.PIPE
-        # Blocked, a signal waits in a rank that has no handler for it yet.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            for rank in range(self.num_ranks):
-                env = self.env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # A session of its own: Ctrl-C in the terminal reaches this process alone.
-                out, no_input = None if rank else first_out, subprocess.DEVNULL
-                process = subprocess.Popen(command, env=env, stdin=no_input, stdout=out, start_new_session=True)
-                self.ranks.append(process)
-                if process.stdout is not None:
-                    self.printer = threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True)
-                    self.printer.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # Where this process finds recipes and plugins, ranks do.
+        job = Job(str(self.run_dir), self.num_ranks, str(store), os.getpid(), sys.path)
+        if _is_terminal_or_file():
+            self.ranks = self.server.start(job, stdout=1)
+        else:
+            reader, writer = os.pipe()
+            self.ranks = self.server.start(job, stdout=writer)
+            os.close(writer)
+            self.printer = threading.Thread(target=_pass_on, args=(reader,), daemon=True)
+            self.printer.start()
         if self.signum is not None:
             self._ask_to_stop()
 
@@ -297,9 +300,9 @@ def _is_terminal_or_file() -> bool:
         return False
 
 
-def _pass_on(lines: IO[bytes]) -> None:
+def _pass_on(reader: int) -> None:
     """Print what rank 0 says, until it ends."""
-    with lines:
+    with open(reader, "rb") as lines:
         for line in lines:
             sys.stdout.write(line.decode(errors="replace"))
             sys.stdout.flush()

@@ -297,7 +297,7 @@ def _run_job(raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record
         print("done in an earlier run of this sweep")
         found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
     else:
-        result = train_here(config, shape, device)
+        result = train_here(config, shape, device, another_follows=True)
         found |= {"state": result.state, "objective": result.objective, "exit_code": result.exit_code}
         found |= {"reason": runs.describe_error(result.error)} if result.error else {}
     if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):

@@ -1,13 +1,12 @@
-"""One rank: frozen configuration in, exit status out. ``launch_local`` runs ``python -m automoe.launch.worker``.
+"""One rank: frozen configuration in, exit status out.
 
-Torch is imported late, after signal handlers, log files and the process id are in place: a rank that
-is asked to stop while it is still importing must hear of it.
+Under torchrun and srun torch is imported late, after signal handlers, log files and the process id are in place: a rank
+that is asked to stop while it is still importing must hear of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import math
 import os
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 # They ask a run to save and leave. nohup has SIGHUP ignored, and that is to stay.
 _HANG_UP = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
-_PR_SET_PDEATHSIG = 1
 _LONGEST_PAUSE_S = 4.0  # other ranks wait for ten seconds to hear where this one is
 _GRACE_S = 5.0  # for a rank to end on its own once another has failed
 _leaving = threading.Lock()
@@ -78,14 +76,6 @@ def outlive_streams() -> None:
     sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
 
 
-def main() -> int:
-    """Run the rank that the environment describes; run directory, launcher, store and paths are on the command line."""
-    run_dir, launcher, store, *paths = sys.argv[1:]
-    sys.path += [path for path in paths if path not in sys.path]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return run_rank(Path(run_dir), rank, world_size, rank, store=Path(store), launcher=int(launcher))
-
-
 def run_rank(
     run_dir: Path,
     rank: int,
@@ -95,6 +85,8 @@ def run_rank(
     store: Store | Path | None = None,
     launcher: int | None = None,
     run_dir_lost: Callable[[], str | None] = lambda: None,
+    imported: BaseException | None = None,
+    said: str = "",
 ) -> int:
     """Run the recipe on this rank and return its exit status; never raises.
 
@@ -104,11 +96,13 @@ def run_rank(
         store: where ranks meet, as in ``init_ranks``.
         launcher: process id of ``launch_local``'s process; None under torchrun and srun.
         run_dir_lost: what is wrong where the run directory is not the one that the run began in.
+        imported: what went wrong when torch was imported for this rank, and ``said`` to standard error.
     """
     ranks.prepare_process()
     terminal = _redirect(run_dir, rank)
+    sys.stderr.write(said)
     stop = StopRequest()
-    _handle_signals(stop, launcher)
+    _handle_signals(stop)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
     # Where this project's launcher outlives the ranks it writes the report, and under torchrun and srun rank 0.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
@@ -116,6 +110,8 @@ def run_rank(
     watch.tells_errors = launcher is None
     threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
+        if imported is not None:
+            raise imported
         config = config or load_config(run_dir, plugins=True)
         watch.timeout_s = config.launch.timeout_s
         shape = frozen_shape(config)
@@ -165,16 +161,11 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
     return terminal
 
 
-def _handle_signals(stop: StopRequest, launcher: int | None) -> None:
+def _handle_signals(stop: StopRequest) -> None:
     for number in STOP_SIGNALS:
         # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
         signal.signal(number, lambda signum, frame: stop.set())
-    if launcher is not None and sys.platform == "linux":
-        # Every rank is in a session of its own: if the launcher dies by SIGKILL nobody else ends them.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it has died before
-            os._exit(1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher starts ranks with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # our launcher starts ranks with them blocked
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
@@ -236,7 +227,3 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    end_process(main())

@@ -75,7 +75,7 @@ def draw_plots(
 
 def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
     """A figure of half the page's width, over the steps."""
-    figure, (axis,) = new_figure(NARROW, 3.1)
+    figure, (axis,) = new_figure(NARROW, 3.1, plain=True)
     axis.set(title=title, xlabel="step", ylabel=ylabel)
     return figure, axis
 
@@ -84,7 +84,7 @@ def _loss(records: Records) -> Figure:
     training, validation, bits = (series(records, key) for key in ("loss", "val_loss", "val_bits_per_byte"))
     has_bits = len(bits[0]) > 0
     ratios = [2, 1] if has_bits else [1]
-    figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), width_ratios=ratios)
+    figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), plain=True, width_ratios=ratios)
     _line(axes[0], training, BLUE, "training", smooth=True)
     _points(axes[0], validation, ORANGE, "validation")
     axes[0].set(title="Loss", xlabel="step", ylabel="nats per token")

@@ -9,7 +9,7 @@ from launch_command import Command
 
 from tests.support.forked import Forks, forks
 
-LIGHT = ("torch", "torch.distributed.distributed_c10d", "automoe.launch.worker", "automoe.launch.sweep")
+LIGHT = ("torch", "torch.distributed.distributed_c10d", "automoe.launch.fork_server", "automoe.launch.sweep")
 
 
 @pytest.fixture

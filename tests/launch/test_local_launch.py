@@ -91,10 +91,12 @@ def test_sigterm_reaches_the_ranks_and_a_second_run_is_refused_meanwhile(command
 
 
 @pytest.mark.exhaustive
-def test_a_request_to_stop_before_the_ranks_listen_is_not_lost(command: Command) -> None:
+@pytest.mark.parametrize("processes", [2, 4], ids=["before the ranks are there", "before they listen"])
+def test_a_request_to_stop_while_ranks_start_is_not_lost(command: Command, processes: int) -> None:
     process = command.start("recipe_until_stopped", *TWO_RANKS, "checkpoint.every=5")
-    while len(command.pids()) < 3:
+    while len(command.pids()) < processes or not (command.run_dir / "config.yaml").exists():
         assert process.poll() is None
+    time.sleep(0.2)  # until the launching process listens
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
     assert "SIGTERM: the ranks finish their step and save" in err
@@ -182,7 +184,7 @@ def test_a_run_directory_that_vanishes_is_an_error(command: Command, before: tup
 def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
     read_until(process, "sleeping")
-    assert len(command.pids()) == 3, "parent and two ranks"
+    assert len(command.pids()) == 4, "parent, fork server and two ranks"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     command.wait_until_gone()
@@ -193,15 +195,23 @@ def test_no_rank_outlives_a_parent_that_is_killed(command: Command) -> None:
     assert read_status(command.run_dir)["state"] == "starting"
 
 
-def test_a_rank_whose_launcher_died_while_it_started_leaves(tmp_path: Path) -> None:
+def test_a_fork_server_whose_launcher_died_while_it_started_leaves() -> None:
     """Adopted by another process before it could ask the kernel to end it with its parent."""
-    start_run(tmp_path)
-    env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    not_its_parent = str(os.getppid())
-    command = [sys.executable, "-m", "automoe.launch.worker", str(tmp_path), not_its_parent, "/no/store"]
-    done = subprocess.run(command, env=env, timeout=PATIENCE_S)
-    assert done.returncode == 1
-    assert not (tmp_path / "first_error.json").exists(), "it did not get as far as its configuration"
+    command = [sys.executable, "-m", "automoe.launch.fork_server", str(os.getppid()), "0"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.faults
+def test_a_killed_fork_server_ends_the_run_and_its_ranks(command: Command) -> None:
+    process = command.start("recipe_deaf", *TWO_RANKS)
+    read_until(process, "sleeping")
+    (server,) = set(command.pids()) - {process.pid, *command.rank_pids()}
+    os.kill(server, signal.SIGKILL)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "killed by SIGKILL" in err and read_status(command.run_dir)["state"] == "failed"
+    assert command.pids() == []
 
 
 @pytest.mark.parametrize("name", ["no_such_recipe", "recipes.no_such"])

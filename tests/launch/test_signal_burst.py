@@ -16,7 +16,7 @@ from automoe.launch import worker
 from automoe.training.context import StopRequest
 
 stop = StopRequest()
-worker._handle_signals(stop, launcher=None)
+worker._handle_signals(stop)
 print("listens", flush=True)
 while not Path(sys.argv[1]).exists():
     pass

@@ -16,6 +16,9 @@ from automoe.observe.metrics import read_expert_load, read_metrics
 ROOT = Path(__file__).parents[2]
 FAULTY_RECIPE = Path(__file__).with_name("faulty_pretrain.py")
 PATIENCE_S = 600  # only a hang reaches it
+_MARK = (
+    "AUTOMOE_TESTED_RUN"  # a variable that marks the processes of a run: forked ranks have their server's command line
+)
 # What of a step's record may differ between two runs of the same numbers: clocks, memory, and what saving did.
 _VOLATILE = ("second", "mfu", "memory", "checkpoint_", "slowest")
 # A model of 40,000 parameters that uses every part of the state: expert bias, lagged balance loss, moments.
@@ -62,7 +65,7 @@ class TrainCommand:
         left_over = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "AUTOMOE_FAULT")
         kept = {key: value for key, value in os.environ.items() if key not in left_over}
         path = os.pathsep.join(map(str, (ROOT, *python_path)))
-        self.env = kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (env or {})
+        self.env = kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: str(run_dir)} | (env or {})
 
     def arguments(self, *overrides: str) -> list[str]:
         """What comes after ``python``."""
@@ -91,15 +94,15 @@ class TrainCommand:
         return process.returncode, out, err
 
     def pids(self) -> list[int]:
-        """Every living process that has this run directory on its command line."""
+        """Every living process that was started with this run in its environment."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                words = (folder / "cmdline").read_bytes().decode(errors="replace")
+                variables = (folder / "environ").read_bytes().split(b"\0")
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:  # it has ended meanwhile
                 continue
-            if str(self.run_dir) in words and state != "Z":
+            if f"{_MARK}={self.run_dir}".encode() in variables and state != "Z":
                 found.append(int(folder.name))
         return sorted(found)
 

@@ -1,8 +1,8 @@
 """Commands of the package without the seconds that its imports take: forks of one process that has done them.
 
 ``python -m tests.support.forked`` imports the modules that it is told, reads a request a line and answers with an exit
-status. The fork calls the command's own ``main``; ranks that it starts are forks as well, in place of ``python -m automoe.launch.worker``. From there on
-nothing is different: environment, output, sessions, signals, exit.
+status. The fork calls the command's own ``main``; ranks that it starts are its own forks, and not those of a fork server.
+From there on nothing is different: environment, output, sessions, signals, exit.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 from automoe.config.compose import compose_config
+from automoe.launch import fork_server
+from automoe.launch.fork_server import Job, become
+from automoe.launch.worker import STOP_SIGNALS
 
 IMPORTED = """
     torch torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint hydra omegaconf jinja2 rich.console matplotlib.pyplot
@@ -58,17 +61,40 @@ class Forks:
         self.process.communicate()
 
 
-class ForkedRank:
-    """What ``automoe.launch.local`` asks of ``subprocess.Popen`` for a rank."""
+class OwnServer:
+    """What ``automoe.launch.local`` asks of a fork server, by a process that has imported everything itself."""
 
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], stdin: int, stdout: None, start_new_session: bool = False
-    ) -> None:
-        assert command[1:3] == ["-m", "automoe.launch.worker"] and stdin == subprocess.DEVNULL and start_new_session
-        assert stdout is None, "rank 0 writes where this process does"
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+
+    def serves(self, env: Mapping[str, str]) -> bool:
+        return self.env == env
+
+    def start(self, job: Job, stdout: int) -> list[ForkedRank]:
+        return [ForkedRank(self._start(job, rank, stdout)) for rank in range(job.num_ranks)]
+
+    def _start(self, job: Job, rank: int, stdout: int) -> int:
+        parent = os.getpid()
+
+        def target() -> NoReturn:
+            _streams(os.devnull, None, None)
+            _environment(self.env)
+            unused, _ = socket.socketpair()
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            become(job, rank, parent, [os.dup(stdout), os.dup(2)], unused, None, "")
+
+        return _fork(target)
+
+    def close(self) -> None:
+        pass
+
+
+class ForkedRank:
+    """A child of this process, with what ``automoe.launch.fork_server.ForkedRank`` has."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.returncode: int | None = None
-        self.stdout = None
-        self.pid = _fork(lambda: _rank(command, env))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -107,24 +133,12 @@ def _end(target: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def _rank(command: Sequence[str], env: Mapping[str, str]) -> int:
-    os.setsid()
-    _streams(os.devnull, None, None)
-    _environment(env)
-    from automoe.launch import worker
-
-    sys.argv = list(command[2:])
-    return worker.main()
-
-
 def _command(request: Mapping[str, object]) -> int:
     out, err = request["files"]
     _streams(os.devnull, out, err)
     _environment(os.environ | request["env"])
     obey_permissions()
-    from automoe.launch import local
-
-    local.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+    fork_server.ForkServer = OwnServer
     sys.argv = [request["module"], *request["arguments"]]
     return import_module(request["module"]).main()
 

@@ -20,10 +20,12 @@ def test_a_record_is_its_numbers_to_the_bit_without_clocks(tmp_path: Path) -> No
     assert TrainCommand(tmp_path).record() == [RECORD | {"expert_load": loads}]
 
 
-def test_processes_of_a_run_are_those_that_name_its_directory_and_live(tmp_path: Path) -> None:
+def test_processes_of_a_run_are_those_of_its_environment_that_live(tmp_path: Path) -> None:
     command = TrainCommand(tmp_path / "run")
-    sleeper = subprocess.Popen([sys.executable, "-c", "input()", str(tmp_path / "run")], stdin=subprocess.PIPE)
-    other = subprocess.Popen([sys.executable, "-c", "input()", str(tmp_path)], stdin=subprocess.PIPE)
+    sleeper, other = (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=TrainCommand(folder).env)
+        for folder in (tmp_path / "run", tmp_path)
+    )
     try:
         while command.pids() != [sleeper.pid]:  # not yet, between fork and exec
             assert sleeper.poll() is None
