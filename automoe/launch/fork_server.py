@@ -1,13 +1,14 @@
 """Ranks of one machine as forks of a process that has imported torch and this package, once for all of them.
 
-The launching process starts this server and asks it for ranks through a socket pair. The server answers with their process
-ids, and with the exit status of each as it ends; asked again, for another attempt or the next job of a sweep, it imports
-nothing again. It computes nothing and starts no thread, and no rank has touched CUDA before it is a process of its own:
-that is what makes a fork of torch safe.
+The launching process starts this server and asks it for ranks through a socket pair. The server answers with their
+process ids, and with the exit status of each as it ends. Asked again, for another attempt or the next job of a sweep,
+it imports nothing again. It computes nothing and starts no thread, and no rank has touched CUDA before it is a process
+of its own: that is what makes a fork of torch safe.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -198,6 +199,12 @@ def fork_server(env: Mapping[str, str], keep: bool = False) -> Iterator[ForkServ
         server.close()
 
 
+@atexit.register
+def _close_kept() -> None:
+    if _kept is not None:
+        _kept.close()
+
+
 # ---------------------------------------------------------------- in the server
 
 
@@ -300,6 +307,8 @@ def become(
     world = str(job.num_ranks)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     sys.path += [path for path in job.paths if path not in sys.path]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as a process that had not been forked; Python's own does so by itself
     place = rank, job.num_ranks, rank
     status = run_rank(
         Path(job.run_dir), *place, store=Path(job.store), launcher=job.launcher, imported=error, said=said

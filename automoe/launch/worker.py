@@ -129,16 +129,20 @@ def run_rank(
         if (lost := run_dir_lost()) is not None:
             raise LaunchError(lost)
         if rank == 0:
-            outcome = None if objective is None else float(objective)
-            if not context.preempted and not math.isfinite(outcome or 0.0):
-                raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
-            facts = {"fell_back": context.fell_back} if context.fell_back else {}
-            runs.write_status(run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts)
+            _write_result(config, context, objective)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk, which _fail survives too
             watch.explain(error)
         _fail(run_dir, rank, error, terminal if launcher is None else None, report)
     return 0
+
+
+def _write_result(config: Config, context: RunContext, objective: float | None) -> None:
+    outcome = None if objective is None else float(objective)
+    if not context.preempted and not math.isfinite(outcome or 0.0):
+        raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
+    facts = {"fell_back": context.fell_back} if context.fell_back else {}
+    runs.write_status(context.run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts)
 
 
 def _redirect(run_dir: Path, rank: int) -> TextIO:

@@ -202,6 +202,27 @@ def test_a_fork_server_whose_launcher_died_while_it_started_leaves() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_a_torch_that_cannot_be_imported_is_the_error_of_a_rank(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise OSError('libmissing.so: no such file')")
+    command.env["PYTHONPATH"] = f"{tmp_path / 'broken'}{os.pathsep}{command.env['PYTHONPATH']}"
+    code, _, err = command.run("recipe_answers", *TWO_RANKS)
+    assert code == 1
+    assert err.count("OSError: libmissing.so: no such file") == 1 and "Traceback" not in err
+    for rank in range(2):
+        assert "torch.py" in (command.run_dir / "logs" / f"rank{rank}.log").read_text()
+
+
+@pytest.mark.faults
+def test_what_is_said_while_torch_is_imported_is_in_every_log(command: Command) -> None:
+    command.env["PYTHONPROFILEIMPORTTIME"] = "1"
+    code, _, err = command.run("recipe_answers", *TWO_RANKS)
+    assert code == 0 and " torch._C" not in err
+    for rank in range(2):
+        log = (command.run_dir / "logs" / f"rank{rank}.log").read_text()
+        assert "import time:" in log and " torch._C" in log
+
+
 @pytest.mark.faults
 def test_a_killed_fork_server_ends_the_run_and_its_ranks(command: Command) -> None:
     process = command.start("recipe_deaf", *TWO_RANKS)
