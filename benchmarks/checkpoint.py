@@ -69,6 +69,7 @@ def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "rates": {name: seconds(name) for name in names},
         "save_over_raw_write": seconds("save")["seconds"] / seconds("raw_write")["seconds"],
         "save_over_plain": seconds("save")["seconds"] / seconds("plain_save")["seconds"],
+        "load_over_plain": seconds("load")["seconds"] / seconds("plain_load")["seconds"],
         "blocked": {
             "save_s": seconds("save")["seconds"],
             "async_first_s": seconds("async_begin_first")["seconds"],
@@ -81,6 +82,8 @@ def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "plain_save": cpu("plain_save"),
             "save": cpu("save"),
             "async_save": cpu("async_begin_first") + cpu("async_rest"),
+            "plain_load": cpu("plain_load"),
+            "load": cpu("load"),
         },
         "memory_above_state_bytes": memory,
         "async_of_plain_dcp": {kind: async_over_plain(kind) for kind in ("thread", "process")},

@@ -52,6 +52,7 @@ def checkpoint_rows(report: dict[str, Any]) -> Rows:
         "saving 18 MB, CPU-seconds over those of plain torch.distributed.checkpoint",
         f"{seconds['save'] / seconds['plain_save']:.2f}",
     )
+    yield "loading it, likewise", f"{seconds['load'] / seconds['plain_load']:.2f}"
 
 
 def plan_rows(report: dict[str, Any]) -> Rows:
@@ -83,6 +84,11 @@ def rank_rows(report: dict[str, Any]) -> Rows:
             yield f"ranks of {name} together over one rank, CPU-seconds of a step", f"{mesh['over_one_rank']:.2f}"
 
 
+def start_rows(report: dict[str, Any]) -> Rows:
+    for case, found in report["results"].items():
+        yield f"three steps of a small model, {case}", f"{found['now']['cpu_seconds']:.1f} CPU-seconds"
+
+
 # Script, its arguments, and the rows of what it writes.
 SHORT: dict[str, tuple[list[str], Callable[[dict[str, Any]], Rows]]] = {
     "cpu_step": (["--shape", "mla", "--rounds", "2"], step_rows),
@@ -92,6 +98,7 @@ SHORT: dict[str, tuple[list[str], Callable[[dict[str, Any]], Rows]]] = {
     "hf_load": (["--quick"], load_rows),
     "tokenise": (["--mb", "20"], tokenise_rows),
     "local_ranks": (["--rounds", "1"], rank_rows),
+    "starts": (["--rounds", "1"], start_rows),
 }
 LONG_ONLY = ("main_job", "many_ranks", "moe_layer", "nodes", "plan_correlation", "plan_speed", "soak", "trajectories")
 

@@ -75,15 +75,15 @@ def timed(root: Path, arguments: tuple[str, ...], cache: str) -> dict[str, float
     return {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
-def measure(roots: dict[str, Path], rounds: int) -> dict[str, Any]:
+def measure(roots: dict[str, Path], cases: list[str], rounds: int) -> dict[str, Any]:
     """Of every case and checkout the rounds and their medians, taken in turns after one round that does not count."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
-        for case, arguments in CASES.items():
+        for case in cases:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
             for number in range(rounds + 1):
                 for name, root in roots.items():
-                    one = timed(root, arguments, cache)
+                    one = timed(root, CASES[case], cache)
                     found[name] += [one] if number else []
             results[case] = {
                 name: {key: median(one[key] for one in ran) for key in ran[0]} | {"rounds": ran}
@@ -99,6 +99,7 @@ def measure(roots: dict[str, Path], rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", help="a commit of this repository to take turns with")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "starts.json", help="where the JSON goes")
     args = parser.parse_args()
@@ -108,7 +109,7 @@ def main() -> None:
         roots = {"now": HERE.parent}
         if args.before:
             report["before"], roots["before"] = stack.enter_context(checkout(args.before))
-        report["results"] = measure(roots, args.rounds)
+        report["results"] = measure(roots, args.case or list(CASES), args.rounds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {args.out}")

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its files with sizes and SHA-256, its counters, the run that wrote it."""
+"""What a checkpoint says of itself: its files with sizes and digests, its counters, the run that wrote it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import torch
 
 from automoe import __version__
 from automoe.checkpoint.agreement import Ranks
-from automoe.checkpoint.files import FileFacts, sha256, write_durably
+from automoe.checkpoint.files import FileFacts, is_as_written, write_durably
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import GOES_ON, describe, flat
 from automoe.config.schema import Config, ModelConfig
 from automoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
+_READ = (2, FORMAT)  # 2 has SHA-256 of files, which is still compared
 # Another key is of a newer version, which may mean by it that what it wrote has to be read in another way.
 _KEYS = {"format", "step", "counters", "config", "generators", "val_loss", "versions", "files", "sha256", "base"}
 # What of a configuration, besides its model, says which tensors a checkpoint has.
@@ -54,8 +55,8 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
     try:
         manifest = json.loads((step_dir / MANIFEST).read_bytes())
         form, versions = manifest["format"], manifest.get("versions")
-        if form != FORMAT and isinstance(form, int):
-            raise _other_version(step_dir, f"format {form}, and this version reads format {FORMAT}", versions)
+        if form not in _READ and isinstance(form, int):
+            raise _other_version(step_dir, f"format {form}, and this version reads formats {_READ}", versions)
         if manifest["sha256"] != _digest({key: manifest[key] for key in manifest if key != "sha256"}):
             return {}, f"{MANIFEST} is not as it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
@@ -89,8 +90,8 @@ def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> s
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{path.name} has {size} bytes, and {facts['bytes']} were written"
-        if content and sha256(path) != facts["sha256"]:
-            return f"{path.name} has another SHA-256 than when it was written"
+        if content and not is_as_written(path, facts):
+            return f"{path.name} has another digest than when it was written"
     except OSError as error:
         if error.errno not in _GONE:
             raise

@@ -16,10 +16,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import xxhash
 from checkpoint_runs import config, refusal, run, save_twice
 
 from automoe import errors
-from automoe.checkpoint.manifest import _digest
+from automoe.checkpoint.manifest import _digest, damage
 from automoe.config.schema import Config
 from automoe.verify.pool import RankPool
 
@@ -177,15 +178,27 @@ def rewrite_index(step: Path, change: Callable[[Any], object]) -> None:
     raw = change(metadata) or pickle.dumps(metadata)
     (step / ".metadata").write_bytes(raw)
     files = json.loads((step / "manifest.json").read_text())["files"]
-    files[".metadata"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    files[".metadata"] = {"bytes": len(raw), "xxh128": xxhash.xxh3_128(raw).hexdigest()}
     rewrite(step, files=files)
+
+
+def test_a_step_of_an_earlier_version_is_held_to_its_sha256(run_dir: Path) -> None:
+    step = run_dir / "checkpoints" / "step-3"
+    files = json.loads((step / "manifest.json").read_text())["files"]
+    for name in files:
+        raw = (step / name).read_bytes()
+        files[name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    rewrite(step, format=2, files=files)
+    assert damage(step) is None
+    flip_a_byte(one(step, "*.distcp"))
+    assert "has another digest than when it was written" in str(damage(step))
 
 
 TOMORROW = {"automoe": "7.1", "torch": "3.5"}
 NEWER: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (
-        lambda step: rewrite(step, format=3, versions=TOMORROW),
-        r"another version \(automoe 7\.1, torch 3\.5\) than this one \(automoe .*format 3, and this version reads format 2",
+        lambda step: rewrite(step, format=4, versions=TOMORROW),
+        r"another version \(automoe 7\.1, torch 3\.5\) than this one \(automoe .*format 4, and this version reads formats \(2, 3\)",
     ),
     "key": (lambda step: rewrite(step, shards={}, versions=TOMORROW), r"automoe 7\.1, .*has shards in manifest\.json"),
     "version of the index": (
@@ -212,7 +225,7 @@ def test_a_step_of_a_newer_version_is_refused_as_such_and_left_alone(
 
 
 def test_retention_leaves_what_it_cannot_read(ranks: RankPool, text: Path, run_dir: Path) -> None:
-    rewrite(run_dir / "checkpoints" / "step-1", format=3)
+    rewrite(run_dir / "checkpoints" / "step-1", format=4)
     run(ranks, config(text, keep=1), run_dir, until=4, save_at=[4])
     assert names(run_dir / "checkpoints") == ["LATEST", "step-1", "step-4"]
 

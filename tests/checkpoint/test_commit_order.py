@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import xxhash
 from checkpoint_runs import build_state, config, open_store
 
 from automoe.checkpoint.manifest import damage
@@ -157,7 +158,7 @@ def test_the_manifest_lists_every_file_with_its_size_and_hash(events: tuple[Path
     assert sorted(listed) == sorted(path.name for path in files) and len(files) >= 3
     for path in files:
         raw = path.read_bytes()
-        assert listed[path.name] == {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        assert listed[path.name] == {"bytes": len(raw), "xxh128": xxhash.xxh3_128(raw).hexdigest()}
 
 
 def test_every_change_of_a_file_is_damage_and_of_its_size_even_unread(

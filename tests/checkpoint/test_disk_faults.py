@@ -11,7 +11,7 @@ import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
 from automoe.checkpoint.agreement import Ranks
-from automoe.checkpoint.files import HashingStream, sha256
+from automoe.checkpoint.files import HashingStream, is_as_written
 from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.reader import StepReader
 from automoe.config.schema import Config
@@ -203,7 +203,6 @@ def test_a_full_disk_is_heard_of_when_the_file_is_sealed() -> None:
 
 
 def test_what_is_written_is_what_is_hashed(tmp_path: Path) -> None:
-    """Small writes, and large ones that a thread hashes beside."""
     stream = HashingStream(tmp_path / "file")
     for size in (10, 3 << 20, 1, 5 << 20):
         data = os.urandom(size)
@@ -211,7 +210,8 @@ def test_what_is_written_is_what_is_hashed(tmp_path: Path) -> None:
     facts = stream.seal()
     stream.release()
     assert facts.bytes == stream.tell() == (tmp_path / "file").stat().st_size == 11 + (8 << 20)
-    assert facts.sha256 == sha256(tmp_path / "file")
+    assert is_as_written(tmp_path / "file", asdict(facts))
+    assert not is_as_written(tmp_path / "file", {"xxh128": "0" * 32})
 
 
 def refused(run_dir: Path, text: Path, resume: str) -> str:

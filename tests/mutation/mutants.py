@@ -404,7 +404,7 @@ _CHECKPOINT = [
     ("folder.py", "% checkpoint.keep_every == 0", "% checkpoint.keep_every == 1", RETENTION),
     ("folder.py", 'step_dir.with_name(f".tmp-deleted-{step_dir.name}")', "step_dir", COMMIT),
     ("manifest.py", 'size != facts["bytes"]', 'size < facts["bytes"]', COMMIT),
-    ("manifest.py", 'content and sha256(path) != facts["sha256"]', "False", COMMIT),
+    ("manifest.py", "content and not is_as_written(path, facts)", "False", COMMIT),
     ("manifest.py", 'manifest["sha256"] != _digest', "not _digest", COMMIT),
     ("store.py", "reversed(steps)", "steps", DAMAGE),
     ("store.py", "math.isfinite(val_loss)", "True", RETENTION),
