@@ -100,7 +100,11 @@ class ForkServer:
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env, self.folder = dict(env), os.getcwd()
         self._ranks: list[ForkedRank] = []
-        self._heard, self._hearing = b"", False
+        self._hearing = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._heard = b""
         self._socket, theirs = socket.socketpair()
         # Blocked, a signal waits in a rank that has no handler for it yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -122,12 +126,17 @@ class ForkServer:
     def start(self, job: Job, stdout: int) -> list[ForkedRank]:
         """Its ranks, which begin when the server has imported what it must; it has no others.
 
+        A server that was killed begins anew: this may be the next attempt.
+
         Args:
             stdout: file descriptor of rank 0's standard output.
         """
+        if self.process.poll() is not None:
+            self.close()
+            self._begin()
         self._ranks = [ForkedRank(self) for _ in range(job.num_ranks)]
         text = json.dumps(asdict(job)).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is gone, which is heard
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has gone meanwhile, which is heard
             socket.send_fds(self._socket, [_LENGTH.pack(len(text))], [stdout, 2])
             self._socket.sendall(text)
         return self._ranks
@@ -275,7 +284,8 @@ def _serve(job: Job, files: list[int], requests: socket.socket, error: BaseExcep
         os.close(file)
     while numbers:
         pid, status = os.wait()
-        requests.sendall(b"%d 0 %d\n" % (numbers.pop(pid), os.waitstatus_to_exitcode(status)))
+        if (ended := numbers.pop(pid, None)) is not None:  # else something that an import left behind
+            requests.sendall(b"%d 0 %d\n" % (ended, os.waitstatus_to_exitcode(status)))
 
 
 def fork(target: Callable[[], NoReturn]) -> int:

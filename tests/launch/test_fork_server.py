@@ -68,8 +68,11 @@ def test_another_environment_or_folder_is_another_server(tmp_path: Path, monkeyp
         server.process.kill()
         server.process.wait()
         assert not server.serves(env)
-        # Whoever asks it all the same hears that its ranks have ended as it did.
-        ranks = server.start(Job(str(tmp_path), 2, "/no/store", os.getpid(), []), stdout=1)
+        killed, job = server.process.pid, Job(str(tmp_path), 2, "/no/store", os.getpid(), [])
+        ranks = server.start(job, stdout=1)
+        assert server.process.pid != killed and [rank.poll() for rank in ranks] == [None, None]
+        ranks[1].kill()  # which is not there yet
+        server.process.wait()
         assert [rank.poll() for rank in ranks] == [-9, -9]
     finally:
         server.close()

@@ -224,14 +224,16 @@ def test_what_is_said_while_torch_is_imported_is_in_every_log(command: Command) 
 
 
 @pytest.mark.faults
-def test_a_killed_fork_server_ends_the_run_and_its_ranks(command: Command) -> None:
-    process = command.start("recipe_deaf", *TWO_RANKS)
-    read_until(process, "sleeping")
-    (server,) = set(command.pids()) - {process.pid, *command.rank_pids()}
-    os.kill(server, signal.SIGKILL)
+def test_a_killed_fork_server_ends_the_attempt_and_its_ranks(command: Command) -> None:
+    process = command.start("recipe_deaf", *TWO_RANKS, "launch.max_restarts=1")
+    for _ in range(2):
+        read_until(process, "sleeping")
+        (server,) = set(command.pids()) - {process.pid, *command.rank_pids()}
+        os.kill(server, signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    assert "killed by SIGKILL" in err and read_status(command.run_dir)["state"] == "failed"
+    assert "attempt 1 failed: rank 0: LaunchError: killed by SIGKILL" in err and "restart 1 of at most 1" in err
+    assert "launch.max_restarts=1 is used up" in err and read_status(command.run_dir)["state"] == "failed"
     assert command.pids() == []
 
 
