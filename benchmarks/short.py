@@ -4,7 +4,7 @@ Most short forms are of small models and one round: they show that a benchmark r
 is measured at full size, of one model in two rounds. Numbers to rely on are those of ``benchmarks/results``, with
 ``benchmarks/NOTES.md``.
 
-    python benchmarks/short.py            # eight minutes; writes benchmarks/results/short.json and the table
+    python benchmarks/short.py            # eleven minutes; writes benchmarks/results/short.json and the table
     python benchmarks/short.py hf_load    # that one alone; the others' rows stay
     python benchmarks/short.py --table    # the table again, from the JSON
 """
