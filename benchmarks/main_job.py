@@ -79,11 +79,11 @@ class Run:
 
 
 class Command:
-    """``python -m`` of some arguments, started in ``tmp`` with this checkout and a cache of its own."""
+    """``python -m`` of some arguments, started in ``tmp`` with the files in ``root`` and a cache in ``tmp``."""
 
-    def __init__(self, arguments: tuple[str, ...], tmp: Path) -> None:
+    def __init__(self, arguments: tuple[str, ...], tmp: Path, root: Path = HERE.parent) -> None:
         self.arguments, self.output = arguments, tmp / "output.txt"
-        environment = os.environ | {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": str(tmp / "cache")}
+        environment = os.environ | {"PYTHONPATH": str(root), "XDG_CACHE_HOME": str(tmp / "cache")}
         self.started = time.perf_counter()
         with self.output.open("w") as output:
             self.process = subprocess.Popen(

@@ -13,15 +13,15 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from main_job import Command
 from provenance import commit, cpu_model
 
 HERE = Path(__file__).resolve().parent
@@ -58,32 +58,24 @@ def checkout(revision: str) -> Iterator[tuple[str, Path]]:
             git("worktree", "remove", "--force", f"{folder}/files")
 
 
-def timed(root: Path, arguments: tuple[str, ...], cache: str) -> dict[str, float]:
+def timed(root: Path, arguments: tuple[str, ...], tmp: Path) -> dict[str, float]:
     """Seconds and CPU-seconds of ``automoe train`` from the files in ``root``; the run must end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "automoe.train", *arguments, f"run_dir={folder}/run"]
-        env = os.environ | {"PYTHONPATH": str(root), "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
-        began = time.monotonic()
-        with open(f"{folder}/output", "w+") as output:
-            process = subprocess.Popen(command, cwd=root, env=env, stdout=output, stderr=output)
-            _, status, usage = os.wait4(process.pid, 0)
-            seconds = time.monotonic() - began
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                output.seek(0)
-                raise SystemExit(f"{output.read()}\nended with status {process.returncode}. Nothing was written.")
-    return {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+    with tempfile.TemporaryDirectory(dir=tmp) as folder:
+        one = Command(("automoe.train", *arguments, f"run_dir={folder}/run"), tmp, root).ended()
+    assert one is not None
+    return asdict(one)
 
 
 def measure(roots: dict[str, Path], cases: list[str], rounds: int) -> dict[str, Any]:
     """Of every case and checkout the rounds and their medians, taken in turns after one round that does not count."""
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as folder:
+        tmp = Path(folder)
         for case in cases:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
             for number in range(rounds + 1):
                 for name, root in roots.items():
-                    one = timed(root, CASES[case], cache)
+                    one = timed(root, CASES[case], tmp)
                     found[name] += [one] if number else []
             results[case] = {
                 name: {key: median(one[key] for one in ran) for key in ran[0]} | {"rounds": ran}

@@ -119,9 +119,8 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def serves(self, env: Mapping[str, str]) -> bool:
-        """Whether it lives, and is what would be started now in ``env``."""
-        self.hear()
-        return self.process.poll() is None and (self.env, self.folder) == (dict(env), os.getcwd())
+        """Whether it is what would be started now in ``env``."""
+        return (self.env, self.folder) == (dict(env), os.getcwd())
 
     def start(self, job: Job, stdout: int) -> list[ForkedRank]:
         """Its ranks, which begin when the server has imported what it must; it has no others.

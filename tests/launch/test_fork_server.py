@@ -67,7 +67,6 @@ def test_another_environment_or_folder_is_another_server(tmp_path: Path, monkeyp
         monkeypatch.undo()
         server.process.kill()
         server.process.wait()
-        assert not server.serves(env)
         killed, job = server.process.pid, Job(str(tmp_path), 2, "/no/store", os.getpid(), [])
         ranks = server.start(job, stdout=1)
         assert server.process.pid != killed and [rank.poll() for rank in ranks] == [None, None]
