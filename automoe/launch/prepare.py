@@ -202,11 +202,15 @@ def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
     _check_fp8_base(config)
     from automoe.data.tokenizer import fitting_tokenizer
 
-    fitting_tokenizer(config)
+    tokenizer = fitting_tokenizer(config)
     if config.data.is_chat:
         from automoe.data.chat_template import chat_template_of
 
         chat_template_of(config)
+    if config.observe.samples:
+        from automoe.data.prompts import encoded_prompts
+
+        encoded_prompts(config, tokenizer)
     if config.checkpoint.export_hf:  # refused now, and not when the run ends in an export
         from automoe.hf.families.registry import family_of
         from automoe.hf.folder import check_target, copied_files

@@ -21,8 +21,8 @@ from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.data.loader import StepBatch
+from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer
-from automoe.errors import ConfigError
 from automoe.hf.folder import write_settings
 from automoe.model.decoder import Decoder
 from automoe.moe.communicators import Communicator
@@ -40,15 +40,14 @@ _ROUNDED = 64  # rows are as long as they must be, in steps of this many tokens 
 class Sampler:
     """Greedy answers to ``observe.samples``, as ``transformers`` generates them from an export; none without prompts.
 
-    Every rank makes one and calls ``generate``. Conversations get the chat template, and each prompt is a user's
-    message; text goes on where the prompt ends.
+    Every rank makes one and calls ``generate``. Text goes on where the prompt ends.
 
     Args:
         parts: this rank's pipeline stages, which ``runner`` runs.
         tokenizer: the loader's.
 
     Raises:
-        ConfigError: there is no such file, or a prompt that does not fit into a row with its answer.
+        CheckpointError: rank 0 cannot read the prompts any more (``automoe.data.prompts``).
     """
 
     def __init__(
@@ -64,7 +63,8 @@ class Sampler:
         self.meshes, self.device = meshes, device
         self.texts: list[str] = []
         if config.observe.samples:
-            self.texts, self._prompts, self._stops = Ranks().lead(lambda: _prepared(config, tokenizer))
+            self.texts, self._prompts = Ranks().lead(lambda: encoded_prompts(config, tokenizer))
+            self._stops = Ranks().lead(lambda: _stops(config))
 
     def generate(self) -> list[dict[str, str]]:
         """``prompt`` and ``text`` of each, on every rank; the token that ends an answer is left out. Collective."""
@@ -104,30 +104,13 @@ class Sampler:
         return {n: int(tokens[n]) for n in rows}
 
 
-def _prepared(config: Config, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]], list[int]]:
-    """Prompts, their tokens, and the tokens that end an answer: those of an export's generation settings."""
-    given, key = config.observe.samples, "observe.samples"
-    if isinstance(given, str):
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
-            if not (given := [line for line in text.split("\n") if line.strip()]):
-                raise ValueError("no line has text")
-        except (OSError, ValueError) as error:
-            rule = f"a list of prompts, or a text file with one on each line; it cannot be read ({error})"
-            raise ConfigError(key, config.observe.samples, rule, "Write '[What is 2+2?]'") from None
-    chat = chat_template_of(config)
-    ids = [
-        chat.prompt([{"role": "user", "content": text}]) if chat else tokenizer.encode(text).tolist() for text in given
-    ]
-    room = config.train.seq_len - config.observe.sample_tokens
-    for text, prompt in zip(given, ids, strict=True):
-        if not 0 < len(prompt) <= room:
-            rule = f"{len(prompt)} tokens, of 1 to train.seq_len - observe.sample_tokens = {room}"
-            raise ConfigError(key, text, rule, "Shorten it, or lower observe.sample_tokens")
+def _stops(config: Config) -> list[int]:
+    """The tokens that end an answer: those of an export's generation settings."""
     with tempfile.TemporaryDirectory() as scratch:
+        chat = chat_template_of(config)
         write_settings(Path(scratch), config.model, torch.float32, tokenizer_of(config), chat=chat)
         stops = json.loads(Path(scratch, "generation_config.json").read_bytes()).get("eos_token_id")
-    return list(given), ids, stops if isinstance(stops, list) else [] if stops is None else [stops]
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 def _batch(asked: dict[int, list[int]], company: list[int], count: int, length: int) -> StepBatch:

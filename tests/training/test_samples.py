@@ -19,13 +19,15 @@ from automoe.config.schema import (
     ObserveConfig,
     TrainConfig,
 )
+from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import load_tokenizer
-from automoe.errors import AutomoeError
+from automoe.errors import ConfigError
 from automoe.hf.write import to_hf
+from automoe.launch.prepare import check
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.training.samples import Sampler, _prepared
+from automoe.training.samples import Sampler, _stops
 from automoe.verify.pool import RankPool
 from tests.support.chat import save_tokenizer
 from tests.support.gpu import one_rank
@@ -91,25 +93,27 @@ def test_every_mesh_says_what_transformers_generates(ranks: RankPool, tmp_path: 
             assert texts == expected, mesh
 
 
-def refusal(config: Config) -> str:
-    try:
-        said(config, None)
-    except AutomoeError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
-    ("samples", "says"),
+    ("samples", "length", "says"),
     [
-        (["x" * 45], "45 tokens, of 1 to train.seq_len - observe.sample_tokens = 44"),
-        (["fine", ""], "0 tokens, of 1 to"),
-        ("nowhere.txt", "a text file with one on each line; it cannot be read"),
+        (["x" * 45], 20, "45 tokens, of 1 to train.seq_len - observe.sample_tokens = 44"),
+        (["fine", ""], 20, "0 tokens, of 1 to"),
+        ("nowhere.txt", 20, "a text file with one on each line; it cannot be read"),
+        (["fine"], 64, "a prompt and its answer share a row of train.seq_len=64 tokens"),
     ],
 )
-def test_prompts_that_cannot_be_answered_are_refused(ranks: RankPool, samples: list[str] | str, says: str) -> None:
-    config = replace(CONFIG, mesh=MeshConfig(dp_shard=2), observe=ObserveConfig(samples=samples, sample_tokens=20))
-    assert all(says in text for text in ranks.run(refusal, 2, config))
+def test_prompts_that_cannot_be_answered_are_refused_before_ranks_start(
+    samples: list[str] | str, length: int, says: str
+) -> None:
+    config = replace(CONFIG, mesh=MeshConfig(dp_shard=2), observe=ObserveConfig(samples=samples, sample_tokens=length))
+    with pytest.raises(ConfigError, match=says):
+        check(config, 2, "cpu")
+
+
+def test_ids_that_are_no_text_answer_no_prompt() -> None:
+    data, observe = DataConfig(kind="benchmark"), ObserveConfig(samples=["Who?"], sample_tokens=4)
+    with pytest.raises(ConfigError, match="stand for none"):
+        check(replace(CONFIG, data=data, observe=observe), 1, "cpu")
 
 
 def test_a_prompt_of_a_chat_model_is_a_users_message_and_its_answer_ends_as_in_an_export(tmp_path: Path) -> None:
@@ -120,16 +124,16 @@ def test_a_prompt_of_a_chat_model_is_a_users_message_and_its_answer_ends_as_in_a
     config = replace(CONFIG, model=replace(CONFIG.model, vocab_size=304))
     config = replace(config, data=DataConfig(kind="stdlib_chat", tokenizer=str(folder)))
     config.observe = ObserveConfig(samples=str(prompts), sample_tokens=8)
-    texts, ids, stops = _prepared(config, load_tokenizer(str(folder)))
+    texts, ids = encoded_prompts(config, load_tokenizer(str(folder)))
     theirs = AutoTokenizer.from_pretrained(folder)
     assert texts == ["Who?", "And\u2028why?"]
     for text, prompt in zip(texts, ids, strict=True):
         question = [{"role": "user", "content": text}]
         assert prompt == theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    assert set(stops) == set(theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    assert set(_stops(config)) == set(theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     prompts.write_text("\n \n")
-    with pytest.raises(AutomoeError, match="no line has text"):
-        _prepared(config, load_tokenizer(str(folder)))
+    with pytest.raises(ConfigError, match="no line has text"):
+        encoded_prompts(config, load_tokenizer(str(folder)))
 
 
 def test_a_model_whose_logits_are_nan_says_no_more() -> None:

@@ -1,0 +1,50 @@
+"""The prompts that a run answers while it trains (``observe.samples``), as tokens. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from automoe.config.schema import NO_TOKENIZER, Config
+from automoe.data.chat_template import chat_template_of
+from automoe.data.tokenizer import Tokenizer
+from automoe.errors import ConfigError
+
+KEY = "observe.samples"
+
+
+def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
+    """Prompts and their tokens. Conversations get the chat template, and each prompt is a user's message.
+
+    Raises:
+        ConfigError: there is no such file, or a prompt that does not fit into a row with its answer.
+    """
+    texts, chat = _texts(config.observe.samples), chat_template_of(config)
+    if texts and tokenizer.digest == NO_TOKENIZER:
+        rule = "they are text, and data.kind=benchmark trains on ids that stand for none"
+        raise ConfigError(KEY, texts[0], rule, "Leave it out")
+    row, answer = config.train.seq_len, config.observe.sample_tokens
+    if texts and answer >= row:
+        rule = f"a prompt and its answer share a row of train.seq_len={row} tokens, and an answer may fill it"
+        raise ConfigError("observe.sample_tokens", answer, rule, f"At most {row - 1}")
+    ids = [
+        chat.prompt([{"role": "user", "content": text}]) if chat else tokenizer.encode(text).tolist() for text in texts
+    ]
+    for text, prompt in zip(texts, ids, strict=True):
+        if not 0 < len(prompt) <= row - answer:
+            rule = f"{len(prompt)} tokens, of 1 to train.seq_len - observe.sample_tokens = {row - answer}"
+            raise ConfigError(KEY, text, rule, "Shorten it, or lower observe.sample_tokens")
+    return texts, ids
+
+
+def _texts(given: list[str] | str) -> list[str]:
+    """The prompts of a list, or of a text file with one on each line."""
+    if not isinstance(given, str) or not given:
+        return list(given)
+    try:
+        lines = Path(given).expanduser().read_text(encoding="utf-8-sig").split("\n")
+        if texts := [line for line in lines if line.strip()]:
+            return texts
+        raise ValueError("no line has text")
+    except (OSError, ValueError) as error:
+        rule = f"a list of prompts, or a text file with one on each line; it cannot be read ({error})"
+        raise ConfigError(KEY, given, rule, "Write '[What is 2+2?]'") from None
