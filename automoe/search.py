@@ -14,7 +14,7 @@ from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config, MeshConfig
-from automoe.config.validate import settings_rows
+from automoe.config.validate import check_writable, settings_rows
 from automoe.cost.activations import plan_batch
 from automoe.cost.memory import plan_memory
 from automoe.cost.plan import missing_speeds
@@ -36,7 +36,7 @@ class Question:
 
     kind: str
     world: int | None
-    out: Path | None
+    folder: Path
 
 
 def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
@@ -53,12 +53,12 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
             own[key] = value
         else:
             rest.append(word)
-    out = Path(own["out"]).expanduser() if own["out"] else None
+    folder = Path(own["out"] or "plans").expanduser()
     if own[CALIBRATE]:
         if own[CALIBRATE] != "true" or own["search"] or own["world"]:
             rule = "a machine is calibrated by itself: no search, no world"
             raise ConfigError(CALIBRATE, own[CALIBRATE], rule, "Write calibrate=true")
-        return Question(CALIBRATE, None, out), rest
+        return Question(CALIBRATE, None, folder), rest
     if not own["search"]:
         for key in ("world", "out"):
             if own[key]:
@@ -74,15 +74,16 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
         if world is not None:
             rule, remedy = "search=fewest_gpus finds the number itself", "Leave world= out"
         raise ConfigError("world", own["world"], rule, remedy)
-    return Question(own["search"], world, out), rest
+    return Question(own["search"], world, folder), rest
 
 
 def answer(question: Question, args: Arguments, as_json: bool) -> int:
     """Search, print, and write the winner; the exit status: 1 where nothing fits."""
+    check_writable(str(question.folder), "out")
     if question.kind == CALIBRATE:
         from automoe.calibrate import calibrate
 
-        return calibrate(question.out or Path("plans"), args)
+        return calibrate(question.folder, args)
     from rich.console import Console
 
     from automoe.observe.search_view import print_search
@@ -105,12 +106,12 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     console = Console(highlight=False)
     with progress() as tell:
         found = _find(question, config, lambda one, world: search(one, world, device, fixed, tell))
-    best = found[-1][1] if found else None
+    best = found[-1][1]
     if as_json:
-        print(json.dumps({"found": [_as_dict(one) for one in best.found] if best else []}, indent=2))
-    elif best and best.found:
+        print(json.dumps({"found": [_as_dict(one) for one in best.found]}, indent=2))
+    elif best.found:
         print_search(found[-1][0], best, console)
-    if best is None or not best.found:
+    if not best.found:
         if as_json:  # stdout is the object's
             console = Console(stderr=True, highlight=False)
         _say_nothing_fits(best, config, console)
@@ -153,16 +154,17 @@ def least_ranks(config: Config) -> float:
     return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
 
 
-def _say_nothing_fits(result: Search | None, config: Config, console: Any) -> None:
+def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
     from automoe.cost.plan import gib
     from automoe.observe.search_view import print_search
 
-    if result is None or result.smallest is None:
-        console.print("[bold red]nothing fits[/]: no mesh of these ranks passes all rules and the memory's limit")
-        return
-    need, limit = gib(result.smallest.needed), gib(config.cluster.memory_bytes)
-    console.print(f"[bold red]nothing fits[/]: the nearest miss needs {need} of {limit}", highlight=False)
-    print_search(config, replace(result, found=[result.smallest]), console)
+    if miss := result.smallest:
+        result = replace(result, found=[miss])
+        why = f"the nearest miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
+    else:
+        why = "each mesh of these ranks breaks a rule, or its weights and moments alone exceed the memory"
+    console.print(f"[bold red]nothing fits[/]: {why}", highlight=False)
+    print_search(config, result, console)
 
 
 def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
@@ -174,7 +176,7 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     import yaml
 
     name = f"found_{args.config_name}_{best.mesh.world_size}"
-    folder = question.out or Path("plans")
+    folder = question.folder
     path = folder / "mesh" / f"{name}.yaml"
     values = overrides_of(best)
     lines = [

@@ -298,6 +298,6 @@ def check_writable(directory: str, key: str = "run_dir") -> None:
     while not os.path.lexists(path):
         path = path.parent
     if not path.is_dir():
-        raise ConfigError(key, directory, f"{path} is a file, not a directory", f"Name another {key}")
+        raise ConfigError(key, directory, f"{path} is no directory", f"Name another {key}")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(key, directory, f"no permission to write in {path}", f"Name a {key} that can be written")

@@ -80,6 +80,6 @@ def _account(search: Search) -> Iterator[str]:
     refused = ", ".join(f"{key} {count:,}" for key, count in search.refused.most_common())
     yield f"{search.num_timed:,} candidates were timed" + (f"; refused by a rule: {refused}" if refused else "")
     if search.too_large:
-        yield f"{search.too_large:,} that were looked at do not fit into the memory, the reserve included"
+        yield f"too large for the memory, the reserve included: {search.too_large:,}"
     if search.bound:
         yield f"what was not looked at cannot exceed {search.bound:,.0f} tokens/s"

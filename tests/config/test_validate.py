@@ -250,7 +250,7 @@ BAD = [
         1,
         ["moe.record_routing=/dev/null/routing"],
         "moe.record_routing",
-        "/dev/null is a file, not a directory",
+        "/dev/null is no directory",
         "another moe.record_routing",
     ),
     (
@@ -342,7 +342,7 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run_dir=.*file is a file, not a directory"):
+    with pytest.raises(ConfigError, match=r"run_dir=.*file is no directory"):
         check(1, f"run_dir={tmp_path}/file/run")
     check_writable(str(tmp_path / "a" / "b"))
     assert not (tmp_path / "a").exists(), "checking makes nothing"

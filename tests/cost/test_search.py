@@ -179,11 +179,26 @@ def test_the_largest_micro_batch_is_the_last_that_fits(tmp_path: Path, capsys: p
         assert (needed(larger, shape, ranks) <= (larger.cluster.memory_bytes or 0)) == (factor == 1)
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    assert plan.main(["search=true", "world=1", f"out={tmp_path / 'file'}"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "cannot be written: Not a directory" in said and "Set out=FOLDER" in said
+    (tmp_path / "nowhere").symlink_to("gone")
+    for words in (["search=true", "world=1"], ["calibrate=true"]):
+        for place in ("file", "nowhere"):
+            assert plan.main([*words, f"out={tmp_path / place}"]) == 2
+            told = capsys.readouterr()
+            assert f"{place} is no directory" in " ".join(told.err.split()) and not told.out
+
+
+def test_where_no_mesh_passes_the_rules_that_are_broken_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config-name", "mixtral_8x22b", "search=true", "world=7", "mesh.tp=7", f"out={tmp_path}"]
+    assert plan.main(words) == 1 and not any(tmp_path.iterdir())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "each mesh of these ranks breaks a rule" in said and "0 candidates were timed; refused by a rule:" in said
+    assert "model.num_experts" in said
 
 
 def test_every_configuration_takes_a_mesh_that_was_found(tmp_path: Path) -> None:
