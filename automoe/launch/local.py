@@ -26,7 +26,7 @@ from automoe.launch.external import without_rendezvous
 from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
 from automoe.launch.prepare import missing_data
-from automoe.launch.ranks import LOOPBACK, store_file
+from automoe.launch.ranks import LOOPBACK, check_system, store_file
 from automoe.launch.worker import STOP_SIGNALS
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -59,6 +59,7 @@ def train_here(config: Config, shape: MeshShape, device: Device, another_follows
     Raises:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
     """
+    check_system()
     check_backends(config, shape, device)
     if (missing := missing_data(config)) is not None:
         raise missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,6 +37,15 @@ def prepare_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_system() -> None:
+    """Raise ``LaunchError`` where this machine has no processes as ranks need them: it runs no Linux."""
+    if sys.platform != "linux":
+        raise LaunchError(
+            f"ranks run on Linux, and this is {sys.platform}. Start the same command in a Linux container or virtual "
+            "machine; automoe plan works here"
+        )
 
 
 @contextmanager

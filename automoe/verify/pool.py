@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.schema import LaunchConfig
-from automoe.launch.ranks import LOOPBACK, init_ranks, store_file
+from automoe.launch.ranks import LOOPBACK, check_system, init_ranks, store_file
 
 _PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 _DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
@@ -69,6 +69,7 @@ class RankPool:
         self.max_ranks, self.timeout_s = max_ranks, timeout_s
         self._workers: list[_Worker] = []
         self._files = contextlib.ExitStack()
+        check_system()
         self._store = self._files.enter_context(store_file())
         self._stacks = self._files.enter_context(store_file())
         atexit.register(self.close)

@@ -14,7 +14,10 @@ import pytest
 from launch_command import PATIENCE_S, ROOT, TORCHRUN, TWO_RANKS, Command, read_until
 
 from automoe.config.frozen import load_config
+from automoe.errors import LaunchError
 from automoe.launch.run_dir import locked, read_status, start_run
+from automoe.train import main
+from automoe.verify.pool import RankPool
 
 STALE = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": "3"}
 
@@ -235,6 +238,17 @@ def test_a_killed_fork_server_ends_the_attempt_and_its_ranks(command: Command) -
     assert "attempt 1 failed: rank 0: LaunchError: killed by SIGKILL" in err and "restart 1 of at most 1" in err
     assert "launch.max_restarts=1 is used up" in err and read_status(command.run_dir)["state"] == "failed"
     assert command.pids() == []
+
+
+def test_another_system_than_linux_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main([*TWO_RANKS, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "ranks run on Linux, and this is darwin" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(LaunchError, match="ranks run on Linux"):
+        RankPool(1)
 
 
 @pytest.mark.parametrize("name", ["no_such_recipe", "recipes.no_such"])
