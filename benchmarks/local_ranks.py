@@ -35,7 +35,7 @@ from automoe.config.compose import compose_config
 from automoe.config.schema import Config
 from automoe.config.validate import validate
 from automoe.parallel import collectives
-from automoe.parallel.collectives import ProcessGroupDispatch
+from automoe.parallel.collectives import GlooReduceScatter, ProcessGroupDispatch
 from automoe.parallel.fake_world import fake_world
 from automoe.verify.pool import RankPool, leave_world
 from tests.support.memory import build_trainer, random_batch, take_step
@@ -89,12 +89,24 @@ def measure(names: list[str], ways: tuple[bool, ...] = (True,)) -> dict[tuple[st
             with ExitStack() as stack:
                 if not way:
                     stack.enter_context(mock.patch.object(collectives, "over_gloo", lambda group: False))
+                    stack.enter_context(mock.patch.object(GlooReduceScatter, "__call__", torchs_reduce_scatter))
                 before = time.process_time(), os.times().system, gloo_seconds()
                 take_step(trainer, batch)
                 after = time.process_time(), os.times().system, gloo_seconds()
             if step:  # the first has no moments, and opens groups
                 seconds[name, way].append(tuple(two - one for one, two in zip(before, after, strict=True)))
     return seconds
+
+
+def torchs_reduce_scatter(
+    _: GlooReduceScatter,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+) -> None:
+    """What FSDP does by itself."""
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output_tensor, input_tensor, op, group)
 
 
 def alone(name: str, rank: int) -> list[float]:

@@ -7,6 +7,7 @@ operation of torch first reads them. They have no storage for kernels that read 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,28 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     if over_gloo(group):
         return _ExchangeParts.apply(torch.stack(x.chunk(dist.get_world_size(group), dim)), group).sum(0)
     return _reduce_scatter(x.contiguous(), "sum", dim, group)
+
+
+class GlooReduceScatter:
+    """FSDP's reduce-scatter over gloo (``FSDPModule.set_custom_reduce_scatter``): an all-to-all and a sum."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """input [P * N], the r-th N for rank r -> output [N], done on return."""
+        if op != dist.ReduceOp.SUM or async_op:
+            raise NotImplementedError(f"{op}, async_op={async_op}: it sums, and its result is there on return")
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
 
 
 class _Wait(torch.autograd.Function):

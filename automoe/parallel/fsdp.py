@@ -18,6 +18,7 @@ from automoe.config.schema import ParallelConfig
 from automoe.model.decoder import Decoder
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.layer import MoE
+from automoe.parallel.collectives import GlooReduceScatter, over_gloo
 from automoe.parallel.mesh import Meshes
 
 PARAM_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
@@ -59,6 +60,8 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig
         # gloo has no pre-multiplied sum, which any other factor would use.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+        if over_gloo(meshes.fsdp.get_all_groups()[-1]):
+            module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # its class is private
     _gather_ahead(model)
 
 

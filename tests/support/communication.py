@@ -1,6 +1,7 @@
 """What a rank sends: every collective and point-to-point message, with the bytes that leave the rank.
 
-Counted where torch dispatches them, so nothing that FSDP, pipelines or autograd send on their own is missed.
+Counted where torch dispatches them, so nothing that FSDP, pipelines or autograd send on their own is missed. What FSDP
+sums over gloo by an all-to-all counts as the reduce-scatter that it is: as many bytes.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from automoe.parallel.collectives import GlooReduceScatter
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,28 @@ class CommunicationLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[Message] = []
+        self._sums = False
+
+    def __enter__(self) -> CommunicationLog:
+        plain = GlooReduceScatter.__call__
+
+        def summed(*args: Any, **kwargs: Any) -> None:
+            self._sums = True
+            plain(*args, **kwargs)
+            self._sums = False
+
+        self._patch = mock.patch.object(GlooReduceScatter, "__call__", summed)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if "c10d" in namespace and (op := _kind(name)) is not None:
-            self.messages.append(_message(op, func, args, kwargs or {}))
+            self.messages.append(_message("reduce_scatter" if self._sums else op, func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def sent(self, op: str, ranks: Iterable[int] | None = None, floating: bool = True) -> int:
