@@ -44,6 +44,7 @@ from provenance import commit, cpu_model
 from titan import WHY, measure_torchtitan_experts
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from automoe.config.compose import compose_config
 from automoe.config.schema import ModelConfig
 
 GATE = 1e-4  # relative difference of loss and gradients that is accepted
@@ -206,9 +207,8 @@ def write_reference(config: ModelConfig, folder: str) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def measure(shape: str, rows: int, seq_len: int, rounds: int, size: dict[str, int]) -> dict[str, Any]:
+def measure(shape: str, config: ModelConfig, rows: int, seq_len: int, rounds: int) -> dict[str, Any]:
     """Gate, turns, breakdown and floors of one model."""
-    config = SHAPES[shape](**size)
     batch = random_batch(config, rows, seq_len)
     with TemporaryDirectory() as folder:
         num_parameters = once(lambda: write_reference(config, folder))
@@ -259,13 +259,22 @@ def main() -> None:
         "--quick", action="store_true", help="a small model and two rounds: checks the script, not speed"
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contender (default 7)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), action="append", help="only this model; may be repeated")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", choices=sorted(SHAPES), action="append", help="only this model; may be repeated")
+    which.add_argument(
+        "--model",
+        action="append",
+        help="of the configurations instead, 4 rows of 256 tokens: small_dsv3; may be repeated",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "cpu_step.json", help="where the JSON goes")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # a piped run shows each model as it ends
     torch.set_num_threads(1)
     size = {"vocab": 512, "layers": 2, "hidden": 128} if args.quick else {}
-    rows, seq_len = (2, 64) if args.quick else (4, 512)
+    batch = (2, 64) if args.quick else (4, 512)
+    seen = {shape: (batch, SHAPES[shape](**size)) for shape in args.shape or SHAPES}
+    if args.model:
+        seen = {name: ((4, 256), compose_config(overrides=[f"model={name}"]).model) for name in args.model}
     rounds = 2 if args.quick else args.rounds
 
     report: dict[str, Any] = {
@@ -281,8 +290,8 @@ def main() -> None:
         "absent": {"torchtitan": WHY},
         "models": {},
     }
-    for shape in args.shape or SHAPES:
-        model = measure(shape, rows, seq_len, rounds, size)
+    for shape, ((rows, seq_len), config) in seen.items():
+        model = measure(shape, config, rows, seq_len, rounds)
         report["models"][shape] = model
         print(
             f"\n{shape}: {model['parameters'] / 1e6:.1f} M parameters, {rows} x {seq_len} tokens, gate {model['gate']}"
