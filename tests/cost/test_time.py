@@ -176,18 +176,21 @@ def test_constants_are_few_and_say_where_they_are_from() -> None:
     assert Constants.load("prior") != Constants.load()
 
 
-FITTED, HELD, OTHERS = parted()
+@lru_cache
+def published() -> tuple[list[Run], list[Run], list[Run]]:
+    """Fitted, held out, and others; composed in a test, since a GPU machine that collects this file may lack Hydra."""
+    return parted()
 
 
 def test_published_runs_are_reproduced_as_the_results_say() -> None:
     for which, key in (("prior", "priors alone"), ("value", "fitted")):
         constants = Constants.load(which)
-        assert mean_error(FITTED, constants) == pytest.approx(RESULT[key]["mean_absolute_error"], abs=1e-6)
-        right, pairs = ordered(FITTED, constants)
+        assert mean_error(published()[0], constants) == pytest.approx(RESULT[key]["mean_absolute_error"], abs=1e-6)
+        right, pairs = ordered(published()[0], constants)
         assert [right, pairs] == RESULT[key]["pairs_ordered_rightly"] and right >= 0.95 * pairs
-    assert len(FITTED) == 21 and all(winners(FITTED).values()) and len(winners(FITTED)) == 6
-    assert mean_error(FITTED, Constants.load("prior")) <= 0.15
-    assert mean_error(FITTED) <= 0.08
+    assert len(published()[0]) == 21 and all(winners(published()[0]).values()) and len(winners(published()[0])) == 6
+    assert mean_error(published()[0], Constants.load("prior")) <= 0.15
+    assert mean_error(published()[0]) <= 0.08
     left_out = RESULT["leave one model out"]
     assert left_out["mean_absolute_error"] <= 0.13 and max(left_out["by_model"].values()) <= 0.20
     assert len(left_out["by_model"]) == 7
@@ -195,13 +198,13 @@ def test_published_runs_are_reproduced_as_the_results_say() -> None:
 
 def test_most_runs_that_nothing_was_fitted_to_are_within_the_band() -> None:
     found = RESULT["fitted"]["runs not fitted to"]
-    errors = sorted(abs(run.error()) for run in HELD)
+    errors = sorted(abs(run.error()) for run in published()[1])
     inside = sum(error < BAND for error in errors)
     assert [inside, len(errors)] == found["within_the_band"] and len(errors) >= 20
     assert inside >= 0.6 * len(errors) and errors[len(errors) // 2] < 0.13
-    right, pairs = ordered([*FITTED, *HELD])
+    right, pairs = ordered([*published()[0], *published()[1]])
     assert [right, pairs] == found["pairs_ordered_rightly"] and right >= 0.8 * pairs
-    assert all(abs(run.error()) < UNCALIBRATED_BAND + 0.1 for run in OTHERS) and len(OTHERS) >= 4
+    assert all(abs(run.error()) < UNCALIBRATED_BAND + 0.1 for run in published()[2]) and len(published()[2]) >= 4
 
 
 def test_the_page_says_what_the_results_say() -> None:

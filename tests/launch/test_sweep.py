@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import get_class
 from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
@@ -222,6 +220,9 @@ SLURM = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra
 
 
 def test_the_slurm_launcher_composes_with_a_sweep_of_meshes() -> None:
+    from hydra import compose, initialize_config_dir  # a GPU machine may lack it, and collects this file
+    from hydra.utils import get_class
+
     overrides = [*SLURM, "hydra.launcher.timeout_min=240", "mesh.ep=1,2"]
     check_overrides(overrides, sweep=True)
     check_swept_values("config", overrides, None)
