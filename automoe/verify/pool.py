@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from automoe.config.schema import LaunchConfig
@@ -70,7 +72,9 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._files = contextlib.ExitStack()
         check_system()
-        self._store = self._files.enter_context(store_file())
+        # A store that outlives its case still reads its file when it goes, and for ever if another case has begun in it.
+        self._stores = Path(self._files.enter_context(TemporaryDirectory(prefix="automoe-ranks-")))
+        self._cases = itertools.count()
         self._stacks = self._files.enter_context(store_file())
         atexit.register(self.close)
 
@@ -88,12 +92,12 @@ class RankPool:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
         payload = pickle.dumps((fn, args, kwargs))
         self._start(world_size)
-        os.truncate(self._store, 0)
+        store = self._stores / str(next(self._cases))
         workers = self._workers[:world_size]
         try:
             for rank, worker in enumerate(workers):
                 # callers may have added directories to sys.path since: ranks import from them too
-                worker.pipe.send((self._store, rank, world_size, sys.path, self.timeout_s))
+                worker.pipe.send((store, rank, world_size, sys.path, self.timeout_s))
                 worker.pipe.send_bytes(payload)
             results = self._gather(workers)
             for worker in workers:  # only now may groups go: a peer could still be reading from this rank

@@ -77,6 +77,30 @@ def test_an_equal_mesh_of_an_earlier_case_is_forgotten(ranks: RankPool) -> None:
             assert torch.equal(result, x @ x)
 
 
+STORES: list[dist.Store] = []
+
+
+def keep_the_store() -> None:
+    STORES.append(dist.distributed_c10d._get_default_store())
+    STORES[0].set("short", "read")
+    STORES[0].get("short")
+
+
+def let_go_of_a_kept_store() -> None:
+    # In one file the kept store would go on to read in the middle of this.
+    dist.distributed_c10d._get_default_store().set("long", "value" * 1000)
+    dist.barrier()
+    assert STORES
+    STORES.clear()
+
+
+def test_a_store_that_outlives_its_case_reads_nothing_of_another_case() -> None:
+    pool = RankPool(2, timeout_s=60.0)
+    pool.run(keep_the_store, 2)
+    pool.run(let_go_of_a_kept_store, 2)  # it read on for ever, at full load, past the end of the file
+    pool.close()
+
+
 def fail_on_rank(rank: int) -> None:
     if dist.get_rank() == rank:
         raise KeyError("no such expert")
