@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from automoe.cache import default_cache_dir, open_entry
 from automoe.config.schema import Config, DataConfig, sources_of
-from automoe.data.cache import default_cache_dir, open_entry
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate, chat_template_of

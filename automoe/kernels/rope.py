@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from automoe.kernels import check_served
 from automoe.kernels.products import _narrow
+from automoe.kernels.served import check_served
 from automoe.kernels.tiling import precision
 
 _CHOICES = "kernels.rope=triton", "kernels.rope=torch", "kernels.rope=torch"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from automoe.kernels import INTERPRETED
+from automoe.kernels.served import INTERPRETED
 
 
 @dataclass(frozen=True)

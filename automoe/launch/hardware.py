@@ -18,6 +18,7 @@ from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import BackendError
+from automoe.kernels.c_library import ATTENTION, load_library
 from automoe.shipped import own_recipe
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -123,6 +124,8 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
     if config.train.compile:
         _check_compile(device)
+    if config.kernels.attention == "c" and device == "cpu":
+        load_library(*ATTENTION)
     if config.launch.numa and device != "cuda":
         raise BackendError("launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false")
     deepep = config.moe.dispatcher == "deepep" and shape.ep > 1

@@ -11,7 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from automoe.errors import BackendError
-from automoe.kernels import check_served, launches
+from automoe.kernels import launches
+from automoe.kernels.served import check_served
 from automoe.kernels.tiling import row_tiles
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients

@@ -72,7 +72,7 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._files = contextlib.ExitStack()
         check_system()
-        # A store that outlives its case still reads its file when it goes, and for ever if another case has begun in it.
+        # A store that outlives its case still reads its file when it goes, for ever if another case has begun in it.
         self._stores = Path(self._files.enter_context(TemporaryDirectory(prefix="automoe-ranks-")))
         self._cases = itertools.count()
         self._stacks = self._files.enter_context(store_file())

@@ -18,8 +18,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from automoe.cache import default_cache_dir
 from automoe.config.schema import Config
-from automoe.data.cache import default_cache_dir
 from automoe.data.loader import Loader, StepBatch
 from automoe.data.prepare import open_corpus, split_documents
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer

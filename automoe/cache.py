@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from automoe.errors import DataError, retried
+from automoe.errors import AutomoeError, DataError, retried
 from automoe.lock_file import open_lock
 from automoe.sealed import read_json, replace_json
 
@@ -25,7 +25,13 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automoe"
 
 
-def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def open_entry(
+    entry: Path,
+    write: Callable[[Path], dict[str, Any]],
+    what: str = "the tokenised corpus",
+    again: str = "the text is tokenised again",
+    error_type: type[AutomoeError] = DataError,
+) -> dict[str, Any]:
     """The facts of a folder of the cache, every byte of which is verified; it is made first where it is not there.
 
     One process of a machine writes; the others wait for it. A rename makes the entry visible whole or not at all. The
@@ -34,14 +40,15 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
 
     Args:
         write: fills an empty folder and returns facts in plain JSON values.
+        what, again: what the entry holds, and what is done where it is damaged, in words.
 
     Raises:
-        DataError: the cache cannot be written, or what ``write`` raises.
+        error_type: the cache cannot be written, or what ``write`` raises.
     """
     try:
         found = retried(lambda: _verified(entry))
     except OSError as error:  # which does not mean that it is damaged
-        raise DataError(f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk.") from error
+        raise error_type(f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk.") from error
     if isinstance(found, dict):
         return found
     try:
@@ -53,7 +60,7 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
                 return found
             with tempfile.TemporaryDirectory(prefix=f"{entry.name}.", dir=entry.parent) as scratch:
                 if found is not None:
-                    print(f"note: {entry} is damaged ({found}), so the text is tokenised again", file=sys.stderr)
+                    print(f"note: {entry} is damaged ({found}), so {again}", file=sys.stderr)
                     os.rename(entry, Path(scratch) / "damaged")
                 new = Path(scratch) / "new"
                 new.mkdir()
@@ -62,14 +69,14 @@ def open_entry(entry: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str
     except OSError as error:
         # Another machine on a shared file system may have been faster.
         if not isinstance(found := _verified(entry), dict):
-            raise DataError(
-                f"{entry.parent}: the tokenised corpus cannot be written here ({error.strerror}). Make room or make it "
+            raise error_type(
+                f"{entry.parent}: {what} cannot be written here ({error.strerror}). Make room or make it "
                 f"writable, or set XDG_CACHE_HOME to a directory that is."
             ) from error
         return found
     found = _verified(entry)
     if not isinstance(found, dict):
-        raise DataError(f"{entry}: what was just written reads back differently ({found}). Check this disk.")
+        raise error_type(f"{entry}: what was just written reads back differently ({found}). Check this disk.")
     return found
 
 

@@ -1,0 +1,97 @@
+"""The C sources of this package, compiled by this machine's compiler for its processor. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from automoe.cache import default_cache_dir, open_entry
+from automoe.errors import BackendError
+
+# The source, the setting that asks for it, and the one for machines without a compiler.
+ATTENTION = ("attention.c", "kernels.attention=c", "kernels.attention=sdpa")
+SOURCES = Path(__file__).parent
+_LIBRARY = "library.so"
+_NAMES = ("cc", "gcc", "clang")
+
+
+@cache
+def load_library(source: str, setting: str, instead: str) -> ctypes.CDLL:
+    """The functions of ``source``, a file of this folder; compiled once for each compiler and kind of processor.
+
+    Args:
+        setting, instead: as in ``ATTENTION``, for messages.
+
+    Raises:
+        BackendError: there is no compiler, it fails, or the cache cannot be written or belongs to another user.
+    """
+    remedy = f"set {instead}"
+    command = [*_compiler(setting, remedy), *_flags()]
+    code = (SOURCES / source).read_bytes()
+    made_by = _output([*command, "--version"], setting, remedy)
+    parts = code, shlex.join(command).encode(), made_by.encode(), _processor().encode()
+    digest = sha256(b"\0".join(sha256(part).digest() for part in parts)).hexdigest()[:32]
+    entry = default_cache_dir() / "kernels" / digest
+    write = partial(_compile, [*command, str(SOURCES / source), "-lm"], setting, remedy)
+    open_entry(entry, write, f"what {setting} compiles", "it is compiled again", BackendError)
+    owner = entry.stat().st_uid
+    if owner not in (os.geteuid(), 0):
+        raise BackendError(
+            f"{entry}: belongs to user {owner}, and {setting} runs code from it as user {os.geteuid()}. Set "
+            "XDG_CACHE_HOME to a directory of your own"
+        )
+    return ctypes.CDLL(str(entry / _LIBRARY))
+
+
+def _compiler(setting: str, remedy: str) -> list[str]:
+    """The words of ``$CC``, or the first compiler on the PATH."""
+    words = shlex.split(os.environ.get("CC", ""))
+    names = words[:1] or _NAMES
+    found = next((name for name in names if shutil.which(name)), None)
+    if found is None:
+        raise BackendError(
+            f"{setting} compiles with a C compiler, and there is no {' or '.join(names)} on the PATH. Install one, set "
+            f"CC to another compiler, or {remedy}"
+        )
+    return words or [found]
+
+
+def _flags() -> list[str]:
+    processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return ["-O3", processor, "-std=gnu11", "-fPIC", "-shared"]
+
+
+def _processor() -> str:
+    """What ``native`` stands for here, in words: the model and the instructions that it has."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    wanted = ("model", "model name", "flags", "Features", "CPU part", "isa")
+    return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in wanted)
+
+
+def _compile(command: list[str], setting: str, remedy: str, folder: Path) -> dict[str, Any]:
+    _output([*command, "-o", str(folder / _LIBRARY)], setting, remedy)
+    return {"command": shlex.join(command)}
+
+
+def _output(command: list[str], setting: str, remedy: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BackendError(f"{setting}: {command[0]} cannot be run ({error.strerror}); {remedy}") from error
+    if done.returncode != 0:
+        raise BackendError(
+            f"{setting}: {shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}\n"
+            f"Set CC to another compiler, or {remedy}"
+        )
+    return done.stdout

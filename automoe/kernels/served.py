@@ -1,0 +1,31 @@
+"""What the Triton kernels serve; imported, with triton, only where a setting asks for them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from automoe.errors import BackendError
+
+INTERPRETED = triton.knobs.runtime.interpret
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_served(x: torch.Tensor, choice: str, instead: str, any_dtype: str) -> None:
+    """Raise ``BackendError`` for a tensor on the CPU, or of a dtype that the kernels do not take.
+
+    Args:
+        choice: the setting that asked for a kernel, e.g. ``kernels.rope=triton``.
+        instead: the one for the CPU.
+        any_dtype: the one for other dtypes.
+    """
+    if x.dtype not in _DTYPES:
+        raise BackendError(
+            f"{choice} computes in bfloat16, float16 and float32, and the model in {x.dtype}. {any_dtype} takes any "
+            "dtype"
+        )
+    if x.device.type != "cuda" and not INTERPRETED:
+        raise BackendError(
+            f"{choice} needs a CUDA device, and the model is on {x.device}. Choose {instead}, or set "
+            "TRITON_INTERPRET=1 to try the kernels out, very slowly"
+        )
