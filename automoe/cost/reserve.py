@@ -77,7 +77,7 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def not_modelled(config: Config) -> Iterator[str]:
-    """What the memory of ``config`` has beside peak and reserve, of which the plan knows no number."""
+    """What ``config`` has beside what is counted, and the plan knows no number of: memory, unless it says otherwise."""
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):
@@ -85,6 +85,8 @@ def not_modelled(config: Config) -> Iterator[str]:
         yield f"moe.experts={config.moe.experts}: counted as grouped_mm, without {kept}"
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
+    if config.kernels.attention == "c":
+        yield "kernels.attention=c: its time is counted as that of torch's kernel"
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}: codes and scales of the product at work, a byte a number of both operands"
     if config.train.compile:

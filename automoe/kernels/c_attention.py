@@ -6,6 +6,7 @@ Letters: B rows, S positions of queries, R of keys, N query heads, G key and val
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -45,6 +46,9 @@ def compiled_functions() -> tuple[Callable[..., int], Callable[..., int]]:
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="attention")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of its parent's threads
 
 
 def _run(

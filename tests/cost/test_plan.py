@@ -236,6 +236,7 @@ def test_a_plan_that_the_reserve_alone_breaks_is_warned_of() -> None:
         ("moe.experts=te", "gathered rows"),
         ("moe.experts=quack", "counted as grouped_mm"),
         ("kernels.norm=te", "transformer-engine's workspaces"),
+        ("kernels.attention=c", "its time is counted as that of torch's kernel"),
         ("train.fp8=blockwise", "codes and scales"),
     ],
 )
