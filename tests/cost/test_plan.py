@@ -236,7 +236,6 @@ def test_a_plan_that_the_reserve_alone_breaks_is_warned_of() -> None:
         ("moe.experts=te", "gathered rows"),
         ("moe.experts=quack", "counted as grouped_mm"),
         ("kernels.norm=te", "transformer-engine's workspaces"),
-        ("kernels.attention=c", "its time is counted as that of torch's kernel"),
         ("train.fp8=blockwise", "codes and scales"),
     ],
 )
@@ -248,6 +247,9 @@ def test_what_is_not_modelled_is_marked(override: str, said: str) -> None:
     print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
     assert "not modelled" in file.getvalue() and said in file.getvalue()
     assert plan_of("mixtral_8x7b").not_modelled == []
+    assert plan_of("config", "kernels.attention=c").not_modelled == [
+        "kernels.attention=c: its time is counted as that of torch's kernel"
+    ]
 
 
 def test_no_limit_no_verdict() -> None:
