@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from automoe.errors import AutomoeError, DataError, retried
+from automoe.errors import AutomoeError, retried
 from automoe.lock_file import open_lock
 from automoe.sealed import read_json, replace_json
 
@@ -26,11 +26,7 @@ def default_cache_dir() -> Path:
 
 
 def open_entry(
-    entry: Path,
-    write: Callable[[Path], dict[str, Any]],
-    what: str = "the tokenised corpus",
-    again: str = "the text is tokenised again",
-    error_type: type[AutomoeError] = DataError,
+    entry: Path, write: Callable[[Path], dict[str, Any]], *, what: str, again: str, error_type: type[AutomoeError]
 ) -> dict[str, Any]:
     """The facts of a folder of the cache, every byte of which is verified; it is made first where it is not there.
 
@@ -40,7 +36,8 @@ def open_entry(
 
     Args:
         write: fills an empty folder and returns facts in plain JSON values.
-        what, again: what the entry holds, and what is done where it is damaged, in words.
+        what, again: what the entry holds, and what is done where it is damaged; both complete a message.
+        error_type: what is raised where the cache fails.
 
     Raises:
         error_type: the cache cannot be written, or what ``write`` raises.

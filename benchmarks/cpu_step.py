@@ -1,13 +1,13 @@
 """Tokens per CPU second of a training step on one core, ours and other trainers, same model and weights.
 
-A step is forward, backward, AdamW update and gradient zeroing in float32 on one thread. Each contender has a process of
-its own, ours one that is begun as the launcher begins ranks, and they take turns, step by step, so that noise of the
-machine meets all of them; only ratios within a run count. Ours is the whole step of the recipe, with the default settings
-and with kernels.attention=c; the bare loop of the others over our decoder, in a process like theirs, stands beside it.
-Before anything is timed, all losses and gradients must be equal.
-NeMo Automodel is there if it is installed (``requirements-peers.txt``), and said to be absent if not.
+A step is forward, backward, AdamW update and gradient zeroing in float32 on one thread. Each contender has a process
+of its own, ours one that is begun as the launcher begins ranks, and they take turns, step by step, so that noise of
+the machine meets all of them; only ratios within a run count. Ours is the whole step of the recipe, with the default
+settings and with kernels.attention=c; the bare loop of the others over our decoder, in a process like theirs, stands
+beside it. Before anything is timed, all losses and gradients must be equal. NeMo Automodel is there if it is installed
+(``requirements-peers.txt``), and said to be absent if not.
 
-    python benchmarks/cpu_step.py             # about five minutes; writes benchmarks/results/cpu_step.json
+    python benchmarks/cpu_step.py             # about a quarter of an hour; writes benchmarks/results/cpu_step.json
     python benchmarks/cpu_step.py --quick     # seconds: a small model, to check the script itself
 """
 

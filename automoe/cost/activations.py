@@ -115,7 +115,7 @@ class TokenLoad:
     read_rows: float = 0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
     loop: bool = False  # experts by autograd, one after the other
     scores: bool = False  # attention keeps every one of them (kernels.attention=math)
-    in_c: bool = False  # kernels.attention=c: as on CUDA, and the mask is the one that all layers share
+    in_c: bool = False  # kernels.attention=c: values are not padded, and no layer keeps a mask of its own
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
@@ -215,8 +215,8 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     size, heads, tokens, kv_tokens = load.number_bytes, attention.num_heads, load.tokens, load.kv_tokens
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     by_math = load.scores and not again
-    # Torch keeps one of its own dtype a layer. C reads that of all layers, but for a copy with one more key.
-    mask_bytes = mask_numbers * (attention.sinks if load.in_c else size)
+    # Torch keeps one a layer, in the dtype of heads. C reads that of all layers; with sinks a copy with one more key.
+    mask_bytes = mask_numbers * ((1 if attention.sinks else 0) if load.in_c else size)
     kept = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes  # log-sum-exp, mask
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)

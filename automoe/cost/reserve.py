@@ -77,7 +77,7 @@ def _communicators(config: Config, mesh: MeshShape) -> float:
 
 
 def not_modelled(config: Config) -> Iterator[str]:
-    """What ``config`` has beside what is counted, and the plan knows no number of: memory, unless it says otherwise."""
+    """What the plan has no number for, a line each. A line is about memory unless it says otherwise."""
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):

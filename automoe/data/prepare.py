@@ -85,7 +85,8 @@ def open_corpus(
             return tokenise_chat(folder, read, template, tokenizer.vocab_size, data.is_preference)
         return _tokenise(folder, read_documents(data, paths), tokenizer, paths)
 
-    facts = open_entry(entry, write)
+    what, again = "the tokenised corpus", "the text is tokenised again"
+    facts = open_entry(entry, write, what=what, again=again, error_type=DataError)
     columns = np.load(entry / "documents.npy", mmap_mode="r")
     lengths = columns[0].astype(np.int64)
     size = int(lengths.sum())

@@ -2,7 +2,8 @@
 
 Plain C with the vectors of GCC and Clang, compiled for the processor that it runs on (c_library.py). Both functions do
 a range of tasks [first, last), so that the caller can share them out among threads. A task does not depend on the
-others, and its result does not depend on the range. NaN goes through.
+others, and its result does not depend on the range. A NaN in a score reaches the queries that see it; one in a value
+also reaches others of its block (0 * NaN).
 Letters: B rows, S queries, R keys, N query heads, G key and value heads, D dims of queries and keys, E of values. */
 
 #include <math.h>

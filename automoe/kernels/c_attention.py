@@ -36,7 +36,7 @@ def compiled_functions() -> tuple[Callable[..., int], Callable[..., int]]:
     Raises:
         BackendError: as ``load_library``.
     """
-    library = load_library(*ATTENTION)
+    library = load_library(ATTENTION)
     for function, num_tensors in ((library.attention_forward, 6), (library.attention_backward, 10)):
         function.argtypes = [ctypes.POINTER(_Attention), *[ctypes.c_void_p] * num_tensors, *[ctypes.c_long] * 2]
         function.restype = ctypes.c_int
@@ -76,9 +76,13 @@ def _run(
     def run(first: int, last: int) -> int:
         return function(ctypes.byref(described), *addresses, first, last)
 
-    done = map(run, bounds, bounds[1:]) if count <= 1 else _threads(count).map(run, bounds, bounds[1:])
-    if not all(list(done)):
-        raise MemoryError(f"{ATTENTION[1]}: no memory for the keys and values of a head, {R} positions")
+    threads = torch.get_num_threads()
+    done = map(run, bounds, bounds[1:]) if count <= 1 else _threads(threads).map(run, bounds, bounds[1:])
+    if not all(list(done)):  # all of them: no thread may outlive the tensors
+        raise MemoryError(
+            f"{ATTENTION.setting}: no memory for the keys and values of a head, {R} positions, on each of {count} "
+            "threads. Lower train.seq_len or launch.threads_per_rank"
+        )
 
 
 @torch.library.custom_op("automoe::c_attention", mutates_args=())
@@ -111,8 +115,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     qkv = q_BSND, k_BRGD, v_BRGE
-    grads = torch.empty(q_BSND.shape), torch.empty(k_BRGD.shape), torch.empty(v_BRGE.shape)
-    given = [out_BSNE, log_sum_BNS, grad_BSNE.contiguous()]
+    grads = q_BSND.new_empty(q_BSND.shape), k_BRGD.new_empty(k_BRGD.shape), v_BRGE.new_empty(v_BRGE.shape)
+    given = [x.contiguous() for x in (out_BSNE, log_sum_BNS, grad_BSNE)]
     _run(compiled_functions()[1], k_BRGD.shape[0] * k_BRGD.shape[2], qkv, mask, scale, [*given, *grads])
     return grads
 
@@ -145,10 +149,16 @@ def c_attention(
 
     Raises:
         BackendError: a tensor is not float32 on the CPU, or as ``load_library``.
+        MemoryError: there is no memory for the keys and values of a head.
     """
+    # C reads by address: what does not fit would be other memory.
+    assert q_BSND.shape[0] == k_BRGD.shape[0] and q_BSND.shape[3] == k_BRGD.shape[3], (q_BSND.shape, k_BRGD.shape)
+    assert k_BRGD.shape[:3] == v_BRGE.shape[:3] and q_BSND.shape[2] % k_BRGD.shape[2] == 0, (k_BRGD.shape, v_BRGE.shape)
+    assert mask is None or (mask.dtype == torch.bool and mask.device.type == "cpu"), mask.dtype
     for x in (q_BSND, k_BRGD, v_BRGE):
         if x.dtype != torch.float32 or x.device.type != "cpu":
             raise BackendError(
-                f"{ATTENTION[1]} computes in float32 on the CPU, and got {x.dtype} on {x.device}. Set {ATTENTION[2]}"
+                f"{ATTENTION.setting} computes in float32 on the CPU, and got {x.dtype} on {x.device}. "
+                f"Set {ATTENTION.instead}"
             )
     return _forward(q_BSND, k_BRGD, v_BRGE, mask, scale)[0]

@@ -11,37 +11,43 @@ import subprocess
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from automoe.cache import default_cache_dir, open_entry
 from automoe.errors import BackendError
 
-# The source, the setting that asks for it, and the one for machines without a compiler.
-ATTENTION = ("attention.c", "kernels.attention=c", "kernels.attention=sdpa")
+
+class Source(NamedTuple):
+    """A file of this folder, the setting that asks for it, and the one for machines without a compiler."""
+
+    file: str
+    setting: str
+    instead: str
+
+
+ATTENTION = Source("attention.c", "kernels.attention=c", "kernels.attention=sdpa")
 SOURCES = Path(__file__).parent
 _LIBRARY = "library.so"
 _NAMES = ("cc", "gcc", "clang")
 
 
 @cache
-def load_library(source: str, setting: str, instead: str) -> ctypes.CDLL:
-    """The functions of ``source``, a file of this folder; compiled once for each compiler and kind of processor.
-
-    Args:
-        setting, instead: as in ``ATTENTION``, for messages.
+def load_library(source: Source) -> ctypes.CDLL:
+    """The functions of ``source``; compiled once for each compiler and kind of processor.
 
     Raises:
         BackendError: there is no compiler, it fails, or the cache cannot be written or belongs to another user.
     """
-    remedy = f"set {instead}"
+    setting, remedy = source.setting, f"set {source.instead}"
     command = [*_compiler(setting, remedy), *_flags()]
-    code = (SOURCES / source).read_bytes()
+    code = (SOURCES / source.file).read_bytes()
     made_by = _output([*command, "--version"], setting, remedy)
     parts = code, shlex.join(command).encode(), made_by.encode(), _processor().encode()
     digest = sha256(b"\0".join(sha256(part).digest() for part in parts)).hexdigest()[:32]
     entry = default_cache_dir() / "kernels" / digest
-    write = partial(_compile, [*command, str(SOURCES / source), "-lm"], setting, remedy)
-    open_entry(entry, write, f"what {setting} compiles", "it is compiled again", BackendError)
+    write = partial(_compile, [*command, str(SOURCES / source.file), "-lm"], setting, remedy)
+    what, again = f"what {setting} compiles", "it is compiled again"
+    open_entry(entry, write, what=what, again=again, error_type=BackendError)
     owner = entry.stat().st_uid
     if owner not in (os.geteuid(), 0):
         raise BackendError(

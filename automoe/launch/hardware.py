@@ -125,7 +125,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     if config.train.compile:
         _check_compile(device)
     if config.kernels.attention == "c" and device == "cpu":
-        load_library(*ATTENTION)
+        load_library(ATTENTION)
     if config.launch.numa and device != "cuda":
         raise BackendError("launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false")
     deepep = config.moe.dispatcher == "deepep" and shape.ep > 1

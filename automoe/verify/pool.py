@@ -72,7 +72,8 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._files = contextlib.ExitStack()
         check_system()
-        # A store that outlives its case still reads its file when it goes, for ever if another case has begun in it.
+        # A store that outlives its case reads its file once more when it is destroyed. If another case has written
+        # there, that read never ends. So each case has a file of its own.
         self._stores = Path(self._files.enter_context(TemporaryDirectory(prefix="automoe-ranks-")))
         self._cases = itertools.count()
         self._stacks = self._files.enter_context(store_file())

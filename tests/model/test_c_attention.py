@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_scores_that_overflow_exp_pick_one_key() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(bad: float) -> None:
+def test_a_key_that_is_not_finite_reaches_those_who_see_it_and_no_others(bad: float) -> None:
     q, k, v, mask, scale = inputs(SHAPES[1], True)
     assert mask is not None
     with torch.no_grad():
@@ -98,9 +99,10 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(bad: float) -
     out, dq, _, _ = gradients(c_attention, (q, k, v, mask, scale))
     sees = torch.zeros(q.shape[:3], dtype=torch.bool)
     sees[0, :, 0] = mask[0, 0, :, 100]
-    lost = out.isnan().all(-1)
-    # A score of minus infinity is no weight at all.
-    assert torch.equal(lost, sees) if bad != bad else bool(lost.any()) and not (lost & ~sees).any()
+    lost = out.isnan().any(-1)
+    assert lost.any() and not (lost & ~sees).any()
+    if math.isnan(bad):  # with infinity some scores are minus infinity: no weight at all
+        assert torch.equal(lost, sees)
     assert dq.isnan().any(-1)[lost].all()
 
 
@@ -120,6 +122,25 @@ def test_torch_s_own_check_of_both_operations(masked: bool) -> None:
     q, k, v, mask, scale = (x.detach() if isinstance(x, torch.Tensor) else x for x in args)
     out, log_sum = _forward(q, k, v, mask, scale)
     torch.library.opcheck(_backward, (q, k, v, mask, out, log_sum, torch.ones_like(out), scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_torch_s_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    args = inputs(SHAPES[1], False)
+    expected = gradients(c_attention, args)
+    torch.set_default_dtype(dtype)
+    try:
+        assert all(map(torch.equal, gradients(c_attention, args), expected))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_heads_that_do_not_fit_are_not_read_by_address() -> None:
+    q, k, v, mask, scale = inputs(SHAPES[0], True)
+    assert mask is not None
+    for wrong in ((q, k[..., 1:], v, mask), (q, k, v[:, 1:], mask), (q[:, :, 1:], k, v, mask), (q, k, v, mask.float())):
+        with pytest.raises(AssertionError):
+            c_attention(*wrong, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -155,7 +176,7 @@ def test_a_library_is_compiled_once_and_again_where_it_is_damaged(
     monkeypatch.setenv("CC", str(script(tmp_path / "counting", f'echo "$@" >> {calls}; exec cc "$@"')))
 
     def compiled() -> int:
-        c_library.load_library(*ATTENTION)
+        c_library.load_library(ATTENTION)
         return sum("attention.c" in line for line in calls.read_text().splitlines())
 
     assert [compiled(), compiled()] == [1, 1]
@@ -168,11 +189,11 @@ def test_a_library_is_compiled_once_and_again_where_it_is_damaged(
 
 
 def test_another_compiler_or_processor_has_a_library_of_its_own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    c_library.load_library(*ATTENTION)
+    c_library.load_library(ATTENTION)
     monkeypatch.setenv("CC", "cc -DANOTHER")
-    c_library.load_library(*ATTENTION)
+    c_library.load_library(ATTENTION)
     monkeypatch.setattr(c_library, "_processor", lambda: "another")
-    c_library.load_library(*ATTENTION)
+    c_library.load_library(ATTENTION)
     assert len(entries(fresh)) == 3
 
 
@@ -205,7 +226,7 @@ def test_code_of_another_user_is_not_run(fresh: Path, monkeypatch: pytest.Monkey
         original = Path.stat
         monkeypatch.setattr(Path, "stat", lambda path, **how: _owned_by(original(path, **how), 7))
     with pytest.raises(BackendError, match=r"belongs to user \d+, and kernels.attention=c runs code from it as user"):
-        c_library.load_library(*ATTENTION)
+        c_library.load_library(ATTENTION)
 
 
 def _owned_by(found: os.stat_result, user: int) -> os.stat_result:
