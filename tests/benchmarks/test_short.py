@@ -22,7 +22,7 @@ def test_the_table_is_that_of_the_stored_result(monkeypatch: pytest.MonkeyPatch)
     assert short.PAGE.read_text() != short.page(spoiled)
     stored = {path.stem.rstrip("_0123456789") for path in short.RESULT.parent.glob("*.json")}
     named = {*short.SHORT, *short.LONG_ONLY, "short", "published_runs", "hf_sharing"}
-    named |= {"cpu_step_epyc", "soak_cp", "soak_training"}  # other runs of what is there
+    named |= {"cpu_step_epyc", "cpu_step_small", "soak_cp", "soak_training"}  # other runs of what is there
     assert all(name in short.page(report) for name in short.SHORT)
     assert stored <= named, "neither has a short form nor is said to have none"
     sys.modules.pop("short")
