@@ -54,12 +54,27 @@ def load_library(source: Source) -> ctypes.CDLL:
             f"{entry}: belongs to user {owner}, and {setting} runs code from it as user {os.geteuid()}. Set "
             "XDG_CACHE_HOME to a directory of your own"
         )
-    return ctypes.CDLL(str(entry / _LIBRARY))
+    return _load(entry / _LIBRARY, command, setting, remedy)
+
+
+def _load(library: Path, command: list[str], setting: str, remedy: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BackendError(
+            f"{setting}: what {shlex.join(command)} made cannot be loaded ({error}). Set CC to another compiler, "
+            f"XDG_CACHE_HOME to a disk that programs may run from, or {remedy}"
+        ) from None
 
 
 def _compiler(setting: str, remedy: str) -> list[str]:
     """The words of ``$CC``, or the first compiler on the PATH."""
-    words = shlex.split(os.environ.get("CC", ""))
+    try:
+        words = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise BackendError(
+            f"{setting}: CC={os.environ['CC']} is no command ({error}). Correct it, or {remedy}"
+        ) from None
     names = words[:1] or _NAMES
     found = next((name for name in names if shutil.which(name)), None)
     if found is None:
@@ -72,7 +87,9 @@ def _compiler(setting: str, remedy: str) -> list[str]:
 
 def _flags() -> list[str]:
     processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return ["-O3", processor, "-std=gnu11", "-fPIC", "-shared"]
+    # Against what $CC may bring, or a compiler does by itself: reordered sums break exp, and NaN would be hidden.
+    exact = ["-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-associative-math", "-fno-finite-math-only"]
+    return ["-O3", processor, *exact, "-std=gnu11", "-fPIC", "-shared"]
 
 
 def _processor() -> str:
@@ -87,6 +104,7 @@ def _processor() -> str:
 
 def _compile(command: list[str], setting: str, remedy: str, folder: Path) -> dict[str, Any]:
     _output([*command, "-o", str(folder / _LIBRARY)], setting, remedy)
+    _load(folder / _LIBRARY, command, setting, remedy)  # before it is kept
     return {"command": shlex.join(command)}
 
 

@@ -12,8 +12,9 @@ import torch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, KernelsConfig, MeshConfig
 from automoe.errors import BackendError
+from automoe.kernels import c_attention as c_attention_module
 from automoe.kernels import c_library
-from automoe.kernels.c_attention import _backward, _forward, c_attention
+from automoe.kernels.c_attention import _backward, _forward, c_attention, compiled_functions
 from automoe.kernels.c_library import ATTENTION, load_library
 from automoe.launch.hardware import check_backends
 from automoe.model.attention_kernels import attend
@@ -188,6 +189,17 @@ def test_a_library_is_compiled_once_and_again_where_it_is_damaged(
     assert "is damaged (library.so: another checksum), so it is compiled again" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", ["-ffast-math", "-fassociative-math -fno-signed-zeros -fno-trapping-math"])
+def test_flags_of_the_compiler_change_no_number(fresh: Path, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    args = inputs(SHAPES[1], True)
+    expected = gradients(c_attention, args)
+    monkeypatch.setenv("CC", f"cc {flags}")
+    monkeypatch.setattr(c_attention_module, "load_library", c_library.load_library)
+    monkeypatch.setattr(c_attention_module, "compiled_functions", compiled_functions.__wrapped__)
+    assert all(map(torch.equal, gradients(c_attention, args), expected))
+    assert len(entries(fresh)) == 1
+
+
 def test_another_compiler_or_processor_has_a_library_of_its_own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c_library.load_library(ATTENTION)
     monkeypatch.setenv("CC", "cc -DANOTHER")
@@ -212,6 +224,10 @@ def test_what_does_not_compile_is_an_error_before_ranks_start(
     monkeypatch.setenv("CC", str(broken))
     assert "broken" in (said := refusal()) and "failed with status 4:\nno\n" in said
     assert said.endswith("Set CC to another compiler, or set kernels.attention=sdpa") and not entries(fresh)
+    monkeypatch.setenv("CC", "true")
+    assert "what true -O3" in (said := refusal()) and "cannot be loaded" in said and not entries(fresh)
+    monkeypatch.setenv("CC", "gcc 'x")
+    assert "CC=gcc 'x is no command (No closing quotation)" in refusal()
     monkeypatch.setenv("CC", "absent-cc -O2")
     assert "there is no absent-cc on the PATH" in refusal()
     monkeypatch.delenv("CC")
