@@ -70,13 +70,13 @@ def _run(
         mask_strides = mask.stride(0), mask.stride(2)
     described = _Attention(B, S, R, N, G, D, E, *strides, *mask_strides, scale)
     addresses = [None if x is None else x.data_ptr() for x in (*qkv, mask, *rest)]
-    count = min(torch.get_num_threads(), tasks)
+    threads = torch.get_num_threads()
+    count = min(threads, tasks)
     bounds = [tasks * i // count for i in range(count + 1)] if count else []
 
     def run(first: int, last: int) -> int:
         return function(ctypes.byref(described), *addresses, first, last)
 
-    threads = torch.get_num_threads()
     done = map(run, bounds, bounds[1:]) if count <= 1 else _threads(threads).map(run, bounds, bounds[1:])
     if not all(list(done)):  # all of them: no thread may outlive the tensors
         raise MemoryError(

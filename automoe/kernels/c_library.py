@@ -8,6 +8,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -39,7 +40,7 @@ def load_library(source: Source) -> ctypes.CDLL:
         BackendError: there is no compiler, it fails, or the cache cannot be written or belongs to another user.
     """
     setting, remedy = source.setting, f"set {source.instead}"
-    command = [*_compiler(setting, remedy), *_flags()]
+    command = [*find_compiler(setting, "CC", _NAMES, remedy), *_flags()]
     code = (SOURCES / source.file).read_bytes()
     made_by = _output([*command, "--version"], setting, remedy)
     parts = code, shlex.join(command).encode(), made_by.encode(), _processor().encode()
@@ -67,20 +68,23 @@ def _load(library: Path, command: list[str], setting: str, remedy: str) -> ctype
         ) from None
 
 
-def _compiler(setting: str, remedy: str) -> list[str]:
-    """The words of ``$CC``, or the first compiler on the PATH."""
+def find_compiler(key: str, variable: str, names: Sequence[str], remedy: str) -> list[str]:
+    """The words of the environment's ``variable``, or the first of ``names`` on the PATH; ``key`` asks for it.
+
+    Raises:
+        BackendError: there is none, or the variable is no command.
+    """
+    given = os.environ.get(variable, "")
     try:
-        words = shlex.split(os.environ.get("CC", ""))
+        words = shlex.split(given)
     except ValueError as error:
-        raise BackendError(
-            f"{setting}: CC={os.environ['CC']} is no command ({error}). Correct it, or {remedy}"
-        ) from None
-    names = words[:1] or _NAMES
+        raise BackendError(f"{key}: {variable}={given} is no command ({error}). Correct it, or {remedy}") from None
+    names = words[:1] or names
     found = next((name for name in names if shutil.which(name)), None)
     if found is None:
         raise BackendError(
-            f"{setting} compiles with a C compiler, and there is no {' or '.join(names)} on the PATH. Install one, set "
-            f"CC to another compiler, or {remedy}"
+            f"{key} compiles with {' or '.join(names)}, and there is none on the PATH. Install it, set {variable} to "
+            f"another compiler, or {remedy}"
         )
     return words or [found]
 

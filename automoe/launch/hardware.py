@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shlex
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -18,7 +16,6 @@ from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
 from automoe.errors import BackendError
-from automoe.kernels.c_library import ATTENTION, load_library
 from automoe.shipped import own_recipe
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -125,6 +122,8 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     if config.train.compile:
         _check_compile(device)
     if config.kernels.attention == "c" and device == "cpu":
+        from automoe.kernels.c_library import ATTENTION, load_library
+
         load_library(ATTENTION)
     if config.launch.numa and device != "cuda":
         raise BackendError("launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false")
@@ -138,7 +137,7 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
             raise BackendError(f"{key}: the package {package} is not installed here. {remedy}")
     if device == "cuda":
         for key, instead in _launching_triton(config, device):
-            _check_compiler(key, device, f"or set {instead}")
+            _check_compiler(key, device, f"set {instead}")
 
 
 def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -206,30 +205,27 @@ def _experts(config: Config) -> str:
 
 def _check_compile(device: str) -> None:
     """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's headers."""
-    key, remedy = "train.compile=true", "or set train.compile=false"
+    key, remedy = "train.compile=true", "set train.compile=false"
     python = sys.version_info
     if python >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and python < (3, 13, 3)):
         raise BackendError(
             f"{key}: torch.compile runs on Python 3.11 to 3.14 (without the interpreter lock from 3.13.3 on), and "
-            f"this is {sys.version.split()[0]}. Install one of those, {remedy}"
+            f"this is {sys.version.split()[0]}. Install one of those, or {remedy}"
         )
     _check_compiler(key, device, remedy)
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
     """Check for a compiler and Python's headers: Inductor needs them on the CPU, Triton's launchers on CUDA."""
+    from automoe.kernels.c_library import find_compiler
+
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
-    names = shlex.split(os.environ.get(variable, ""))[:1] or names
-    if not any(shutil.which(name) for name in names):
-        raise BackendError(
-            f"{key} compiles with {' or '.join(names)} on {device}, and there is none on the PATH. Install it, set "
-            f"{variable} to another compiler, {remedy}"
-        )
+    find_compiler(f"{key} on {device}", variable, names, remedy)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         raise BackendError(
             f"{key} compiles against Python's headers, and there is no {header}. Install them (Debian: python3-dev), "
-            f"{remedy}"
+            f"or {remedy}"
         )
 
 

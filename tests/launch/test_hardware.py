@@ -163,7 +163,7 @@ def test_what_triton_compiles_with_is_asked_for_before_ranks_start(
             hardware.check_backends(chosen, one_rank, "cuda")
         hardware.check_backends(Config(), one_rank, "cuda")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BackendError, match=f"{key} compiles with gcc or clang on cuda.*or set {instead}"):
+    with pytest.raises(BackendError, match=f"{key} on cuda compiles with gcc or clang.*or set {instead}"):
         hardware.check_backends(chosen, one_rank, "cuda")
     hardware.check_backends(Config(), one_rank, "cuda")
     hardware.check_backends(chosen, one_rank, "cpu")  # where Triton is interpreted
@@ -193,11 +193,11 @@ def test_compilation_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     one_rank = resolve_mesh(MeshConfig(), 1)
     hardware.check_backends(COMPILED, one_rank, "cpu")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "compiles with g++ on cpu, and there is none on the PATH" in refusal("cpu")
-    assert "compiles with gcc or clang on cuda" in refusal("cuda")
+    assert "on cpu compiles with g++, and there is none on the PATH" in refusal("cpu")
+    assert "on cuda compiles with gcc or clang" in refusal("cuda")
     hardware.check_backends(Config(), one_rank, "cpu")
     monkeypatch.setenv("CXX", "my-c++ -O1")
-    assert "compiles with my-c++ on cpu" in refusal("cpu")
+    assert "on cpu compiles with my-c++" in refusal("cpu")
     (tmp_path / "my-c++").touch(mode=0o755)
     hardware.check_backends(COMPILED, one_rank, "cpu")
 

@@ -219,7 +219,6 @@ def refusal() -> str:
 def test_what_does_not_compile_is_an_error_before_ranks_start(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automoe.launch.hardware.load_library", c_library.load_library)
     broken = script(tmp_path / "broken", 'case "$*" in *attention.c*) echo no >&2; exit 4;; esac')
     monkeypatch.setenv("CC", str(broken))
     assert "broken" in (said := refusal()) and "failed with status 4:\nno\n" in said
@@ -229,10 +228,12 @@ def test_what_does_not_compile_is_an_error_before_ranks_start(
     monkeypatch.setenv("CC", "gcc 'x")
     assert "CC=gcc 'x is no command (No closing quotation)" in refusal()
     monkeypatch.setenv("CC", "absent-cc -O2")
-    assert "there is no absent-cc on the PATH" in refusal()
+    assert "compiles with absent-cc, and there is none on the PATH" in refusal()
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert "there is no cc or gcc or clang on the PATH. Install one, set CC to another compiler, or set" in refusal()
+    assert (
+        "cc or gcc or clang, and there is none on the PATH. Install it, set CC to another compiler, or set" in refusal()
+    )
 
 
 def test_code_of_another_user_is_not_run(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
