@@ -73,8 +73,8 @@ has it, else the shipped recipe; `automoe train recipe=FILE.py` runs that file.
 
 
 def _recipe(argv: list[str]) -> int:
+    from automoe.config.shipped import copy_recipe, list_recipes
     from automoe.errors import ConfigError
-    from automoe.shipped import copy_recipe, list_recipes
 
     if argv in (["-h"], ["--help"]):
         print(_RECIPE_USAGE, end="")
@@ -158,7 +158,7 @@ def bash_completion() -> str:
     """A bash script for tab completion, to be evaluated in the user's shell."""
     from automoe.config.compose import list_groups, list_options
     from automoe.config.convert import leaf_keys
-    from automoe.shipped import list_recipes
+    from automoe.config.shipped import list_recipes
 
     options = [f"{group}={option}" for group in list_groups() for option in list_options(group)]
     words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help", *options]

@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:
-    from automoe.cost.params import count_params
     from automoe.hf.families.registry import model_config_from_hf
     from automoe.hf.folder import check_conversion
     from automoe.hf.identity import checkpoint_folder
+    from automoe.model.params import count_params
     from automoe.observe.summary import bytes_text, short_number
 
     folder = checkpoint_folder(source, "SRC")

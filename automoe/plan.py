@@ -17,7 +17,7 @@ from automoe.errors import ConfigError, exit_status
 
 if TYPE_CHECKING:
     from automoe.config.schema import Config
-    from automoe.cost.plan import Plan
+    from automoe.planner.plan import Plan
 
 EXIT_DIFFERENT = 1  # the model built is not the model planned
 
@@ -64,7 +64,7 @@ def _main(argv: list[str]) -> int:
     argv = [word for word in argv if word not in ("--json", "--build")]
     # Imported here: --help is there in a tenth of a second, Hydra in half of one.
     from automoe.config.compose import parse_arguments
-    from automoe.search import answer, take_question
+    from automoe.planner.search_command import answer, take_question
 
     page, argv = take_page(argv)
     export, argv = take_export(argv)
@@ -77,11 +77,11 @@ def _main(argv: list[str]) -> int:
         if page:
             raise ConfigError("html", str(page), "a search has no page", "Plan the mesh that it finds: mesh=found_...")
         return answer(question, args, as_json)
-    from automoe.cost.plan import make_plan
-    from automoe.interop.torchtitan_config import write_titan
     from automoe.launch.prepare import prepare
-    from automoe.observe.plan_page import check_page, write_plan_page
-    from automoe.observe.plan_view import print_plan
+    from automoe.planner.plan import make_plan
+    from automoe.planner.torchtitan_config import write_titan
+    from automoe.planner.views.plan_page import check_page, write_plan_page
+    from automoe.planner.views.plan_view import print_plan
 
     config, mesh, _ = prepare(args)
     if page:

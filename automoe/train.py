@@ -78,8 +78,9 @@ def _main(argv: list[str]) -> int:
         )
     if args.multirun:
         from automoe.launch.sweep import run_sweep
+        from automoe.planner.plan import predict
 
-        return run_sweep(args)
+        return run_sweep(args, predict)
     return _train_here(args)
 
 
@@ -103,7 +104,7 @@ def _train_here(args: Arguments) -> int:
     missing = missing_hardware(shape, device)
     if missing is None:
         return train_here(config, shape, device).exit_code
-    from automoe.observe.plan_view import print_plan
+    from automoe.planner.views.plan_view import print_plan
 
     print_plan(config, shape)
     print(f"\nThe configuration is valid; it cannot train here:\n{missing}.")

@@ -31,6 +31,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from automoe.checkpoint.generators import rng_state
 from automoe.checkpoint.planner import CachedPlanner
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config
@@ -38,7 +39,6 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
-from automoe.training.state import TrainState
 
 HERE = Path(__file__).resolve().parent
 

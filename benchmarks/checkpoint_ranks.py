@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -36,7 +37,6 @@ from automoe.data.loader import Loader
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.training.state import TrainState
 
 WORK = 384  # side of the matrices that stand for a training step
 

@@ -159,11 +159,11 @@ class Recipe:
     def __init__(
         self, config: ModelConfig, folder: str, rows: int, seq_len: int, attention: Literal["sdpa", "c"] = "sdpa"
     ) -> None:
+        from automoe.checkpoint.train_state import TrainState
         from automoe.config.mesh_shape import resolve_mesh
         from automoe.launch.ranks import init_ranks, store_file
         from automoe.parallel.mesh import build_meshes
         from automoe.parallel.pipeline import build_runner
-        from automoe.training.state import TrainState
         from automoe.training.weights import first_weights
 
         train = TrainConfig(seq_len=seq_len, global_batch_size=rows, micro_batch_size=rows)

@@ -1,4 +1,4 @@
-"""Fit ``automoe/cost/constants.toml`` to published training runs, and say how well that goes.
+"""Fit ``automoe/planner/constants.toml`` to published training runs, and say how well that goes.
 
 python -m benchmarks.fit_time                 compare: from priors alone, with the values that ship
 python -m benchmarks.fit_time --fit           fit, leave each model out once, write the values and the result
@@ -20,8 +20,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from automoe.cost.machine import Constants
-from automoe.cost.time import BAND
+from automoe.planner.machine import Constants
+from automoe.planner.time import BAND
 from benchmarks.provenance import commit
 from benchmarks.published import Run, mean_error, ordered, parted, runs, winners
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from provenance import commit, cpu_model
 
-from automoe.checkpoint.agreement import Ranks
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.groups import open_groups
 from automoe.training.stats import max_over_ranks, same_on_all_ranks
 from automoe.verify.pool import RankPool

@@ -31,7 +31,7 @@ from provenance import commit, cpu_model
 from automoe.config.compose import compose_config
 from automoe.config.schema import Config
 from automoe.config.validate import validate
-from automoe.cost.time import step_time
+from automoe.planner.time import step_time
 from automoe.verify.pool import RankPool
 
 HERE = Path(__file__).resolve().parent

@@ -31,7 +31,7 @@ AFTER_IMPORTS = """
 import time
 from automoe.config.compose import compose_config
 from automoe.config.validate import validate
-from automoe.cost.plan import make_plan
+from automoe.planner.plan import make_plan
 compose_config("config", [])  # Hydra's own imports
 seconds = []
 for _ in range(5):

@@ -15,9 +15,9 @@ from typing import Any
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh
 from automoe.config.schema import Config, MeshConfig
-from automoe.cost.machine import Constants
-from automoe.cost.params import train_flops_per_token
-from automoe.cost.time import StepTime, step_time
+from automoe.model.params import train_flops_per_token
+from automoe.planner.machine import Constants
+from automoe.planner.time import StepTime, step_time
 
 RUNS = Path(__file__).parent / "published_runs.toml"
 APART = 1.10  # runs closer than this are not ordered

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from contenders import transformers_model
 from provenance import commit, cpu_model
 
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -48,7 +49,6 @@ from automoe.moe.tokens import IGNORE
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
-from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.training.weights import first_weights
 

@@ -17,7 +17,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 RANGE = "part: "
-_BY_PHASE = {"grad_norm": "gradient norm", "optimizer_step": "optimizer"}  # of automoe's step (automoe/trace.py)
+_BY_PHASE = {
+    "grad_norm": "gradient norm",
+    "optimizer_step": "optimizer",
+}  # of automoe's step (automoe/storage/trace.py)
 PARTS = (
     "attention",
     "experts",

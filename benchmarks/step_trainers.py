@@ -17,9 +17,9 @@ from kernel_peers import Absent
 from titan import torchtitan_moe
 from torch import nn
 
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
-from automoe.cost.plan import make_plan
 from automoe.data.loader import StepBatch
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize
@@ -38,7 +38,7 @@ from automoe.parallel.parallelize import (
     parameter_dtype,
 )
 from automoe.parallel.pipeline import build_runner
-from automoe.training.state import TrainState
+from automoe.planner.plan import make_plan
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 GATES = {"balanced": "balanced", "natural": "learned"}  # routing -> MoEConfig.gate

@@ -3,7 +3,7 @@
 A step is automoe's own: inputs, forward and backward over micro-batches, statistics, gradient norm, AdamW. Of each
 model as many layers are taken as fit, by the plan; every contender starts from the same weights. First all of
 them must agree on the loss and the gradients of a step; only then they are timed, in turns, each alone on the
-device. MFU is given in the two conventions of ``automoe.cost.params``.
+device. MFU is given in the two conventions of ``automoe.model.params``.
 
     python benchmarks/train_step.py            # on a GPU, 9 minutes: writes benchmarks/results/train_step.json and .png
     python benchmarks/train_step.py --quick    # anywhere, seconds: small models, to check the script itself
@@ -30,7 +30,7 @@ from step_trainers import CONTENDERS, GATES, Case, Trainer, build_trainer
 
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig
-from automoe.cost.params import count_params, train_flops_per_token
+from automoe.model.params import count_params, train_flops_per_token
 from automoe.observe.metrics import describe_environment
 from automoe.parallel.mesh import Meshes, build_meshes
 from tests.support.gpu import conf_model, one_rank

@@ -31,6 +31,10 @@ KEPT = (
     "global_balance_loss", "micro_batch_balance_loss", "z_loss", "dropped_share", "fp8_clipped_share",
 )  # fmt: skip
 
+# A dense checkpoint, written once, and a mixture of experts that starts from it.
+DENSE = "model=small_llama mesh.pp=1 mesh.ep=1 train.steps=1 checkpoint.export_hf=true observe.report=false"
+UPCYCLED = "model.hf_path={dense} model.upcycle=true model.num_experts_per_token=2 optim.lr=1e-3 data=stdlib"
+
 # name: what is typed behind `automoe train`
 CASES = {
     "default": "",
@@ -67,13 +71,22 @@ CASES = {
     "fp8_blockwise": "train.fp8=blockwise mesh.pp=1 mesh.ep=2 model.hidden_size=256 model.moe_intermediate_size=128",
     "skipped_steps": "train.spike_factor=0.01 train.spike_window=4 train.steps=8 checkpoint.every=8 optim.lr=1e-2",
     "compiled_zipf": "moe.gate=zipf mesh.pp=1 mesh.ep=4",
+    "hierarchical": "mesh.pp=1 mesh.ep=4 moe.dispatcher=hierarchical cluster.gpus_per_node=2",
+    "ema": "mesh.pp=1 mesh.ep=2 optim.ema_decay=0.9",
+    "sft": "--config-name sft_small checkpoint=regular train.seq_len=512",
+    "dpo": "--config-name dpo_small checkpoint=regular train.seq_len=512",
+    "dpo_lora": "--config-name dpo_small checkpoint=regular train.seq_len=512 lora.rank=4 mesh.tp=2 mesh.ep=2",
+    "lora": "model=small_qwen3_moe lora.rank=4 lora.dropout=0.1 mesh.pp=2 mesh.ep=2",
+    "lora_etp": "lora.rank=4 mesh.pp=1 mesh.tp=2 mesh.etp=2 mesh.ep=1",
+    "lora_nf4": "model.hf_path={dense} data=stdlib lora.rank=8 lora.base=nf4 mesh.pp=1 mesh.ep=1 train.dtype=bfloat16",
+    "upcycled": f"{UPCYCLED} model.num_experts=8 model.moe_intermediate_size=512 mesh.pp=1 mesh.ep=4",
+    "upcycled_lora": f"{UPCYCLED} model.num_experts=16 model.moe_intermediate_size=256 lora.rank=4 mesh.ep=2",
 }
 
 
-def run(name: str, folder: Path) -> dict[str, object]:
-    """Train one case in ``folder``: its records and the hash of each tensor of its checkpoint."""
-    words = [*SIZES.split(), *CASES[name].split(), f"run_dir={folder}"]
-    done = subprocess.run(
+def train(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run ``automoe train`` of this checkout."""
+    return subprocess.run(
         [sys.executable, "-m", "automoe.train", *words],
         cwd=HERE,
         env=os.environ | {"PYTHONPATH": str(HERE)},
@@ -81,6 +94,11 @@ def run(name: str, folder: Path) -> dict[str, object]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
+
+def run(name: str, folder: Path, dense: Path) -> dict[str, object]:
+    """Train one case in ``folder``: its records and the hash of each tensor of its checkpoint."""
+    done = train([*SIZES.split(), *CASES[name].format(dense=dense).split(), f"run_dir={folder}"])
     if done.returncode:
         return {"error": "\n".join(done.stdout.strip().splitlines()[-5:])}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -135,9 +153,16 @@ def main() -> int:
 
     expected = json.loads(args.file.read_text()) if args.action == "compare" else None
     results, wrong = {}, 0
+    kept = tempfile.TemporaryDirectory()
+    dense = Path(kept.name) / "dense"
+    if (
+        any("{dense}" in CASES[name] for name in args.only)
+        and (made := train([*DENSE.split(), f"run_dir={dense}"])).returncode
+    ):
+        sys.exit(made.stdout)
     for name in args.only:
         with tempfile.TemporaryDirectory() as scratch:
-            results[name] = run(name, Path(scratch) / "run")
+            results[name] = run(name, Path(scratch) / "run", dense / "hf")
         found = differences(expected["cases"][name], results[name]) if expected else []
         if "error" in results[name]:
             found = found or [str(results[name]["error"])]

@@ -1,6 +1,6 @@
 """Draws docs/images/scaling_*.png and writes the tables of docs/scaling.md: ``make docs-images``.
 
-Every figure is computed from the configurations below by automoe/cost; nothing is measured.
+Every figure is computed from the configurations below by automoe/planner; nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from math import exp, sqrt
 from pathlib import Path
 from typing import Any
 
+from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.activations import plan_batch
-from automoe.cost.checkpoint import checkpoint_cost
-from automoe.cost.machine import Constants
-from automoe.cost.memory import plan_memory
-from automoe.cost.time import StepTime, step_time
+from automoe.planner.checkpoint import checkpoint_cost
+from automoe.planner.machine import Constants
+from automoe.planner.memory import plan_memory
+from automoe.planner.time import StepTime, step_time
 from benchmarks.published import configured, runs
 
 PAGE = Path(__file__).parent / "scaling.md"

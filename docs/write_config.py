@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from automoe.config.reference import args_sections, sections
-from automoe.shipped import list_recipes
+from automoe.config.shipped import list_recipes
 
 _HEAD = """\
 # Configuration

@@ -12,16 +12,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from automoe.config.batch import plan_batch
 from automoe.config.compose import compose_config, list_options
 from automoe.config.recompute import recompute_rows, recomputed_names
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config
 from automoe.config.validate import validate
-from automoe.cost.activations import UNEVEN, at_load, plan_batch
-from automoe.cost.memory import plan_memory
 from automoe.errors import ConfigError
 from automoe.observe.summary import bytes_text, short_number
 from automoe.plan import main
+from automoe.planner.activations import UNEVEN, at_load
+from automoe.planner.memory import plan_memory
 
 PAGE = Path(__file__).parent / "plan.md"
 BEGIN, END = "<!-- recompute: written by docs/write_plan.py -->\n", "<!-- end of recompute -->\n"

@@ -11,18 +11,18 @@ from __future__ import annotations
 from datetime import timedelta
 
 from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
-from automoe.trace import phase
+from automoe.storage.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.routing import replayed_routing
 from automoe.training.run import open_run
 from automoe.training.samples import Sampler
-from automoe.training.state import TrainState
 from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 from automoe.training.weights import export_weights, first_weights

@@ -9,7 +9,7 @@ import pytest
 import automoe
 from automoe import cli
 from automoe.cli import bash_completion
-from automoe.shipped import shipped_folder
+from automoe.config.shipped import shipped_folder
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ runpy.run_module(command, run_name="__main__", alter_sys=True)
         ("automoe.train", "automoe.launch.local", ["run_dir=/nowhere"]),
         ("automoe", "automoe.cli", []),
         ("automoe.plan", "automoe.config.compose", []),
-        ("automoe", "automoe.cost.plan!", ["plan"]),
+        ("automoe", "automoe.planner.plan!", ["plan"]),
         ("automoe.verify", "automoe.verify.run", []),
         ("automoe.export", "automoe.config.frozen", ["a", "--out", "b"]),
         ("automoe.convert", "automoe.hf.families.registry", [".", "--out", "b"]),

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automoe.checkpoint.agreement import Ranks
-from automoe.checkpoint.files import flush, write_durably
 from automoe.checkpoint.manifest import MANIFEST, read_manifest, verify_step
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
+from automoe.parallel.agreement import Ranks
+from automoe.storage.files import flush, write_durably
 
 FOLDER, LATEST = "checkpoints", "LATEST"
 _UNREADABLE: Mapping[str, Any] = {}  # known by its identity

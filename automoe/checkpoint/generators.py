@@ -1,7 +1,7 @@
 """States of random generators in a checkpoint.
 
-Training draws from counters (``automoe.counter_random``) and needs none of them. A recipe of one's own may use torch's,
-Python's or NumPy's, and is to go on as if nothing had happened, too.
+Training draws from counters (``automoe.kernels.counter_random``) and needs none of them. A recipe of one's own may
+use torch's, Python's or NumPy's, and is to go on as if nothing had happened, too.
 """
 
 from __future__ import annotations

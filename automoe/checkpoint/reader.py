@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from automoe.checkpoint.agreement import dcp_error
 from automoe.errors import CheckpointError, retried
+from automoe.parallel.agreement import dcp_error
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {  # what torch writes into the file; none of these does more than hold values

@@ -29,8 +29,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
-from automoe.checkpoint.agreement import Ranks, dcp_error, save_error
-from automoe.checkpoint.files import FileFacts, HashingFileSystem, flush, set_aside
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
 from automoe.checkpoint.planner import CachedPlanner, forget_plans
@@ -40,10 +38,12 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, retried
 from automoe.hf.identity import checkpoint_identity
-from automoe.trace import phase
+from automoe.parallel.agreement import Ranks, dcp_error, save_error
+from automoe.storage.files import FileFacts, HashingFileSystem, flush, set_aside
+from automoe.storage.trace import phase
 
 if TYPE_CHECKING:
-    from automoe.training.state import TrainState
+    from automoe.checkpoint.train_state import TrainState
 
 _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to check
 

@@ -31,8 +31,8 @@ from automoe.config.plugins import load_plugins
 from automoe.config.recipe_args import SECTION, check_args
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.schema import Config
+from automoe.config.shipped import shipped_folder
 from automoe.errors import BackendError, ConfigError
-from automoe.shipped import shipped_folder
 
 DEFAULT_PRIMARY = "config"
 MAX_NAME = 80  # letters of a folder's name

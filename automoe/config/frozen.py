@@ -15,8 +15,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins, loaded_plugins
 from automoe.config.recipe_args import SECTION, default_args
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
+from automoe.config.shipped import own_recipe
 from automoe.errors import ConfigError
-from automoe.shipped import own_recipe
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"

@@ -17,8 +17,8 @@ import importlib
 from typing import Any, get_args, get_type_hints
 
 from automoe.config import schema
+from automoe.config.shipped import load_file
 from automoe.errors import ConfigError
-from automoe.shipped import load_file
 
 # Functions that every rank calls; none of them is chosen by name. automoe.training.hooks says how.
 RUN_POINTS = {

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from automoe.config.schema import Config
+from automoe.config.shipped import find_recipe
 from automoe.errors import ConfigError
-from automoe.shipped import find_recipe
 
 SECTION, CLASS = "recipe_args", "Args"
 _found: dict[Path, tuple[str, type | None]] = {}  # file -> its text, and what that text declares

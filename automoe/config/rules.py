@@ -116,7 +116,7 @@ def number_rows(config: Config) -> Iterator[Row]:
     yield ("cluster.constants", not given.keys() <= {*SPEEDS, *DELAYS}, f"there are {', '.join((*SPEEDS, *DELAYS))}",
            "Leave the others out")
     yield ("cluster.constants", not all(value > 0 if name in SPEEDS else value >= 0 for name, value in given.items()),
-           f"none below 0, and {', '.join(SPEEDS)} above", "Leave it out: automoe/cost/constants.toml has others")
+           f"none below 0, and {', '.join(SPEEDS)} above", "Leave it out: automoe/planner/constants.toml has others")
     rope = config.model.rope
     yield ("model.rope.partial_rotary_factor", rope.partial_rotary_factor > 1,
            "the share of a head that turns, at most 1", "Set model.rope.partial_rotary_factor=1")

@@ -16,6 +16,8 @@ from automoe.config.schema import Config, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale
+# Of ``lora.base``: numbers of a row that have a scale, and the bytes of their codes with it (automoe.quantize.packed).
+BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
 ROW_BYTES = 16  # grouped products need rows of a multiple of this
 MAX_FLASH_DIM = 256
 MAX_CUDNN_DIM = 128

@@ -422,7 +422,8 @@ class ClusterConfig:
     gemm_curve: list[float] = field(default_factory=list)
     gemm_curve_from: float = 64.0  # FLOPs for each byte of the curve's first share
     cores: int = 0  # CPU cores that the ranks of a node share, all of their work; 0: every rank has a device of its own
-    constants: dict[str, float] = field(default_factory=dict)  # measured here, in place of automoe/cost/constants.toml
+    # measured here, in place of automoe/planner/constants.toml
+    constants: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from automoe.config.hub import is_data_set, local_folder
 from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, too_many_stages, uses_ring
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
@@ -19,7 +20,6 @@ from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, ke
 from automoe.config.rules_model import model_rows, moe_rows
 from automoe.config.schema import NO_TOKENIZER, Config, DataConfig, sources_of
 from automoe.errors import ConfigError
-from automoe.hub import is_data_set, local_folder
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:

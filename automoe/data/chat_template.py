@@ -20,11 +20,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from automoe.config.hub import local_folder
 from automoe.config.schema import ChatConfig, Config, tokenizer_of
 from automoe.data.chat import WANTED, Conversation, Message
 from automoe.data.tokenizer import OTHER_TEMPLATES, TEMPLATE, load_for_templates, stored_template
 from automoe.errors import ConfigError, DataError
-from automoe.hub import local_folder
 
 _DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _VERSION = 3  # raise it when the same template and record give other tokens or marks

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from automoe.config.hub import is_data_set
 from automoe.config.plugins import registered
 from automoe.config.schema import CHAT_KINDS, DataConfig
 from automoe.errors import ConfigError, DataError, listed
-from automoe.hub import is_data_set
 
 # Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from automoe.config.hub import is_data_set
 from automoe.config.schema import DataConfig
 from automoe.errors import DataError
-from automoe.hub import is_data_set
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:

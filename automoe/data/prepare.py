@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from automoe.cache import default_cache_dir, open_entry
 from automoe.config.schema import Config, DataConfig, sources_of
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
@@ -26,6 +25,7 @@ from automoe.data.chat_template import ChatTemplate, chat_template_of
 from automoe.data.corpora import Document, find_files, read_documents, reader_digest
 from automoe.data.tokenizer import BATCH, PIECE, Tokenizer, fitting_tokenizer
 from automoe.errors import DataError
+from automoe.storage.cache import default_cache_dir, open_entry
 
 Split = Literal["train", "validation"]
 FORMAT = 3  # part of the cache key: raise it when the files below change

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from automoe.config.hub import local_folder
 from automoe.config.schema import NO_TOKENIZER, ChatConfig, Config, tokenizer_of
+from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
-from automoe.hub import local_folder
-from automoe.shipped import shipped_folder
 
 if TYPE_CHECKING:
     import tokenizers

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.rules_model import model_rows
@@ -29,6 +28,7 @@ from automoe.hf.upcycle import upcycled
 from automoe.hf.verify import compare_with_dense, verify_with_transformers
 from automoe.hf.write import to_hf as to_hf
 from automoe.model.decoder import Decoder
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
 from automoe.parallel.mesh import build_meshes

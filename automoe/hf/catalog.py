@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from automoe.checkpoint.agreement import Ranks
+from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.families.registry import family_of, read_hf_config
@@ -19,7 +19,7 @@ from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.hf.shards import LocalShard
 from automoe.hf.untrusted import brief, is_there
 from automoe.hf.upcycle import Upcycling
-from automoe.hub import local_folder
+from automoe.parallel.agreement import Ranks
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
 Encoding = Literal["plain", "fp8", "mxfp4"]

@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.hub import local_folder
 from automoe.config.schema import NO_TOKENIZER, ModelConfig
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import CheckpointError, ConfigError
@@ -21,14 +22,13 @@ from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.untrusted import copy_file, is_there, open_inside
-from automoe.hub import local_folder
-from automoe.lock_file import open_lock
+from automoe.storage.lock_file import open_lock
 
 if TYPE_CHECKING:
     import torch
 
-    from automoe.checkpoint.agreement import Ranks
     from automoe.data.chat_template import ChatTemplate
+    from automoe.parallel.agreement import Ranks
 
 _TOKENIZER_FILES = (  # patterns
     "tokenizer.json",
@@ -127,7 +127,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _commit(folder: Path, path: Path, overwrite: bool) -> None:
     """Everything in the working folder onto the disk, then its name; what was there before goes last."""
-    from automoe.checkpoint.files import flush
+    from automoe.storage.files import flush
 
     for file in folder.iterdir():
         flush(file)

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
-from automoe.cost.params import count_params
 from automoe.errors import CheckpointError, ConfigError, listed
 from automoe.hf.keys import FUSED, INDEX_FILE, KeyMap
 from automoe.hf.untrusted import brief, is_there, open_inside, parse_json, read_bytes
-from automoe.hub import local_folder
+from automoe.model.params import count_params
 
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it

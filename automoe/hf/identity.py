@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automoe.config.hub import fetch, id_and_commit, local_folder, pinned
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
 from automoe.hf.headers import StoredTensor, missing_files, read_headers
-from automoe.hub import fetch, id_and_commit, local_folder, pinned
 
 if TYPE_CHECKING:
-    from automoe.checkpoint.agreement import Ranks
+    from automoe.parallel.agreement import Ranks
 
 KIND = "crc32:"  # what an identity begins with: another kind cannot be compared
 THREADS, PIECE_BYTES = 4, 8 << 20  # of a rank; 2 GB/s each
@@ -55,7 +55,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     Raises:
         CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
     """
-    from automoe.checkpoint.agreement import Ranks  # torch
+    from automoe.parallel.agreement import Ranks  # torch
 
     folder, ranks, digest = local_folder(path), ranks or Ranks(alone=True), hashlib.sha256()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from automoe.config.schema import ModelConfig
-from automoe.cost.params import model_params
 from automoe.errors import ConfigError
+from automoe.model.params import model_params
 
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from automoe.checkpoint.agreement import Ranks
+from automoe.config.hub import id_and_commit, local_folder
 from automoe.config.schema import LoraConfig, ModelConfig
 from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
 from automoe.hf.keys import KeyMap, hf_pieces
 from automoe.hf.shards import Parts, as_parts, config_of
-from automoe.hub import id_and_commit, local_folder
 from automoe.model.decoder import Decoder
+from automoe.parallel.agreement import Ranks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 LAYOUTS = ("auto", "published", "fused")

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.convert import written
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, Source, open_catalog
@@ -33,6 +32,7 @@ from automoe.hf.untrusted import open_inside
 from automoe.hf.upcycle import Upcycling
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
+from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import is_packed, pack_fp8, pack_nf4, unpack
 
 CHUNK_BYTES = 2 << 20  # read at once where numbers are converted on the way: the only scratch memory

@@ -11,8 +11,8 @@ import torch
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.keys import our_tensors
-from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
+from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.fsdp import fsdp_modules
 from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 

@@ -54,7 +54,7 @@ class Upcycling:
         elif shard.name.endswith("mlp.router.weight"):
             import torch  # late: a command line is checked without it
 
-            from automoe.counter_random import normal_at
+            from automoe.kernels.counter_random import normal_at
 
             (rows, hidden), (first, column) = shard.local.shape, shard.start
             copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // self.granularity

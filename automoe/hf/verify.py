@@ -16,9 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.cost.params import count_params
 from automoe.errors import CheckpointError, listed
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.family import differing_values, value_of
@@ -30,7 +28,9 @@ from automoe.hf.read import Range, Reader, load_hf, num_not_finite
 from automoe.hf.rewrite import not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
+from automoe.model.params import count_params
 from automoe.moe.router import recorded_choices
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.parallelize import build_decoder
 
 LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen

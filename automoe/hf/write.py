@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.data.chat_template import ChatTemplate
 from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.families.registry import family_of
@@ -28,6 +27,7 @@ from automoe.hf.upcycle import upcycled_model
 from automoe.hf.verify import verify_hf
 from automoe.model.decoder import Decoder
 from automoe.model.lora import merge_adapters
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
 
 

@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from automoe.cache import default_cache_dir, open_entry
 from automoe.errors import BackendError
+from automoe.storage.cache import default_cache_dir, open_entry
 
 
 class Source(NamedTuple):

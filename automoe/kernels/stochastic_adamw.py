@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from automoe.counter_random import GOLDEN_GAMMA, MIX_1, MIX_2
+from automoe.kernels.counter_random import GOLDEN_GAMMA, MIX_1, MIX_2
 
 WARPS = 4
 BLOCK = 1024  # elements of a program
@@ -22,7 +22,7 @@ _GOLDEN_GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN_GAMMA), tl.constexpr(MIX_1),
 
 @triton.jit
 def random_bits(index, key):
-    """``automoe.counter_random.bits_at``, as uint64."""
+    """``automoe.kernels.counter_random.bits_at``, as uint64."""
     x = (index + 1).to(tl.uint64) * _GOLDEN_GAMMA + key.to(tl.uint64)
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2

@@ -15,8 +15,8 @@ from pathlib import Path
 from automoe.config.frozen import Device
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config, MeshConfig
+from automoe.config.shipped import own_recipe
 from automoe.errors import BackendError
-from automoe.shipped import own_recipe
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 # Sandboxes that pass a GPU on may have its device, nvidia0, and not the driver's folder.

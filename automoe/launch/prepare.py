@@ -16,17 +16,18 @@ from typing import Any
 from automoe.config.compose import Arguments, compose_config, key_of
 from automoe.config.convert import FromEnvironment, leaf_keys
 from automoe.config.frozen import Device, flat
+from automoe.config.hub import pinned
 from automoe.config.mesh_shape import DEFAULT_AXES, MeshShape, expand_preset
 from automoe.config.rules import check_rows
+from automoe.config.rules_kernels import BASE_BLOCKS
 from automoe.config.schema import Config, export_name, sources_of, tokenizer_of
 from automoe.config.validate import validate
-from automoe.cost.adapters import BASE_BLOCKS, adapter_rows
-from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
 from automoe.errors import ConfigError
-from automoe.hub import pinned
 from automoe.launch.hardware import default_num_ranks, resolve_device
 from automoe.launch.run_dir import read_config
+from automoe.model.adapters import adapter_rows
+from automoe.model.params import count_params
 
 LARGE = 1e9  # parameters
 

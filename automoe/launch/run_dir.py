@@ -23,8 +23,8 @@ from typing import Any, Literal
 from automoe.config.frozen import CONFIG_FILE, describe, differences, goes_on, read_mapping
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, ConfigError, LaunchError
-from automoe.lock_file import open_lock
-from automoe.sealed import read_json, replace_json
+from automoe.storage.lock_file import open_lock
+from automoe.storage.sealed import read_json, replace_json
 
 State = Literal["starting", "running", "done", "failed", "preempted"]
 

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,17 +43,14 @@ from automoe.config.frozen import CONFIG_FILE, Device, differences, is_free, res
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
-from automoe.cost.layer_time import busiest
-from automoe.cost.machine import Constants, Machine
-from automoe.cost.plan import make_plan
+from automoe.config.shipped import shipped_folder
 from automoe.errors import AutomoeError, ConfigError
 from automoe.launch import run_dir as runs
 from automoe.launch.hardware import missing_hardware
 from automoe.launch.local import train_here
 from automoe.launch.prepare import check_here, settle
-from automoe.lock_file import open_lock
-from automoe.sealed import read_json, replace_json
-from automoe.shipped import shipped_folder
+from automoe.storage.lock_file import open_lock
+from automoe.storage.sealed import read_json, replace_json
 
 RECORDS = "jobs"
 STOPPED = 130
@@ -67,10 +65,14 @@ NO_SHAPE = (
     PARALLEL,
 )  # keys that a person must mend
 Record = dict[str, Any]
+Predict = Callable[[Config, MeshShape], Record]  # a function of a module: jobs may run in other processes
 
 
-def run_sweep(args: Arguments) -> int:
+def run_sweep(args: Arguments, predict: Predict) -> int:
     """Run every combination of the comma-separated overrides; returns the exit status.
+
+    Args:
+        predict: returns what a job is predicted to reach, under the names of ``_measured``.
 
     0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143, 129: stopped by Ctrl-C, SIGTERM,
     SIGHUP.
@@ -91,7 +93,7 @@ def run_sweep(args: Arguments) -> int:
     start = uuid.uuid4().hex
     with runs.locked(directory):
         _claim(directory, args.config_name, overrides)
-        status = _multirun(args, directory, overrides, start)
+        status = _multirun(args, directory, overrides, start, predict)
         jobs = _collect(directory, start, stopped=status == STOPPED)
         if jobs:
             from automoe.observe.plots import draw_sweep
@@ -185,7 +187,7 @@ def _claim(directory: Path, config_name: str, overrides: list[str]) -> None:
     replace_json(path, {"definition": now, "jobs": _records(directory)})
 
 
-def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str) -> int:
+def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str, predict: Predict) -> int:
     """Let Hydra's sweeper run every job, in whatever process its launcher does. Returns 0, 130 or Hydra's status."""
     import hydra
     from omegaconf import DictConfig
@@ -193,7 +195,7 @@ def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str
     fixed = {key_of(text) for text in overrides} - swept_keys(overrides)
 
     def job(composed: DictConfig) -> float:
-        return _job(composed, directory, start, fixed)
+        return _job(composed, directory, start, fixed, predict)
 
     register_base()
     options = ["--multirun", f"--config-name={args.config_name}"]
@@ -225,7 +227,7 @@ def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str
     return status
 
 
-def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
+def _job(composed: Any, directory: Path, start: str, fixed: set[str], predict: Predict) -> float:
     """One job, in the process that Hydra's launcher chose; its objective. Whatever goes wrong is this job's result.
 
     Raises:
@@ -250,7 +252,7 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
             record = earlier
         else:
             replace_json(path, record)
-            record |= _result(composed, directory / name, task, earlier, mine.launcher.get("n_jobs", 1))
+            record |= _result(composed, directory / name, task, earlier, mine.launcher.get("n_jobs", 1), predict)
             replace_json(path, record)
     if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
         raise KeyboardInterrupt
@@ -261,11 +263,13 @@ def _job(composed: Any, directory: Path, start: str, fixed: set[str]) -> float:
     return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
 
-def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | None, num_jobs: int) -> Record:
+def _result(
+    composed: Any, run_dir: Path, task: list[str], earlier: Record | None, num_jobs: int, predict: Predict
+) -> Record:
     """Run one job in ``run_dir``; what its record says of it, whatever goes wrong."""
     began = time.monotonic()
     try:
-        found = _run_job(resolved_container(composed) | {"run_dir": str(run_dir)}, task, num_jobs)
+        found = _run_job(resolved_container(composed) | {"run_dir": str(run_dir)}, task, num_jobs, predict)
     except (AutomoeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         found = {"state": "failed", "reason": str(error)}
@@ -276,7 +280,7 @@ def _result(composed: Any, run_dir: Path, task: list[str], earlier: Record | Non
     return found | {"seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")}
 
 
-def _run_job(raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record:
+def _run_job(raw: dict[str, Any], overrides: list[str], num_jobs: int, predict: Predict) -> Record:
     """Check and run one job in its own process tree, one of ``num_jobs`` at a time; what its record says of it."""
     try:
         load_plugins(raw["plugins"])
@@ -292,7 +296,7 @@ def _run_job(raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record
             raise
         print(f"skipped: {error}")
         return {"state": "skipped", "reason": str(error)}
-    found: Record = {**meshes, "predicted": _predicted(config, shape)}
+    found: Record = {**meshes, "predicted": predict(config, shape)}
     if (earlier := _finished(resolved(config, shape, device))) is not None:
         print("done in an earlier run of this sweep")
         found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
@@ -313,14 +317,6 @@ def check_alone(device: Device, num_jobs: int) -> None:
         raise ConfigError(
             PARALLEL, num_jobs, rule, "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)"
         )
-
-
-def _predicted(config: Config, shape: MeshShape) -> Record:
-    """What the plan says of what ``_measured`` finds."""
-    plan = make_plan(config, shape)
-    balance = busiest(config, shape, Machine.of(config, Constants.load())) if config.model.num_moe_layers else None
-    speed, memory = plan.time.tokens_per_second, plan.heaviest.peak
-    return {"tokens_per_second": speed, "mfu": plan.time.mfu, "memory": memory, "balance": balance}
 
 
 def _measured(config: Config, shape: MeshShape) -> Record:

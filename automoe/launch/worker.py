@@ -23,11 +23,11 @@ from automoe.config.convert import as_class
 from automoe.config.frozen import frozen_shape, load_config
 from automoe.config.recipe_args import CLASS
 from automoe.config.schema import Config
+from automoe.config.shipped import load_recipe
 from automoe.errors import AutomoeError, LaunchError, show_everything
 from automoe.hf.identity import complete
 from automoe.launch import ranks, stuck
 from automoe.launch import run_dir as runs
-from automoe.shipped import load_recipe
 from automoe.training.context import RunContext, StopRequest
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from torch import nn
 
 from automoe.config.context import expanded_width, gathers_latents, query_blocks
 from automoe.config.schema import ModelConfig, window_of
-from automoe.local_shard import local_shard
 from automoe.model.attention_kernels import prepare_cuda
 from automoe.model.linear import Linear
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import SINGLE_RANK, Communicator, first_of_rank
+from automoe.moe.local_shard import local_shard
 from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
-from automoe.local_shard import local_shard
 from automoe.model.attention import AttentionContext
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear
@@ -19,6 +18,7 @@ from automoe.model.loss import LossInputs, cross_entropy_sum, token_losses
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
 from automoe.moe.layer import MoE
+from automoe.moe.local_shard import local_shard
 from automoe.moe.tokens import TokenCounts, Tokens, num_documents
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from automoe.config.schema import ModelConfig
-from automoe.local_shard import local_shard
 from automoe.model.attention import AttentionContext
 from automoe.model.linear import Linear
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
+from automoe.moe.local_shard import local_shard
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # under the root of a squared length

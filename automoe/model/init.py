@@ -1,7 +1,7 @@
 """Initialisation that depends on a parameter's name and an element's index alone.
 
 Never on the mesh, the rank or the order of calls: a rank fills only its own shard, and any two meshes
-start from the same numbers (``automoe.counter_random`` over the element's global index).
+start from the same numbers (``automoe.kernels.counter_random`` over the element's global index).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import nn
 
-from automoe.counter_random import bits_at, normal_at, stream_key, uniform_from
-from automoe.local_shard import global_offset, local_shard
+from automoe.kernels.counter_random import bits_at, normal_at, stream_key, uniform_from
+from automoe.moe.local_shard import global_offset, local_shard
 
 _CHUNK = 1 << 22  # elements filled at once, which bounds the scratch memory
 

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import Config, LoraConfig
-from automoe.cost.adapters import adapters, is_target, is_trained, packed_shape
-from automoe.cost.params import layer_params, model_params
-from automoe.counter_random import bits_at, stream_key, uniform_from
-from automoe.local_shard import global_offset, local_shard
+from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
+from automoe.model.adapters import adapters, is_target, is_trained, packed_shape
 from automoe.model.decoder import Decoder
 from automoe.model.init import indexed_blocks
 from automoe.model.linear import Linear
+from automoe.model.params import layer_params, model_params
 from automoe.moe.experts import GroupedExperts
+from automoe.moe.local_shard import global_offset, local_shard
 from automoe.moe.lora import PRODUCTS, Adapter, ExpertLora
 from automoe.quantize.packed import block_size, is_packed, packed_product
 

@@ -29,10 +29,10 @@ from torch import nn
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
-from automoe.local_shard import local_shard
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
+from automoe.moe.local_shard import local_shard
 
 ExpertFn = Callable[..., torch.Tensor]  # its arguments are told above
 

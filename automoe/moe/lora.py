@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import LoraConfig
-from automoe.counter_random import bits_at, stream_key, uniform_from
-from automoe.local_shard import global_offset, local_shard
+from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.activation import Activation, row_blocks
 from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert
+from automoe.moe.local_shard import global_offset, local_shard
 from automoe.quantize.packed import unpack
 
 GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # the signature of ``grouped_mm``

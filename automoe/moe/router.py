@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from automoe.config.schema import ModelConfig, MoEConfig, RouterConfig
-from automoe.counter_random import bits_at, stream_key, uniform_from
+from automoe.kernels.counter_random import bits_at, stream_key, uniform_from
 from automoe.moe.balance import (
     LoadCounter,
     attach_loss,

@@ -1,7 +1,7 @@
 """The record of a run: one JSON object a step, and a thinned record of every expert's load.
 
-``metrics.jsonl`` holds one object a line. Its last key is a seal (``automoe.sealed``): a line that was damaged is known
-as such whatever it still says; it is left out and the others stay. Numbers are JSON numbers, except that NaN and
+``metrics.jsonl`` holds one object a line. Its last key is a seal (``automoe.storage.sealed``): a line that was
+damaged is known as such whatever it still says; it is left out and the others stay. Numbers are JSON numbers, except that NaN and
 infinities, which JSON does not have, are the strings "NaN", "Infinity" and "-Infinity" (``float()`` reads all three, so
 ``float(record["loss"])`` is right for every line). ``null`` means not known, e.g. the MFU on hardware whose peak is
 unknown. Nothing here imports torch.
@@ -28,7 +28,7 @@ import numpy as np
 
 from automoe import __version__
 from automoe.errors import ConfigError, retried
-from automoe.sealed import SEAL, replace_json, sealed, unsealed
+from automoe.storage.sealed import SEAL, replace_json, sealed, unsealed
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"

@@ -28,7 +28,7 @@ from automoe.observe.metrics import (
 )
 from automoe.observe.page import MESH_CAPTION, picture, render, write_page
 from automoe.observe.summary import describe_run, final_numbers
-from automoe.sealed import read_json
+from automoe.storage.sealed import read_json
 
 REPORT_FILE = "report.html"
 TEMPLATE_FILE = "report_template.html"

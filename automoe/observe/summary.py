@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from automoe.config.batch import plan_batch
 from automoe.config.convert import written
 from automoe.config.mesh_shape import VIEWS, MeshShape
 from automoe.config.schema import Config, tokenizer_of
-from automoe.cost.activations import plan_batch
-from automoe.cost.params import count_params
+from automoe.model.params import count_params
 from automoe.observe.metrics import perplexity, series
 
 Facts = list[tuple[str, str]]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from automoe.local_shard import local_shard
+from automoe.moe.local_shard import local_shard
 
 KEY = "ema"  # in the optimizer's state of a parameter
 

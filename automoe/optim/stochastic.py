@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from automoe.counter_random import bits_at, stream_key
-from automoe.local_shard import local_shard
+from automoe.kernels.counter_random import bits_at, stream_key
 from automoe.model.init import index_runs, indexed_blocks
+from automoe.moe.local_shard import local_shard
 
 _DROPPED_BITS = 16  # of a float32's mantissa, in bfloat16
 

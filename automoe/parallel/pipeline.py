@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
-from automoe.local_shard import local_shard
 from automoe.model.decoder import Decoder
 from automoe.model.loss import Loss
+from automoe.moe.local_shard import local_shard
 from automoe.observe.metrics import is_taken
 from automoe.parallel.fsdp import COMPUTE_DTYPES, defer, fsdp_modules
 from automoe.parallel.mesh import Meshes

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
@@ -24,9 +23,10 @@ from automoe.data.prepare import Split
 from automoe.errors import ConfigError, DataError
 from automoe.hf.identity import checkpoint_identity
 from automoe.model.loss import LossInputs
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner
-from automoe.sealed import SEAL, replace_json, unsealed
+from automoe.storage.sealed import SEAL, replace_json, unsealed
 from automoe.training.context import RunContext
 from automoe.training.step import prepare_inputs, send
 

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 
 from automoe.checkpoint.store import CheckpointStore, Resumed
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.cost.adapters import describe_training, step_flops_per_token
 from automoe.errors import AutomoeError, SaveError
 from automoe.hf.headers import without_collection
+from automoe.model.adapters import describe_training, step_flops_per_token
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
 from automoe.observe.trackers import Trackers, make_trackers
 from automoe.parallel.groups import open_groups, set_timeouts
-from automoe.trace import phase
+from automoe.storage.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.hooks import Hooks
 from automoe.training.samples import Sampler
 from automoe.training.slow_ranks import SlowRanks
-from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, max_over_ranks
 from automoe.training.step import Update
 

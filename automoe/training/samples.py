@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.schema import Config, tokenizer_of
 from automoe.data.chat_template import chat_template_of
 from automoe.data.loader import StepBatch
@@ -27,9 +26,10 @@ from automoe.hf.folder import write_settings
 from automoe.model.decoder import Decoder
 from automoe.moe.communicators import Communicator
 from automoe.moe.tokens import IGNORE
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import StepRunner
-from automoe.trace import phase
+from automoe.storage.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 

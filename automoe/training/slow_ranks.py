@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automoe.trace import phase
+from automoe.storage.trace import phase
 from automoe.training.context import RunContext
 
 SIZES = {"cuda": (4096, torch.bfloat16), "cpu": (256, torch.float32)}  # a product: 0.2 ms on an H100; 0.5 ms on a core

@@ -17,6 +17,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.schema import Config, TrainConfig
 from automoe.data.loader import Loader, StepBatch
 from automoe.model.lora import set_dropout_step
@@ -29,9 +30,8 @@ from automoe.parallel.context import head_tail_index
 from automoe.parallel.fp8 import update_scales
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner, counted_parameters
-from automoe.trace import phase
+from automoe.storage.trace import phase
 from automoe.training.routing import record_routing
-from automoe.training.state import TrainState
 from automoe.training.stats import StepStats, gather_stats, max_over_ranks, sum_over_ranks, update_balance_state
 
 _NORMAL = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution

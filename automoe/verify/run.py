@@ -15,9 +15,9 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
 from automoe.config.schema import Config, DataConfig, KernelsConfig, MeshConfig, ParallelConfig, tokenizer_of
-from automoe.cost.params import count_params
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check, check_here, compose
+from automoe.model.params import count_params
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.proxy import list_cuts, make_proxy
 

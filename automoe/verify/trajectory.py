@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config
@@ -22,7 +23,6 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.routing import replayed_routing
-from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 
 Batches = Callable[[Config, int, int, int], StepBatch]  # (config, step, dp_rank, dp_size)

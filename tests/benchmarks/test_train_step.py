@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from automoe.config.mesh_shape import resolve_mesh, stays_unsharded
-from automoe.cost.params import count_params
+from automoe.model.params import count_params
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_step.py"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -33,7 +34,6 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.run import Saver
-from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole

@@ -12,8 +12,8 @@ from checkpoint_runs import build_state, config, open_store
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
-from automoe.cost import checkpoint as cost
-from automoe.cost.checkpoint import checkpoint_cost, most_kept
+from automoe.planner import checkpoint as cost
+from automoe.planner.checkpoint import checkpoint_cost, most_kept
 from automoe.verify.pool import RankPool
 
 

@@ -21,13 +21,13 @@ import pytest
 import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
-from automoe.checkpoint.agreement import Ranks
-from automoe.checkpoint.files import HashingStream, is_as_written
 from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.reader import StepReader
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, SaveError
-from automoe.local_shard import local_shard
+from automoe.moe.local_shard import local_shard
+from automoe.parallel.agreement import Ranks
+from automoe.storage.files import HashingStream, is_as_written
 from automoe.training.run import Saver
 from automoe.verify.pool import RankError, RankPool
 

@@ -15,20 +15,20 @@ from safetensors.torch import load_file
 
 from automoe.checkpoint.manifest import check_base
 from automoe.checkpoint.reader import StepReader
+from automoe.config.batch import plan_batch
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, LoraConfig, ModelConfig, MoEConfig
-from automoe.cost.activations import plan_batch
-from automoe.cost.memory import plan_memory
 from automoe.errors import CheckpointError
 from automoe.export import export_run
 from automoe.hf.identity import checkpoint_identity
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
-from automoe.local_shard import local_shard
 from automoe.model.init import fill_normal_, initialize
 from automoe.model.lora import adapt
+from automoe.moe.local_shard import local_shard
 from automoe.parallel.parallelize import allocate, build_decoder
+from automoe.planner.memory import plan_memory
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankError, RankPool
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from automoe.config.schema import Config
-from automoe.local_shard import local_shard
+from automoe.moe.local_shard import local_shard
 from automoe.verify.pool import RankPool
 
 

@@ -11,8 +11,8 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules_kernels import BLOCK
 from automoe.config.schema import Config
 from automoe.config.validate import validate
-from automoe.cost.params import count_params
 from automoe.data.tokenizer import BYTE_VOCAB_SIZE
+from automoe.model.params import count_params
 from automoe.verify.proxy import list_cuts, make_proxy
 
 

@@ -13,9 +13,9 @@ from automoe.config.convert import as_class, config_to_dict
 from automoe.config.frozen import differences, dump_config, load_config, parse_config, save_config
 from automoe.config.recipe_args import check_args
 from automoe.config.reference import help_on
+from automoe.config.shipped import load_recipe
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check_here
-from automoe.shipped import load_recipe
 
 RECIPE = '''
 """Preferences."""

@@ -7,8 +7,8 @@ import pytest
 from automoe import cli
 from automoe.config.convert import leaf_keys
 from automoe.config.reference import help_on, sections
+from automoe.config.shipped import load_file
 from automoe.errors import ConfigError
-from automoe.shipped import load_file
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,6 @@ import pytest
 
 from automoe.config import schema
 from automoe.config.rules_kernels import ELEMENT_BYTES, FOREIGN_EXPERTS
-from automoe.cost.step_memory import DTYPE_BYTES
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES
 from automoe.model.attention_kernels import FORCED
@@ -18,6 +17,7 @@ from automoe.moe.router import GATES, ROUTER_DTYPES
 from automoe.parallel.expert import DISPATCHERS
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
 from automoe.parallel.pipeline import SCHEDULES
+from automoe.planner.step_memory import DTYPE_BYTES
 from automoe.verify.run import TOLERANCES
 
 

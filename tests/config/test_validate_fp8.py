@@ -13,7 +13,7 @@ from automoe.config.rules import check_rows
 from automoe.config.rules_kernels import compile_rows, fp8_rows
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import ConfigError
-from automoe.observe.plan_view import print_plan
+from automoe.planner.views.plan_view import print_plan
 from automoe.verify.run import passes
 
 MLA = AttentionConfig(

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from automoe.config.hub import is_data_set
 from automoe.config.schema import ChatConfig, Config, DataConfig, SourceConfig, TrainConfig, sources_of
 from automoe.config.validate import validate
 from automoe.data.chat import Conversation, num_bytes, read_conversations
@@ -23,7 +24,6 @@ from automoe.data.chat_template import ChatTemplate
 from automoe.data.corpora import find_files
 from automoe.data.loader import Loader
 from automoe.errors import ConfigError, DataError
-from automoe.hub import is_data_set
 from automoe.moe.tokens import IGNORE
 from automoe.observe.sample_view import describe_row
 from tests.support.chat import TEMPLATES, messages, save_tokenizer, write_chat

@@ -18,13 +18,13 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from automoe.cache import default_cache_dir
 from automoe.config.schema import Config
 from automoe.data.loader import Loader, StepBatch
 from automoe.data.prepare import open_corpus, split_documents
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import ConfigError, DataError
 from automoe.moe.tokens import IGNORE
+from automoe.storage.cache import default_cache_dir
 
 FIELDS = ("tokens", "labels", "positions", "doc_ids")
 

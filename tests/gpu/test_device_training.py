@@ -14,6 +14,7 @@ import torch
 from device_models import SMALL, published_slice, relative, rows, same_rows, small
 
 from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import CheckpointConfig, ClusterConfig, Config, DataConfig
 from automoe.data.loader import Loader
@@ -24,7 +25,6 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.context import RunContext
-from automoe.training.state import TrainState
 from automoe.training.step import prepare_inputs
 from automoe.verify.trajectory import whole
 from recipes import pretrain

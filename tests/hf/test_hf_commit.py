@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.errors import CheckpointError
 from automoe.hf import folder
 from automoe.hf.folder import new_folder
+from automoe.parallel.agreement import Ranks
 
 ALONE = Ranks(alone=True)
 EXPORT_FOREVER = """
 import sys
 from pathlib import Path
-from automoe.checkpoint.agreement import Ranks
+from automoe.parallel.agreement import Ranks
 from automoe.hf.folder import new_folder
 
 for number in range(100_000):
@@ -160,7 +160,7 @@ def test_a_disk_that_fails_after_the_exchange_undoes_nothing(tmp_path: Path, mon
             failed.append(flushed)
             raise OSError(errno.ESTALE, "Stale file handle", str(flushed))
 
-    monkeypatch.setattr("automoe.checkpoint.files.flush", flush)
+    monkeypatch.setattr("automoe.storage.files.flush", flush)
     with pytest.raises(CheckpointError, match="Stale file handle"), new_folder(path, True, Ranks(alone=True)) as folder:
         (folder / "config.json").write_text("new")
     assert failed and (path / "config.json").read_text() == "new"

@@ -17,7 +17,7 @@ import automoe
 from automoe.hf import read
 from automoe.hf.read import Reader, load_hf
 from automoe.hf.shards import local_shards
-from automoe.local_shard import local_shard
+from automoe.moe.local_shard import local_shard
 from automoe.verify.pool import RankPool
 from tests.support.hf_models import save_small_hf
 

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from automoe.config.compose import Arguments, compose_config
 from automoe.config.frozen import dump_config, parse_config
+from automoe.config.hub import id_and_commit, local_folder, pinned
 from automoe.errors import ConfigError
 from automoe.hf.identity import checkpoint_folder, checkpoint_identity, complete
-from automoe.hub import id_and_commit, local_folder, pinned
 from automoe.launch.prepare import prepare, settle
 from tests.support.chat import save_tokenizer
 from tests.support.command import TINY, TrainCommand

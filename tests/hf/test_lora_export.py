@@ -21,9 +21,9 @@ from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.peft import WEIGHTS_FILE, gathered_adapters, to_peft, verify_peft
 from automoe.hf.read import load_hf
 from automoe.hf.write import to_hf
-from automoe.local_shard import global_offset, local_shard
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
+from automoe.moe.local_shard import global_offset, local_shard
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_parts
 from automoe.verify.pool import RankPool

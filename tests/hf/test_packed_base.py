@@ -12,12 +12,10 @@ from safetensors.torch import load_file, save_file
 from test_lora_export import logits, off
 from transformers import AutoModelForCausalLM
 
+from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.schema import Config, DataConfig, LoraConfig, MeshConfig, MoEConfig
-from automoe.cost.activations import plan_batch
-from automoe.cost.adapters import adapter_rows
-from automoe.cost.memory import plan_memory
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.api import convert_hf
 from automoe.hf.families.registry import model_config_from_hf
@@ -27,9 +25,11 @@ from automoe.hf.verify import verify_hf
 from automoe.hf.write import to_hf
 from automoe.launch.hardware import check_backends
 from automoe.launch.prepare import _check_fp8_base, check, missing_data
+from automoe.model.adapters import adapter_rows
 from automoe.model.decoder import Decoder
 from automoe.model.lora import adapt
 from automoe.parallel.parallelize import allocate, build_decoder
+from automoe.planner.memory import plan_memory
 from tests.support.hf_models import save_small_hf
 
 ONE = resolve_mesh(MeshConfig(), 1)

@@ -11,10 +11,10 @@ import pytest
 from launch_command import PATIENCE_S, QUICK, Command, TrainCommand, read_until
 
 from automoe.config.compose import check_overrides, check_swept_values, register_base
+from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
 from automoe.launch.run_dir import locked
 from automoe.launch.sweep import check_alone, side_by_side
-from automoe.shipped import shipped_folder
 
 Run = Callable[..., tuple[int, str, str]]
 ONE_RANK = ("mesh=fsdp", "launch.num_ranks=1", "launch.device=cpu")

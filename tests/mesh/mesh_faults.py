@@ -26,7 +26,6 @@ import automoe.parallel.parallelize
 import automoe.parallel.pipeline
 import automoe.verify.trajectory
 from automoe.config.schema import Config
-from automoe.local_shard import local_shard
 from automoe.model.attention import GroupedQueryAttention
 from automoe.model.block import MLP
 from automoe.model.delta_net import GatedDeltaNet
@@ -35,6 +34,7 @@ from automoe.moe.balance import LoadCounter, update_expert_bias
 from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
+from automoe.moe.local_shard import local_shard
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules

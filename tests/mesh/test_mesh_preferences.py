@@ -11,18 +11,18 @@ import pytest
 import torch
 from mesh_cases import Case
 
-from automoe.checkpoint.agreement import Ranks
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, DataConfig, OptimConfig, TrainConfig
 from automoe.data.loader import Loader
 from automoe.data.prepare import prepare_data
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training.context import RunContext
 from automoe.training.preference import PreferenceLoss, open_reference
-from automoe.training.state import TrainState
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import named_parameters, whole

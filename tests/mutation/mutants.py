@@ -33,7 +33,7 @@ def loop(case: str) -> list[str]:
 
 LLAMA, QWEN, DSV3, GPT_OSS, NEXT = (loop(c) for c in ("llama", "qwen3_moe", "dsv3", "gpt_oss", "qwen3_next"))
 ADAMW, NORM, SKIP = ["tests/optim/test_adamw.py"], ["tests/optim/test_grad_norm.py"], ["tests/training/test_skip.py"]
-TIME, SCHEDULE_T = ["tests/cost/test_time.py"], ["tests/cost/test_cost_schedule.py"]
+TIME, SCHEDULE_T = ["tests/planner/test_time.py"], ["tests/planner/test_cost_schedule.py"]
 DECAY, SCHEDULE = ["tests/optim/test_decay_groups.py"], ["tests/optim/test_schedule.py"]
 STOCHASTIC = ["tests/optim/test_stochastic.py"]
 ROUTER, BALANCE = ["tests/moe/test_router.py"], ["tests/moe/test_balance.py"]
@@ -101,8 +101,8 @@ _TRAINING = [
     ("step.py", "len(recent) < train.spike_window", "len(recent) <= train.spike_window", SKIP),
     ("step.py", "math.isfinite(loss) and", "math.isfinite(loss) or", SKIP),
     ("step.py", "del recent[: -train.spike_window]", "del recent[train.spike_window :]", SKIP),
-    ("state.py", '"skipped": self.skipped', '"skipped": 0', STREAK),
-    ("state.py", '"tokens": self.tokens', '"tokens": self.step', STREAK),
+    ("automoe/checkpoint/train_state.py", '"skipped": self.skipped', '"skipped": 0', STREAK),
+    ("automoe/checkpoint/train_state.py", '"tokens": self.tokens', '"tokens": self.step', STREAK),
     ("stats.py", "plain / plain.sum()", "counts / counts.sum()", DSV3),
     ("stats.py", "update_expert_bias(router.expert_bias, counts", "update_expert_bias(router.expert_bias, plain", DSV3),
     ("step.py", "learning_rate(config.optim, state.step,", "learning_rate(config.optim, state.step + 1,", QWEN),
@@ -393,9 +393,9 @@ _PARALLEL = [
     ("pipeline.py", "return total * self.reports_loss", "return total", [f"{MESH}[llama-tp2-mb4-alltoall]"]),
 ]
 _CHECKPOINT = [
-    ("files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
-    ("files.py", "os.fsync(file.fileno())", "pass", COMMIT),
-    ("files.py", "os.fsync(descriptor)", "pass", COMMIT),
+    ("automoe/storage/files.py", "os.fsync(self._file.fileno())", "pass", COMMIT),
+    ("automoe/storage/files.py", "os.fsync(file.fileno())", "pass", COMMIT),
+    ("automoe/storage/files.py", "os.fsync(descriptor)", "pass", COMMIT),
     ("store.py", "            flush(target)\n", "            pass\n", COMMIT),
     ("folder.py", "    flush(final.parent)\n", "    pass\n", COMMIT),
     ("folder.py", "LATEST)\n    flush(folder)", "LATEST)\n    pass", COMMIT),
@@ -412,13 +412,13 @@ _CHECKPOINT = [
     ("folder.py", 'if manifest["counters"]["skipped"]:', "if False:", RETENTION),
     ("folder.py", "path.is_dir() and not path.is_symlink()", "path.is_dir()", RETENTION),
     (
-        "agreement.py",
+        "automoe/parallel/agreement.py",
         "load.index(min(load))",
         "load.index(max(load))",
         ["tests/checkpoint/test_disk_faults.py::test_files_to_verify_are_spread_over_ranks"],
     ),
     (
-        "agreement.py",
+        "automoe/parallel/agreement.py",
         "key=lambda error: isinstance(error, OSError)",
         "key=lambda error: 0",
         ["tests/checkpoint/test_disk_faults.py::test_ranks_agree_on_what_went_wrong"],
@@ -495,7 +495,7 @@ _CONFIG = [
 ]
 _FOLDERS = {
     "automoe/config": _CONFIG,
-    "automoe/cost": _COST,
+    "automoe/planner": _COST,
     "automoe/optim": _OPTIM,
     "automoe/training": _TRAINING + _RUN,
     "recipes": _RECIPES,
@@ -507,4 +507,8 @@ _FOLDERS = {
     "automoe/hf": _HF,
     "automoe/quantize": _QUANTIZE,
 }
-MUTANTS = [Mutant(f"{folder}/{file}", *rest) for folder, rows in _FOLDERS.items() for file, *rest in rows]
+MUTANTS = [
+    Mutant(file if "/" in file else f"{folder}/{file}", *rest)
+    for folder, rows in _FOLDERS.items()
+    for file, *rest in rows
+]

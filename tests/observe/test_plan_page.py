@@ -14,13 +14,13 @@ from automoe.config.compose import Arguments, compose_config
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.config.validate import validate
-from automoe.cost.memory import PARTS
-from automoe.cost.plan import gib, make_plan
-from automoe.cost.time import step_spans
-from automoe.observe.plan_page import write_plan_page
-from automoe.observe.plan_plots import MEMORY, draw_memory, draw_schedule, draw_time, time_parts
-from automoe.observe.plan_view import plan_tables, print_plan
 from automoe.plan import main
+from automoe.planner.memory import PARTS
+from automoe.planner.plan import gib, make_plan
+from automoe.planner.time import step_spans
+from automoe.planner.views.plan_page import write_plan_page
+from automoe.planner.views.plan_plots import MEMORY, draw_memory, draw_schedule, draw_time, time_parts
+from automoe.planner.views.plan_view import plan_tables, print_plan
 
 EVIL = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}$\\frac{"
 

@@ -16,8 +16,8 @@ import automoe.optim.stochastic
 from automoe.config.compose import compose_config
 from automoe.config.schema import OptimConfig
 from automoe.config.validate import validate
-from automoe.counter_random import bits_at, stream_key
 from automoe.errors import ConfigError
+from automoe.kernels.counter_random import bits_at, stream_key
 from automoe.optim.adamw import build_optimizer, set_learning_rate
 from automoe.optim.stochastic import StochasticAdamW, round_stochastically
 from automoe.verify.pool import RankPool

@@ -16,7 +16,7 @@ from automoe.config.rules import check_rows, number_rows
 from automoe.config.validate import settings_rows, validate
 from automoe.launch.sweep import sweep_directory
 from automoe.plan import take_export, take_page
-from automoe.search import CALIBRATE, take_question
+from automoe.planner.search_command import CALIBRATE, take_question
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -18,46 +18,19 @@ ROOT = Path(__file__).parents[2]
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.
 LAYERS = (
-    (
-        "automoe.__main__",
-        "automoe.cli",
-        "automoe.train",
-        "automoe.plan",
-        "automoe.search",
-        "automoe.calibrate",
-        "automoe.export",
-        "automoe.convert",
-        "automoe.generate",
-    )
-    + ("automoe.upcycle", "automoe.eval"),
+    ("automoe.__main__", "automoe.cli", "automoe.train", "automoe.plan", "automoe.export", "automoe.convert")
+    + ("automoe.generate", "automoe.upcycle", "automoe.eval"),
+    ("automoe.planner",),
     ("automoe.launch", "automoe.verify"),
     ("recipes",),
     ("automoe.training",),
-    (
-        "automoe.parallel",
-        "automoe.checkpoint",
-        "automoe.hf",
-        "automoe.data",
-        "automoe.observe",
-        "automoe.optim",
-        "automoe.interop",
-    ),
+    ("automoe.parallel", "automoe.checkpoint", "automoe.hf", "automoe.data", "automoe.observe", "automoe.optim")
+    + ("automoe.interop",),
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
-    ("automoe.cost",),
-    (
-        "automoe.cache",
-        "automoe.config",
-        "automoe.errors",
-        "automoe.hub",
-        "automoe.shipped",
-        "automoe.trace",
-        "automoe.counter_random",
-        "automoe.local_shard",
-        "automoe.lock_file",
-        "automoe.sealed",
-    ),
+    ("automoe.config", "automoe.storage"),
+    ("automoe.errors",),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
@@ -133,9 +106,22 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
     assert circles(OWN) == []
 
 
-def test_cost_depends_on_the_configuration_alone() -> None:
-    fine = ("automoe.cost", "automoe.config", "automoe.errors")
-    others = {f"{module} -> {other}" for module in OWN if module.startswith("automoe.cost") for other in OWN[module]}
+def test_the_trainer_does_not_import_the_planner() -> None:
+    entries = ("automoe.planner", "automoe.plan", "automoe.train")
+    found = {
+        f"{module} -> {other}"
+        for module in OWN
+        for other in OWN[module]
+        if other.startswith("automoe.planner") and not module.startswith(entries)
+    }
+    assert found == set()
+
+
+def test_the_planner_computes_from_the_configuration_and_the_parameters_alone() -> None:
+    fine = ("automoe.planner", "automoe.config", "automoe.errors", "automoe.model.params", "automoe.model.adapters")
+    entries = ("search_command", "calibrate", "torchtitan_config", "views")
+    arithmetic = [m for m in OWN if m.startswith("automoe.planner.") and m.split(".")[2] not in entries]
+    others = {f"{module} -> {other}" for module in arithmetic for other in OWN[module]}
     assert {line for line in others if not line.split(" -> ")[1].startswith(fine)} == set()
 
 

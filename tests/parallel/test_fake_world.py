@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import split_layers, stage_of_rank
 from automoe.config.validate import validate
-from automoe.cost.adapters import with_adapters
-from automoe.cost.params import stage_params
-from automoe.cost.plan import make_plan
-from automoe.cost.step_memory import local_numel
+from automoe.model.adapters import with_adapters
+from automoe.model.params import stage_params
 from automoe.parallel.fake_world import fake_world, local_shards
 from automoe.parallel.fsdp import defer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.plan import build_heaviest, main
+from automoe.planner.plan import make_plan
+from automoe.planner.step_memory import local_numel
 
 SMALL = ["model=small_dsv3", "train.global_batch_size=32", "train.micro_batch_size=1", "data.document_mask=false"]
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.gloo import use_one_worker
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.groups import groups, open_groups, set_timeouts
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import receives_in_time

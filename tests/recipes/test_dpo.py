@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 
-from automoe.checkpoint.agreement import Ranks
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     CheckpointConfig,
@@ -31,9 +30,10 @@ from automoe.data.loader import Loader
 from automoe.errors import ConfigError
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
+from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
-from automoe.trace import listening
+from automoe.storage.trace import listening
 from automoe.training.context import RunContext
 from automoe.training.preference import REFERENCE_FILE, PreferenceLoss, Reference, open_reference
 from automoe.training.step import prepare_inputs

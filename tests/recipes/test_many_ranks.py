@@ -13,7 +13,7 @@ from pretrain_runs import config, run_rank
 
 from automoe.config.schema import Config
 from automoe.observe.metrics import read_metrics
-from automoe.trace import listening
+from automoe.storage.trace import listening
 from automoe.verify.pool import RankError, RankPool
 from tests.support.command import comparable
 

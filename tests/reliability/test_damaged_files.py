@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from automoe.launch.run_dir import read_status
-from automoe.sealed import read_json
+from automoe.storage.sealed import read_json
 from benchmarks.trajectories import hash_tensors
 from tests.support.command import FAULTY_RECIPE, ROOT, TINY, TrainCommand
 from tests.support.forked import Forks, forks

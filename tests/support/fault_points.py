@@ -1,6 +1,6 @@
 """Faults on demand: named points of a run where a rank can be made to die, raise, sleep or find the disk full.
 
-The product knows nothing of them. A point is the begin or the end of one of its phases (``automoe.trace``), to which
+The product knows nothing of them. A point is the begin or the end of one of its phases (``automoe.storage.trace``), to which
 ``faults`` listens, or the middle of a file that it wraps. ``faulty_pretrain.py`` is the shipped recipe with them:
 
     AUTOMOE_FAULT=kill:rank=1:at=shard_written:step=4 python -m automoe.train recipe=tests/support/faulty_pretrain.py
@@ -35,7 +35,7 @@ from typing import Any
 from unittest import mock
 
 from automoe.errors import ConfigError
-from automoe.trace import listening
+from automoe.storage.trace import listening
 
 VARIABLE = "AUTOMOE_FAULT"
 
@@ -138,8 +138,8 @@ def faults(text: str | None = None) -> Iterator[None]:
         if not (asked_for := {fault.at for fault in parse(os.environ.get(VARIABLE, ""))}):
             yield
             return
-        from automoe.checkpoint.files import HashingStream
         from automoe.checkpoint.store import CheckpointStore
+        from automoe.storage.files import HashingStream
 
         saving: Any = None  # the store of the save in progress, and its step
 

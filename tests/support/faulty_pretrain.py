@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.shipped import load_recipe
+from automoe.config.shipped import load_recipe
 from automoe.training.context import RunContext
 from tests.support.fault_points import fault_point, faults
 

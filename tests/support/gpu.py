@@ -16,8 +16,8 @@ import yaml
 
 from automoe.config.convert import config_from_dict
 from automoe.config.schema import LaunchConfig, ModelConfig
+from automoe.config.shipped import shipped_folder
 from automoe.launch.ranks import close_ranks, init_ranks
-from automoe.shipped import shipped_folder
 from automoe.verify.pool import leave_world
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from automoe.errors import ConfigError
-from automoe.trace import phase
+from automoe.storage.trace import phase
 from tests.support.fault_points import AT_PHASES, POINTS, VARIABLE, Fault, InjectedFault, fault_point, faults, parse
 
 WRONG = {

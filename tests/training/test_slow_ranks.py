@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from automoe.trace import listening
+from automoe.storage.trace import listening
 from automoe.training import slow_ranks
 from automoe.training.context import RunContext
 from automoe.training.slow_ranks import SlowRanks

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
@@ -26,7 +27,6 @@ from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
 from automoe.parallel.pipeline import build_runner
 from automoe.training import step
-from automoe.training.state import TrainState
 from tests.support.gpu import one_rank
 
 ROOT = Path(__file__).parents[2]

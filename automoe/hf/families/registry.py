@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.plugins import registered
 from automoe.config.rules import check_rows, number_rows
@@ -18,7 +19,6 @@ from automoe.hf.families.as_transformers import not_computed
 from automoe.hf.families.family import Family
 from automoe.hf.headers import check_holds
 from automoe.hf.untrusted import parse_json, read_bytes
-from automoe.hub import local_folder
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

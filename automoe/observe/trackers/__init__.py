@@ -17,7 +17,7 @@ from automoe.config.convert import config_to_dict
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.observe.trackers.base import WITHOUT, About, Outcome, Tracker, one_line
-from automoe.sealed import read_json, replace_json
+from automoe.storage.sealed import read_json, replace_json
 
 IDS_FILE = "trackers.json"
 SWEEP_FILE = "sweep.json"  # in the folder above that of a sweep's job

@@ -2,7 +2,7 @@
 
 import time
 
-from automoe.checkpoint.agreement import Ranks
+from automoe.parallel.agreement import Ranks
 
 
 def main(config, shape, context):

@@ -1,0 +1,45 @@
+"""Batch arithmetic: rows, tokens and micro-batches of a step on a mesh. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``rows_*`` are sequences; what is said of experts is the mean, as perfect balance would have it."""
+
+    rows_per_step: int  # over all ranks
+    tokens_per_step: int  # over all ranks
+    rows_per_rank: int  # of one data-parallel rank, per step
+    num_micro_batches: int  # per step and data-parallel rank
+    tokens_per_micro_batch: int  # that one rank holds: its rows, cut over cp
+    expert_rows_per_rank: float  # (token, expert) pairs that one rank's experts compute, per micro-batch
+    rows_per_expert: float  # of those, for one expert
+
+
+def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
+    """Batch arithmetic of a validated ``config`` on ``mesh``."""
+    train, model = config.train, config.model
+    num_micro_batches, rest = divmod(train.global_batch_size, mesh.dp * train.micro_batch_size)
+    assert num_micro_batches and not rest, "the global batch cuts into whole micro-batches: config.validate"
+    tokens, rest = divmod(train.micro_batch_size * train.seq_len, mesh.cp * mesh.tp)
+    assert not rest, "rows cut evenly over cp and tp: config.validate"
+    # An ep group's ranks send their tokens to each other and nowhere else.
+    expert_rows = tokens * model.num_experts_per_token * mesh.etp
+    if config.moe.pad_to_capacity:
+        capacity = min(ceil(config.moe.capacity_factor * expert_rows / (mesh.etp * model.num_experts)), tokens)
+        expert_rows = capacity * model.num_experts * mesh.etp
+    return BatchPlan(
+        rows_per_step=train.global_batch_size,
+        tokens_per_step=train.global_batch_size * train.seq_len,
+        rows_per_rank=train.global_batch_size // mesh.dp,
+        num_micro_batches=num_micro_batches,
+        tokens_per_micro_batch=tokens,
+        expert_rows_per_rank=expert_rows,
+        rows_per_expert=expert_rows * mesh.ep / model.num_experts,
+    )

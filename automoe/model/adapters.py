@@ -1,0 +1,238 @@
+"""What is trained of a model: low-rank adapters (``lora``), and what is frozen by name; names and shapes. No torch.
+
+Letters: r rank, O output and I input features (of experts: I width), E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.rules import Row
+from automoe.config.rules_kernels import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
+from automoe.config.schema import Config, LoraConfig
+from automoe.model.params import Param, TokenFlops, layer_params, model_params, train_flops_per_token
+
+# For each part of a model the name of its group in ``lora.targets``, and what a single target begins with.
+_GROUPS = {
+    "attention": ("attention", ""),
+    "dense_ffn": ("mlp", "mlp."),
+    "shared_experts": ("shared_experts", "shared_experts."),
+    "routed_experts": ("experts", "experts."),
+}
+_EXPERTS = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # the field's names of our stacks
+_NOT_ADAPTED = ("output_gate", "in_proj_ba")  # one number a token, or a head
+_BACKENDS = ("grouped_mm", "loop")  # of experts; the others multiply by no adapters
+# Of a target's adapters: the name after the target's module, and which dims of the target they take.
+A, B = "lora.A", "lora.B"
+
+
+def target_names(param: Param) -> tuple[str, ...]:
+    """What ``lora.targets`` may call this parameter: its group, and its own name; nothing if it has no adapter."""
+    module, last = param.name.split(".")[-2:]
+    if param.part not in _GROUPS or not param.multiplies or module in _NOT_ADAPTED or module.endswith("norm"):
+        return ()
+    group, prefix = _GROUPS[param.part]
+    return group, prefix + _EXPERTS.get(last, module)
+
+
+def is_target(param: Param, lora: LoraConfig) -> bool:
+    """Whether ``param`` gets an adapter."""
+    return lora.rank > 0 and any(name in lora.targets for name in target_names(param))
+
+
+def adapters(param: Param, rank: int) -> list[Param]:
+    """The adapter of a target: A [r, I] and B [O, r]; of experts stacks of them, one A for gate and up."""
+    module, last = param.name.rsplit(".", 1)
+    if param.expert:
+        number, first = ("13" if last == "w_gate_up" else "2"), param.shape[:1]
+        shapes = {f"A{number}": (*first, rank, param.shape[-1]), f"B{number}": (*param.shape[:-1], rank)}
+    else:
+        shapes = {"A": (rank, param.shape[1]), "B": (param.shape[0], rank)}
+    return [replace(param, name=f"{module}.lora.{name}", shape=shape) for name, shape in shapes.items()]
+
+
+def is_trained(name: str, config: Config) -> bool:
+    """Whether the parameter ``name`` of the model itself is trained: with LoRA none is but ``train.trainable``."""
+    frozen = ["*"] if config.lora.rank else config.train.freeze
+    return not _matches(name, frozen) or _matches(name, config.train.trainable)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
+    """[..., rows, blocks, bytes] of a frozen matrix that ``lora.base`` packs; None of another parameter."""
+    stays = config.lora.base == "weights" or not target_names(param) or ".lora." in param.name
+    if stays or is_trained(param.name, config):
+        return None
+    size, num_bytes = BASE_BLOCKS[config.lora.base]
+    return *param.shape[:-1], -(-param.shape[-1] // size), num_bytes
+
+
+def as_stored(params: list[Param], config: Config) -> list[Param]:
+    """``params``, packed ones with the shape of their bytes."""
+    shapes = [packed_shape(param, config) for param in params]
+    return [
+        param if shape is None else replace(param, shape=shape, packed=BASE_BLOCKS[config.lora.base][0])
+        for param, shape in zip(params, shapes, strict=True)
+    ]
+
+
+def with_adapters(params: list[Param], config: Config) -> list[Param]:
+    """``params`` of the model, each target followed by its adapter; what is not trained says so."""
+    made: list[Param] = []
+    for param in params:
+        made.append(replace(param, trained=is_trained(param.name, config)))
+        if is_target(param, config.lora):
+            made += adapters(param, config.lora.rank)
+    return made
+
+
+def step_flops_per_token(config: Config) -> TokenFlops:
+    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are multiplied too."""
+    made = partial(with_adapters, config=config)
+    return train_flops_per_token(config.model, config.train.seq_len, made=made)
+
+
+# Parts of a layer that recomputation runs again, and the adapters in them.
+_RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "routed_experts"}
+
+
+def adapter_activation_bytes(
+    config: Config, layer: int, tokens: int, expert_rows: float, number_bytes: int, recompute: frozenset[str]
+) -> float:
+    """What the adapters of a layer keep for their backward pass: ``x A.T``, r numbers a token, or a row of gate and up.
+
+    Args:
+        tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs, ``number_bytes`` an activation.
+        recompute: what the layer runs again.
+    """
+    again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
+    kept = 0.0
+    for param in layer_params(config.model, layer):
+        if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
+            rows = 0.0 if param.name.endswith("w_down") else expert_rows if param.expert else tokens
+            kept += config.lora.rank * rows * number_bytes
+    return kept
+
+
+def describe_training(config: Config) -> list[str]:
+    """What is trained and what is not, a line each; nothing where all of the model is trained."""
+    model, lora = config.model, config.lora
+    if not (lora.rank or config.train.freeze):
+        return []
+    own = model_params(model)
+    params = with_adapters(own, config)
+    trained, total = sum(param.numel for param in params if param.trained), sum(param.numel for param in own)
+    how, of = f"frozen: {', '.join(config.train.freeze)}", "of"
+    if lora.rank:
+        how = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
+        of = "beside"
+    lines = [f"{how}: trains {trained:,} numbers {of} the model's {total:,} ({trained / total:.2%})"]
+    routers = [param for param in params if param.part == "router"]
+    if routers:
+        moving = [param for param in routers if param.trained]
+        state = "trained" if len(moving) == len(routers) else "trained in part" if moving else "frozen"
+        biases = ", and expert biases with them" if model.router.expert_bias else ""
+        names = ("seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef", "z_loss_coef")
+        coefs = ", ".join(f"moe.{name}={getattr(config.moe, name):g}" for name in names if getattr(config.moe, name))
+        losses = f"balance losses are on ({coefs})" if coefs else "balance losses are off"
+        lines.append(f"routers are {state}{biases}; {losses}")
+    return lines
+
+
+# Rows are laid out as a table: key and whether it is broken, the rule with its numbers, the remedy.
+# fmt: off
+
+def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
+    """The rules of ``lora``, ``train.freeze`` and ``train.trainable``; those of cuts where ``shape`` is known."""
+    params = model_params(config.model)
+    names = [param.name for param in params]
+    for key, patterns in (("train.freeze", config.train.freeze), ("train.trainable", config.train.trainable)):
+        for pattern in patterns:
+            yield (key, not any(fnmatchcase(name, pattern) for name in names),
+                   f"{pattern!r} matches no parameter of the model; some of its names are {_some(names)}",
+                   f"Leave it out of {key}, or write a pattern such as '*.router.*'")
+    yield ("train.trainable", bool(config.train.trainable) and not (config.train.freeze or config.lora.rank),
+           "it names exceptions from what is frozen, and nothing is", "Set train.freeze=['*'], or lora.rank")
+    if config.lora.rank:
+        yield from _lora_rows(config, params)
+        if config.lora.base != "weights":
+            yield from _base_rows(config, params, shape)
+    else:
+        yield ("lora.base", config.lora.base != "weights", "frozen matrices stand beside adapters, and lora.rank=0",
+               "Set lora.rank=16, or lora.base=weights")
+        yield ("train.freeze", not any(is_trained(name, config) for name in names),
+               "it leaves nothing to train", "Name fewer parameters, or set train.trainable=['*.router.*']")
+
+
+def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
+    lora, train, moe = config.lora, config.train, config.moe
+    yield "lora.alpha", not lora.alpha > 0, "an adapter's product is multiplied by alpha / rank", "Set lora.alpha=32"
+    yield "lora.dropout", not 0 <= lora.dropout < 1, "a share in [0, 1)", "Set lora.dropout=0"
+    groups = {group for group, _ in _GROUPS.values()}
+    known = sorted(groups.union(*map(target_names, params)))
+    for target in lora.targets:
+        yield ("lora.targets", target not in known, f"this model has no {target!r}: it has {', '.join(known)}",
+               "Set lora.targets=[attention,experts]")
+    yield ("lora.targets", not any(is_target(param, lora) for param in params),
+           "no matrix of the model is among them", f"Choose from {', '.join(known)}")
+    yield ("train.freeze", bool(train.freeze), f"with lora.rank={lora.rank} all of the model is frozen",
+           "Leave train.freeze out; train.trainable names what is trained beside the adapters")
+    yield ("train.fp8", train.fp8 != "off", "adapters are multiplied in train.dtype, and have no scales",
+           "Set train.fp8=off, or lora.rank=0")
+    yield ("train.compile", train.compile, "what is compiled has no adapters", "Set train.compile=false")
+    yield ("optim.master_weights", config.optim.master_weights == "stochastic",
+           "adapters are few, and kept in float32", "Set optim.master_weights=float32, or lora.rank=0")
+    yield ("optim.moments", config.optim.moments == "bfloat16",
+           "adapters are few, and their moments are kept in float32", "Set optim.moments=float32, or lora.rank=0")
+    stacks = [param for param in params if param.expert and is_target(param, lora)]
+    yield ("moe.experts", bool(stacks) and moe.experts not in _BACKENDS,
+           f"{moe.experts} multiplies by no adapters, and lora.targets names routed experts",
+           "Nearest valid choice: moe.experts=grouped_mm")
+    step = ROW_BYTES // ELEMENT_BYTES[train.dtype]
+    yield ("lora.rank", bool(stacks) and moe.experts == "grouped_mm" and lora.rank % step != 0,
+           f"grouped products need rows of a multiple of {ROW_BYTES} bytes: {lora.rank} % {step} = {lora.rank % step}",
+           f"Nearest valid choice: lora.rank={-(-lora.rank // step) * step}")
+    moved = [param.name for param in stacks if is_trained(param.name, config)]
+    yield ("train.trainable", bool(moved), f"{moved[0] if moved else ''} has an adapter, and routed experts have one "
+           "or are trained themselves", "Leave experts out of lora.targets, or of train.trainable")
+    yield ("lora.export", lora.export == "adapter" and bool(train.trainable),
+           f"an adapter does not hold what else is trained (train.trainable={train.trainable})",
+           "Set lora.export=merged, or train.trainable=[]")
+    yield ("lora.export", lora.export == "adapter" and config.checkpoint.export_hf and not config.model.hf_path,
+           "an adapter is for a checkpoint, and the model began from random weights (model.hf_path=null)",
+           "Set lora.export=merged, or model.hf_path")
+
+
+def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> Iterator[Row]:
+    base, moe = config.lora.base, config.moe
+    packed = [param for param in params if packed_shape(param, config) is not None]
+    yield ("moe.experts", any(param.expert for param in packed) and moe.experts not in _BACKENDS,
+           f"{moe.experts} multiplies by weights as they are, and lora.base={base} packs those of routed experts",
+           "Nearest valid choice: moe.experts=grouped_mm")
+    yield ("model.upcycle", bool(config.model.upcycle),
+           f"lora.base={base} packs matrices of a checkpoint, and experts that are made of it are cut from those",
+           "Export the upcycled model first (automoe upcycle), or set lora.base=weights")
+    if shape is None:
+        return
+    size, _ = BASE_BLOCKS[base]
+    for param in packed:
+        axis, ranks = ("etp", shape.etp) if param.expert else ("tp", shape.tp)
+        cut = param.name.endswith("w_down") if param.expert else param.tp_dim(ranks) == 1
+        columns = param.shape[-1]
+        yield (f"mesh.{axis}", cut and ranks > 1 and (columns % ranks or columns // ranks % size) != 0,
+               f"lora.base={base} has a scale for {size} numbers of a row, and {axis} would cut {param.name} inside "
+               f"them: {columns} / {ranks} = {columns / ranks:g}, no multiple of {size}",
+               f"Set mesh.{axis}=1, or lora.base=weights")
+
+# fmt: on
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:3], *names[-2:]])

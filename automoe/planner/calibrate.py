@@ -1,0 +1,380 @@
+"""``automoe plan calibrate=true``: what this machine reaches, measured, as a cluster file that ``cluster=`` takes.
+
+Measured on one rank: products over arithmetic intensity, a pass over memory, attention, grouped products, and what a
+layer and a step take where there is next to nothing to compute. Between ranks of this machine: gathers, reductions and
+all-to-alls, small and large. On a GPU seconds are those between two CUDA events; on the CPU those that the rank's
+threads compute, so that other programs of the machine are not in them, and what gloo's threads compute is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from automoe.config.batch import plan_batch
+from automoe.config.compose import Arguments
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    ClusterConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
+from automoe.errors import ConfigError
+from automoe.launch.hardware import MAX_CPU_RANKS_PER_CORE, num_cores, resolve_device, visible_gpus
+from automoe.launch.prepare import compose
+from automoe.planner.layer_time import Place, layer_time
+from automoe.planner.machine import Constants, Machine
+
+if TYPE_CHECKING:
+    import torch
+
+POINTS = 7  # of the curve, a factor of two apart
+ROUNDS, LEAST_S = 5, 0.03  # a median is of so many, each of at least so long
+SMALL, LARGE = 1 << 12, 1 << 22  # bytes of a collective
+MOST_RANKS = 4  # that collectives are measured between
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A device, and the sizes of what is measured on it: large enough on a GPU that launches do not count."""
+
+    device: str  # cpu, cuda
+    dtype: str
+    threads: int  # of a rank; cpu
+    first: int  # FLOPs for each byte of the curve's first point
+    rows: int  # of the products
+    numbers: int  # that a pass over memory goes over
+    seq: int  # of attention
+    expert: int  # rows and width of an expert
+
+    @classmethod
+    def of(cls, device: str, threads: int) -> Bench:
+        if device == "cuda":
+            return cls(device, "bfloat16", 0, 64, 65_536, 1 << 28, 4096, 4096)
+        return cls(device, "float32", threads or num_cores(), 4, 2048, 1 << 18, 256, 128)
+
+    def prepare(self) -> tuple[torch.device, torch.dtype]:
+        """This rank's device, and its dtype."""
+        import torch
+        import torch.distributed as dist
+
+        if self.device == "cuda":
+            torch.cuda.set_device(dist.get_rank())
+            return torch.device("cuda", dist.get_rank()), getattr(torch, self.dtype)
+        torch.set_num_threads(self.threads)
+        return torch.device("cpu"), getattr(torch, self.dtype)
+
+    def seconds(self, work: Callable[[], object], rounds: int = ROUNDS, number: int | None = None) -> float:
+        """Of one call, the median of ``rounds``; ``number``: calls of a round, None: as many as take ``LEAST_S``."""
+        work()
+        if number is None:
+            number = max(1, int(LEAST_S / max(self.once(work), 1e-7)))
+        return median(self.once(work, number) for _ in range(rounds)) / number
+
+    def once(self, work: Callable[[], object], number: int = 1) -> float:
+        """Seconds of ``number`` calls."""
+        import torch
+
+        if self.device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(number):
+                work()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+        began = time.process_time()
+        for _ in range(number):
+            work()
+        return (time.process_time() - began) / self.threads
+
+
+def calibrate(folder: Path, args: Arguments) -> int:
+    """Measure, write ``FOLDER/cluster/NAME.yaml``, say what takes it; the exit status.
+
+    Raises:
+        ConfigError: a file of that name is there, or none can be written.
+    """
+    from automoe.verify.pool import RankPool
+
+    config = compose(args)
+    bench = Bench.of(resolve_device(config), config.launch.threads_per_rank)
+    gpus = visible_gpus() if bench.device == "cuda" else 0
+    ranks = min(MOST_RANKS, gpus or MOST_RANKS)
+    path = _new_file(folder, bench)
+    pool = RankPool(max_ranks=ranks)
+    print(f"measuring {bench.device}, {bench.dtype}: about half a minute", flush=True)
+    alone: dict[str, Any] = pool.run(measure_alone, 1, bench, config.model, config.cluster.peak_flops)[0]
+    links = [pool.run(measure_links, size, bench) for size in (2, 4) if size <= ranks]
+    pool.close()
+    values = cluster_values(bench, alone, links, path.stem, gpus)
+    text = _text(values, bench, alone["gpu"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        rule = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError("out", str(folder), rule, "Set out=FOLDER, one you may write to") from error
+    print(f"{text}\ntake it  automoe plan --config-dir {folder} cluster={path.stem}")
+    return 0
+
+
+def _new_file(folder: Path, bench: Bench) -> Path:
+    """Where the cluster file goes."""
+    name = "measured_cpu" if bench.device == "cpu" else "measured_gpu"
+    path = folder / "cluster" / f"{name}.yaml"
+    if os.path.lexists(path):
+        raise ConfigError("out", str(folder), f"{path} is there", "Remove it, or set out=FOLDER")
+    return path
+
+
+def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, Any]:
+    """On one rank: speeds reached, as ``cluster_values`` takes them.
+
+    Args:
+        model: whose layers' operators are counted, made small.
+        peak: FLOP/s of the device where the configuration has them; 0: torchtitan's table, else the fastest product.
+    """
+    import torch
+
+    device, dtype = bench.prepare()
+    size, found = dtype.itemsize, dict[str, Any]()
+    found["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    speeds = []
+    for point in range(POINTS):
+        intensity = bench.first * 2**point
+        side = (
+            round(intensity * size / (1 - intensity * size / (2 * bench.rows)) / 8) * 8
+        )  # [rows, side] x [side, side]
+        rows, weight = (torch.randn(n, side, device=device, dtype=dtype) for n in (bench.rows, side))
+        speeds.append(2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight))
+    if device.type == "cuda" and not peak:
+        from automoe.interop.torchtitan import peak_flops
+
+        peak = peak_flops(found["gpu"]) or 0.0
+    found["peak"] = peak if device.type == "cuda" and peak else max(speeds)
+    found["curve"] = [min(speed / found["peak"], 1.0) for speed in speeds]
+    x, y = (torch.randn(bench.numbers, device=device, dtype=dtype) for _ in range(2))
+    found["memory"] = 3 * size * bench.numbers / bench.seconds(lambda: x * y)
+    found["attention"] = _attention(bench, device, dtype)
+    found["experts"] = _experts(bench, device, dtype)
+    few, more, rest = _steps(bench, device, [tiny(bench, model, layers) for layers in (2, 6)])
+    found["host_layer"] = max(more - few, 0.0) / 4 / 2
+    found["step"] = max(few + rest - 2 * 2 * found["host_layer"], 0.0)
+    few, more, _ = _steps(bench, device, [usual(bench, layers) for layers in (2, 6)])
+    found["layer"] = (more - few) / 4
+    found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return found
+
+
+def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of attention's products, forward with backward, as ``planner/layer_time.py`` counts them."""
+    import torch
+    import torch.nn.functional as F
+
+    heads, dim, seq = 4, 64, bench.seq
+    q, k, v = (torch.randn(2, heads, seq, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    mask = None if device.type == "cuda" else torch.ones(seq, seq, dtype=torch.bool).tril()
+
+    def run() -> None:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y.backward(y)
+
+    seen = seq if mask is not None else seq / 2
+    return 3.5 * 2 * 2 * heads * 2 * dim * seq * seen / bench.seconds(run)
+
+
+def _experts(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of the grouped products of 8 experts, gate and up and down, forward; rows = width = hidden."""
+    import torch
+
+    from automoe.moe.experts import expert_backend
+
+    n, experts = bench.expert, 8
+    x = torch.randn(experts * n, n, device=device, dtype=dtype)
+    rows = torch.arange(experts * n, device=device)
+    ends = torch.arange(n, experts * n + 1, n, device=device, dtype=torch.int32)
+    up = torch.randn(experts, 2, n, n, device=device, dtype=dtype)
+    down, probs = up[:, 0].contiguous(), torch.ones(experts * n, device=device)
+    run = expert_backend("grouped_mm")
+    with torch.no_grad():
+        return bench.seconds(lambda: run(x, rows, ends, probs, up, down))
+
+
+def tiny(bench: Bench, model: ModelConfig, layers: int) -> Config:
+    """``model`` with products that are nothing, so that what is left is what a host does, and so many layers."""
+    from automoe.verify.proxy import make_proxy
+
+    proxy, _ = make_proxy(Config(model=model), resolve_mesh(MeshConfig(), 1), 256)
+    dense = 0 if model.num_moe_layers else layers
+    return _config(bench, replace(proxy.model, num_layers=layers, first_k_dense=dense), 8)
+
+
+def usual(bench: Bench, layers: int) -> Config:
+    """A model of products as large as those that were measured alone, with all that comes between them."""
+    hidden = 2 * bench.expert
+    attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
+    sizes = {"hidden_size": hidden, "num_layers": layers, "num_experts": 8, "moe_intermediate_size": bench.expert}
+    model = ModelConfig(family="mixtral", attention=attention, **sizes)  # type: ignore[arg-type]
+    return _config(bench, model, 2 * bench.seq)
+
+
+def _config(bench: Bench, model: ModelConfig, seq_len: int) -> Config:
+    train = TrainConfig(seq_len=seq_len, global_batch_size=1, micro_batch_size=1)
+    train = replace(train, dtype=bench.dtype)  # type: ignore[arg-type]
+    return Config(model=model, train=train, moe=MoEConfig(gate="balanced"))
+
+
+def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[float]:
+    """Seconds of steps of one row, in turns: of each one's forward and backward pass; of the rest of the first."""
+    import torch
+
+    from automoe.checkpoint.train_state import TrainState
+    from automoe.data.loader import StepBatch
+    from automoe.optim.adamw import build_optimizer
+    from automoe.parallel.mesh import build_meshes
+    from automoe.parallel.parallelize import build_parts, materialize
+    from automoe.parallel.pipeline import build_runner
+    from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
+
+    seen: list[list[float]] = [[] for _ in (*configs, "rest")]
+    meshes, runs = build_meshes(resolve_mesh(MeshConfig(), 1), device), []
+    for config in configs:
+        parts = build_parts(config, meshes)
+        materialize(parts, config, device)
+        runner = build_runner(parts, meshes, config, device)
+        runs.append((config, runner, TrainState(parts, build_optimizer(list(parts.values()), config.optim, 0))))
+    index = torch.arange(configs[0].train.seq_len).unsqueeze(0)
+    batch = StepBatch(index % 256, index % 256, index, torch.zeros_like(index), 0, 0)
+    for turn in range(2 + 2 * ROUNDS):
+        for place, (config, runner, state) in enumerate(runs):
+            made: list[Any] = []
+
+            def forward(config: Config = config, runner: Any = runner, state: Any = state, made: Any = made) -> None:
+                inputs, trained = prepare_inputs(batch, meshes, config, device)
+                made += [state, forward_backward(state, runner, inputs, config), trained, meshes, config]
+
+            first = bench.once(forward)
+            rest = bench.once(lambda made=made: optimizer_step(*made))
+            if turn >= 2:  # what is allocated and compiled once is over
+                seen[place].append(first)
+                seen[-1] += [rest] if place == 0 else []
+    return list(map(median, seen))
+
+
+def measure_links(bench: Bench) -> dict[str, dict[int, float]]:
+    """Seconds of each collective on this rank, by the bytes of all ranks together."""
+    import torch
+    import torch.distributed as dist
+
+    from automoe.parallel.collectives import ProcessGroupDispatch, wait_tensor
+
+    device, _ = bench.prepare()
+    world = dist.get_world_size()
+    own = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
+    group = ProcessGroupDispatch(own)
+    found: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}, "exchange": {}}
+    for size in (SMALL, LARGE) if device.type == "cpu" else (SMALL, 64 * LARGE):
+        whole = torch.ones(size // 4, device=device)
+        part, splits = whole[: len(whole) // world].clone(), [len(whole) // world] * world
+        works = {
+            "gather": partial(group.all_gather, part),
+            "reduce": partial(group.reduce_scatter, whole),
+            "exchange": partial(group.all_to_all, whole, splits, splits),
+        }
+        for name, work in works.items():
+            dist.barrier()
+            found[name][size] = bench.seconds(lambda work=work: wait_tensor(work()), number=16 if size == SMALL else 4)
+    return found
+
+
+def cluster_values(
+    bench: Bench, alone: dict[str, Any], links: list[list[dict[str, dict[int, float]]]], name: str, gpus: int
+) -> dict[str, Any]:
+    """What of ``ClusterConfig`` was measured; shares of the model's constants are those of these speeds.
+
+    Args:
+        links: by world, then by rank: as ``measure_links`` returns them.
+    """
+    cpu, constants = bench.device == "cpu", Constants.load()
+    values: dict[str, Any] = {"name": name, "gpu": alone["gpu"]}
+    values |= {"peak_flops": alone["peak"], "memory_bandwidth": alone["memory"], "memory_bytes": alone["memory_bytes"]}
+    values |= {"gpus_per_node": gpus or MAX_CPU_RANKS_PER_CORE * num_cores(), "cores": num_cores() if cpu else 0}
+    values |= {"gemm_curve": alone["curve"], "gemm_curve_from": float(bench.first)}
+    shares = {"host_layer": alone["host_layer"], "step": alone["step"]}
+    shares |= {"overlap": 0.0} if cpu else {}  # what sends is what computes
+    if links:
+        delays, speeds = [], []
+        for world, ranks in zip((2, 4), links, strict=False):
+            for kind in ranks[0]:
+                small, large = (mean(rank[kind][size] for rank in ranks) for size in sorted(ranks[0][kind]))
+                sent = max(ranks[0][kind]) * (1 - 1 / world)
+                delays.append(small)
+                speeds.append(sent / max(large - small, 1e-9))
+        values["intra_node_bandwidth"] = median(speeds)
+        shares |= {"on_node": 1.0, "latency": median(delays)}
+    shares["attention"] = alone["attention"] / (alone["peak"] * alone["curve"][-1])
+    # Grouped products and whole layers, as the model times them at these speeds, to those measured.
+    config = replace(usual(bench, 2), cluster=ClusterConfig(**values))
+    machine = Machine.of(config, replace(constants, gemm=1.0, grouped=1.0, memory=1.0, attention=shares["attention"]))
+    n = bench.expert
+    products = machine.gemm(n, 2 * n, n, 8) + machine.gemm(n, n, n, 8)
+    passes = machine.pass_over(5 * machine.number_bytes * 8 * n * n)  # rows gathered, the activation
+    shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
+    machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
+    mesh = resolve_mesh(MeshConfig(), 1)
+    layer = layer_time(Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset())
+    said = sum(half.seconds for half in layer)
+    host = 2 * alone["host_layer"] * cpu  # a GPU computes meanwhile
+    shares["gemm"] = shares["memory"] = min(said / max(alone["layer"] - host, said / 10), 1.0)
+    return {**values, "constants": {key: _digits(share) for key, share in sorted(shares.items())}}
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _text(values: dict[str, Any], bench: Bench, gpu: str) -> str:
+    """The cluster file: what it was measured with, and ``values``."""
+    threads = f", {bench.threads} thread{'s' * (bench.threads > 1)} a rank" if bench.threads else ""
+    with_what = f"automoe {version('automoe')}, torch {version('torch')}, Python {platform.python_version()}"
+    lines = [
+        f"# Measured by automoe plan calibrate=true on {datetime.date.today()}: {with_what},",
+        f"# {gpu if gpu != 'cpu' else _processor()}, {num_cores()} cores{threads}, {bench.dtype}.",
+    ]
+    for key, value in values.items():
+        if isinstance(value, list):
+            lines.append(f"{key}: [{', '.join(f'{one:.3g}' for one in value)}]")
+        elif isinstance(value, dict):
+            lines += [f"{key}:", *(f"  {name}: {_number(share)}" for name, share in value.items())]
+        else:
+            lines.append(f"{key}: {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: Any) -> Any:
+    """As YAML reads it back: a float has a point."""
+    if not isinstance(value, float):
+        return value
+    text = f"{value:.3e}" if value >= 1e5 or 0 < value < 1e-3 else f"{value:.4g}"
+    return text if "." in text else f"{text}.0"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()

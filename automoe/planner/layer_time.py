@@ -1,0 +1,395 @@
+"""Seconds of one layer's forward and backward pass on one rank, and what its collectives add, axis by axis.
+
+Products are timed one by one at the shapes that a rank has, with ``Machine.gemm``; attention by its FLOPs; the rest,
+which does nothing but read and write, by its bytes. A pass over b-byte numbers of T tokens:
+
+    norms, residual stream       10 b T H
+    rotation, norms of heads     2 b T D N (1 + qk_norm) of queries and keys
+    activation of width I        3 b T I
+    router                       24 T E
+    permutation                  4 b R H to experts and back, and as much where rows leave; its backward the same
+    widening (lora.base)         as many bytes as its kernels read and write, for each product
+
+The backward pass costs twice the forward, 2.5 times in attention, whose scores are made again.
+Letters: T tokens of a rank, R (token, expert) rows, H hidden, I width, E experts, K top-k, N heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from automoe.config.batch import BatchPlan
+from automoe.config.context import expanded_width, gathers_latents, mean_keys
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.recompute import FULL
+from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
+from automoe.model.adapters import packed_shape, with_adapters
+from automoe.model.params import Param, layer_params
+from automoe.planner.communication import NOTHING, Cost, Group, all_to_all, dispatch_once, exchange_sizes, gather
+from automoe.planner.machine import Machine
+from automoe.planner.step_memory import DTYPE_BYTES
+
+AXES = ("tp", "cp", "ep", "etp", "fsdp", "pp")
+ATTENTION_BACKWARD = 2.5  # five products in place of two
+SLOW_PRODUCTS = 4  # how much slower float32 products of the router are
+# Bytes a number that widening moves besides the codes and what it writes: FP8 by way of two float32 tensors, 4 bits by
+# way of one tensor of two bytes (automoe.quantize.packed).
+WIDENING = {"fp8": 16.0, "nf4": 4.0}
+DELTA_NET = 0.25  # share of attention's speed that a gated delta net reaches: short chunks, one after another
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix that tokens are multiplied by: ``rows`` x ``columns``, ``groups`` of them for routed experts."""
+
+    part: str
+    name: str
+    rows: int
+    columns: int
+    groups: int
+    tp_dim: int | None
+    trained: bool
+    packed: float = 0.0  # bytes a number, where it is widened for each product
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What of a layer does not depend on the mesh but for ``tp``."""
+
+    weights: tuple[Weight, ...]
+    dense_bytes: float  # gathered on a rank, after tp
+    expert_bytes: float  # of all experts
+    dense_trained: int
+    expert_trained: int
+
+
+_WEIGHTS: dict[tuple[str, int, int], LayerWeights] = {}
+
+
+def layer_weights(key: str, config: Config, layer: int, tp: int) -> LayerWeights:
+    """Of layer ``layer``; remembered under ``key``, which stands for the model and what of it is trained."""
+    found = _WEIGHTS.get((key, layer, tp))
+    if found is None:
+        if len(_WEIGHTS) > 10_000:
+            _WEIGHTS.clear()
+        found = _WEIGHTS[key, layer, tp] = summarise(
+            with_adapters(layer_params(config.model, layer), config), tp, config
+        )
+    return found
+
+
+def summarise(params: list[Param], tp: int, config: Config) -> LayerWeights:
+    """The weights among ``params``, the bytes that a rank gathers, and the numbers whose gradients it reduces."""
+    weights, gathered, trained = [], {False: 0.0, True: 0.0}, {False: 0, True: 0}
+    for param in params:
+        dim = param.tp_dim(tp)
+        numel = param.numel // (1 if dim is None else tp)
+        shape = packed_shape(param, config)
+        packed = prod(shape) / param.numel if shape else 0.0
+        gathered[param.expert] += numel * (packed or DTYPE_BYTES[config.train.dtype][1])
+        trained[param.expert] += param.trained * numel
+        if param.multiplies and len(param.shape) > 1:
+            groups = param.shape[0] if param.expert else 1
+            columns = param.shape[-1]
+            rows = param.numel // groups // columns
+            weights.append(Weight(param.part, param.name, rows, columns, groups, dim, param.trained, packed))
+    return LayerWeights(tuple(weights), gathered[False], gathered[True], trained[False], trained[True])
+
+
+@dataclass
+class Pass:
+    """One direction of one layer: seconds of computing, of that the parts that can be run again, and collectives."""
+
+    compute: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, Cost] = field(default_factory=dict)
+    again: dict[str, dict[str, Cost]] = field(default_factory=dict)  # by module: what its recomputation sends
+
+    def add(self, part: str, seconds: float) -> None:
+        self.compute += seconds
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+    def send(self, axis: str, cost: Cost) -> None:
+        if cost is not NOTHING:
+            self.communication[axis] = self.communication.get(axis, NOTHING) + cost
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + sum(cost.seconds for cost in self.communication.values())
+
+
+def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
+    """Rows that the busiest rank's experts are taken to compute, over the mean."""
+    moe = config.moe
+    busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
+    if moe.capacity_factor:
+        busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
+    return busy if mesh.ep > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer runs: the mesh's groups on the machine, and the tokens of a micro-batch on one rank."""
+
+    config: Config
+    mesh: MeshShape
+    machine: Machine
+    tokens: int
+    rows: float  # (token, expert) pairs that a rank's experts compute
+    key: str  # of the model and what of it is trained
+    fused: bool  # products add to the float32 gradient themselves
+    gradient_bytes: int  # of a number that FSDP reduces
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        mesh: MeshShape,
+        machine: Machine,
+        batch: BatchPlan,
+        fused: bool = False,
+        gradient_bytes: int = 0,
+    ) -> Place:
+        train, busy = config.train, busiest(config, mesh, machine)
+        key = repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
+        rows, wide = busy * batch.expert_rows_per_rank, gradient_bytes or DTYPE_BYTES[train.dtype][2]
+        return cls(config, mesh, machine, batch.tokens_per_micro_batch, rows, key, fused, wide)
+
+    @property
+    def gathers_latents(self) -> bool:
+        """Whether MLA's latents are gathered over cp, and not what they expand to."""
+        config, attention = self.config, self.config.model.attention
+        if self.mesh.cp == 1 or config.parallel.context != "gather" or attention.kind != "mla":
+            return False
+        device = "cpu" if config.cluster.gpu == "cpu" else "cuda"
+        expanded = expanded_width(attention, self.mesh.tp)
+        return gathers_latents(attention.kv_lora_rank, expanded, device, self.machine.number_bytes)
+
+    def group(self, axis: str) -> Group:
+        """That of ``axis``; ``fsdp`` is dp_shard and cp together."""
+        if axis == "fsdp":
+            return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
+        view = "moe" if axis.startswith("e") else "default"
+        return Group.of(getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node)
+
+
+def layer_time(place: Place, layer: int, again: frozenset[str]) -> tuple[Pass, Pass]:
+    """Forward and backward of ``layer`` on one micro-batch.
+
+    Args:
+        again: what the layer runs again in its backward pass (``recomputed_modules``).
+    """
+    model = place.config.model
+    routed = layer >= model.first_k_dense
+    forward, backward = Pass(), Pass()
+    _products(place, layer, forward, backward)
+    _attention(place, layer, forward, backward)
+    machine, hidden, size = place.machine, model.hidden_size, place.machine.number_bytes
+    norms = machine.pass_over(10.0 * size * place.tokens * hidden)
+    forward.add("layernorm", norms)
+    backward.add("layernorm", 2 * norms)
+    width = model.shared_width if routed else model.intermediate_size
+    act = machine.pass_over(3.0 * size * place.tokens * width)
+    name = "shared_experts" if routed else "mlp"
+    forward.add(name, act)
+    backward.add(name, 2 * act)
+    _tensor_parallel(place, layer, forward, backward)
+    if routed:
+        _routing(place, forward, backward)
+    _run_again(forward, backward, again)
+    return forward, backward
+
+
+def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+    mesh, machine = place.mesh, place.machine
+    found = layer_weights(place.key, place.config, layer, mesh.tp)
+    for weight in found.weights:
+        rows, columns = float(weight.rows), float(weight.columns)
+        if weight.part == "routed_experts":
+            local = weight.groups / mesh.ep
+            rows, columns = (rows, columns / mesh.etp) if "down" in weight.name else (rows / mesh.etp, columns)
+            seconds, part = machine.gemm(place.rows / local, rows, columns, local), "moe"
+            tokens = place.rows
+        else:
+            cut = weight.tp_dim is not None
+            tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
+            if "kv_b_proj" in weight.name and place.gathers_latents:
+                tokens *= mesh.cp  # and expanded for whole rows
+            rows, columns = rows / (mesh.tp if weight.tp_dim == 0 else 1), columns / (mesh.tp if weight.tp_dim else 1)
+            seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
+            if weight.part == "router" and place.config.moe.router_dtype == "float32":
+                seconds *= SLOW_PRODUCTS
+            if "q_b_proj" in weight.name or "kv_b_proj" in weight.name:
+                part = "mla_up_proj"
+        numbers = rows * columns * (weight.groups / mesh.ep if weight.groups > 1 else 1)
+        widened = 0.0
+        if weight.packed:
+            moved = weight.packed + WIDENING[place.config.lora.base] + machine.number_bytes
+            widened = machine.pass_over(moved * numbers)
+        forward.add(part, seconds + widened + machine.cast(tokens * columns))
+        own = seconds * weight.trained
+        if place.fused:
+            own = max(own, machine.pass_over(8.0 * numbers) * weight.trained)
+        backward.add(part, seconds + own + widened + machine.cast(tokens * rows))
+    if not place.fused:
+        # Gradients of every micro-batch are read, added to and written in float32.
+        experts = found.expert_trained / (mesh.ep * mesh.etp)
+        backward.add("gradients", machine.pass_over(10.0 * (found.dense_trained + experts)))
+
+
+_PART = {"dense_ffn": "mlp", "shared_experts": "shared_experts", "router": "router"}
+
+
+def score_dims(attention: AttentionConfig) -> int:
+    """Query-key dim and value dim of a head together."""
+    if attention.kind == "gqa":
+        return 2 * attention.head_dim
+    return attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
+
+
+def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+    config, mesh, machine = place.config, place.mesh, place.machine
+    attention, seq, size = config.model.attention, config.train.seq_len, machine.number_bytes
+    tokens, tp = place.tokens * mesh.tp, mesh.tp
+    if is_linear(attention, layer):
+        state = attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
+        seconds = machine.attention(6.0 * state / tp * tokens) / DELTA_NET
+    else:
+        window = window_of(attention, layer)
+        # A mask is read in every layer, and nothing is left out but what chunks of rows that are shared never see;
+        # without one a kernel skips half.
+        gathered = mesh.cp > 1 and config.parallel.context == "gather"
+        masked = config.data.document_mask or gathered or window > 0
+        seen = mean_keys(seq, mesh.cp if gathered else 1, window) if masked else seq / 2
+        flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
+        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen if masked else 0.0)
+    forward.add("core_attn", seconds)
+    backward.add("core_attn", ATTENTION_BACKWARD * seconds)
+    heads = attention.num_heads + (attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads)
+    turned = machine.pass_over(1.0 * size * tokens / tp * heads * score_dims(attention) * (1 + attention.qk_norm))
+    forward.add("attention", turned)
+    backward.add("attention", 2 * turned)
+    if mesh.cp > 1 and not is_linear(attention, layer):
+        _context_parallel(place, forward, backward, seconds)
+
+
+def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: float) -> None:
+    """Keys and values of whole rows; their gradients go back by a reduce-scatter, or around a second time."""
+    attention, mesh, machine = place.config.model.attention, place.mesh, place.machine
+    whole, constants = 1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp, machine.constants
+    if place.config.parallel.context == "ring":
+        # Values as wide as keys, for all heads, travel while those that are there are used.
+        dims = attention.head_dim
+        if attention.kind == "mla":
+            dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        cost = gather(machine, place.group("cp"), whole * 2 * dims * attention.num_heads / mesh.tp)
+        cost = cost.seen(max(constants.latency, cost.seconds - constants.overlap * attending))
+        forward.send("cp", cost)
+        backward.send("cp", cost * 2)
+        return
+    widths = [attention.head_dim * max(1, attention.num_kv_heads // mesh.tp)] * 2
+    if attention.kind == "mla":
+        widths = [expanded_width(attention, mesh.tp), attention.qk_rope_head_dim]
+        if place.gathers_latents:
+            widths = [attention.kv_lora_rank + attention.qk_rope_head_dim]
+    cost = sum((gather(machine, place.group("cp"), whole * width) for width in widths), NOTHING)
+    forward.send("cp", cost)
+    backward.send("cp", cost)
+    if attention.kind == "mla" and not place.gathers_latents:
+        forward.again["mla_up_proj"] = {"cp": cost}
+
+
+def _tensor_parallel(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
+    """Sequence parallelism: a gather before what is cut and a reduce-scatter behind it, and both again backward."""
+    mesh, model, size = place.mesh, place.config.model, place.machine.number_bytes
+    if mesh.tp == 1:
+        return
+    group, tokens = place.group("tp"), place.tokens * mesh.tp
+    attention = model.attention
+    inwards = model.hidden_size
+    if attention.kind == "mla" and attention.q_lora_rank is not None:
+        inwards = attention.q_lora_rank + attention.kv_lora_rank + attention.qk_rope_head_dim
+    widths = [inwards, model.hidden_size]
+    if layer < model.first_k_dense or model.shared_width:
+        widths += [model.hidden_size] * 2
+    for width in widths:
+        cost = gather(place.machine, group, 1.0 * size * tokens * width)
+        forward.send("tp", cost)
+        backward.send("tp", cost)
+
+
+def _routing(place: Place, forward: Pass, backward: Pass) -> None:
+    config, mesh, machine = place.config, place.mesh, place.machine
+    model, size, tokens = config.model, machine.number_bytes, place.tokens
+    chosen = place.rows / mesh.etp  # rows that this rank receives over ep
+    scores = machine.pass_over(24.0 * tokens * model.num_experts)
+    forward.add("router", scores)
+    backward.add("router", scores)
+    # Sorted by rank where they leave, by expert where they arrive, and back; DeepEP takes them unsorted.
+    sorted_here = 0.0 if config.moe.dispatcher == "deepep" or mesh.ep * mesh.etp == 1 else chosen
+    moved = machine.pass_over(4.0 * size * (sorted_here + place.rows) * model.hidden_size)
+    act = machine.pass_over(3.0 * size * place.rows * model.moe_intermediate_size / mesh.etp)
+    forward.add("moe", moved + act)
+    backward.add("moe", moved + 2 * act)
+    if mesh.ep > 1:
+        there, back, once = _dispatch(place, chosen)
+        hidden, seconds = 0.0, (there + back).seconds
+        if config.moe.overlap_shared_experts and model.shared_width:
+            hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), seconds)
+        seen = (there + back).seen(seconds - hidden)
+        forward.send("ep", seen + once)
+        backward.send("ep", seen)
+        share = (there.seconds / seconds) if seconds else 0.0
+        forward.again.setdefault("moe", {})["ep"] = there.seen(share * seen.seconds) + once
+    if mesh.etp > 1:
+        row = 1.0 * size * model.hidden_size
+        there, back = (gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row))
+        once = NOTHING if config.moe.pad_to_capacity else exchange_sizes(machine)
+        forward.send("etp", there + back + once)
+        backward.send("etp", there + back)
+        forward.again.setdefault("moe", {})["etp"] = there + once
+
+
+def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
+    """Over ep: rows with their routing weights to the experts, results back, and the sizes, asked for once forward."""
+    config, machine, group = place.config, place.machine, place.group("ep")
+    model, moe, tokens = config.model, config.moe, place.tokens * place.mesh.ep
+    top_k, row = model.num_experts_per_token, 1.0 * machine.number_bytes * model.hidden_size
+    once = NOTHING if moe.pad_to_capacity else exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))
+    if moe.dispatcher in ("deepep", "hierarchical"):
+        limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
+        together = moe.dispatcher == "deepep"
+        # A copy brings its token's choices and their weights.
+        there, back = (
+            dispatch_once(machine, group, chosen / top_k * width, top_k, limit, together)
+            for width in (row + 8 * top_k, row)
+        )
+        levels = 1 if together or group.nodes in (1, group.size) else 2
+        return there, back, once * levels
+    if moe.dispatcher == "allgather":
+        there = gather(machine, group, tokens * row) + gather(machine, group, 4.0 * tokens * top_k)
+        return there, gather(machine, group, tokens * row), once + gather(machine, group, 8.0 * tokens * top_k)
+    return all_to_all(machine, group, chosen * (row + 4)), all_to_all(machine, group, chosen * row), once
+
+
+def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:
+    """Add to ``backward`` what recomputation runs a second time; rows are dispatched again, not combined."""
+    if FULL in again:
+        backward.add("again", forward.compute)
+        for axis, cost in forward.communication.items():
+            backward.send(axis, forward.again["moe"][axis] if axis in ("ep", "etp") else cost)
+        return
+    backward.add("again", sum(forward.parts.get(name, 0.0) for name in again))
+    for name in again:
+        for axis, cost in forward.again.get(name, {}).items():
+            backward.send(axis, cost)
+
+
+def head_time(place: Place, copies: int = 1) -> tuple[float, float]:
+    """Seconds of ``copies`` heads with their cross-entropy, forward and backward; logits are float32."""
+    model, mesh, machine = place.config.model, place.mesh, place.machine
+    tokens, vocab = place.tokens * mesh.tp, model.vocab_size / mesh.tp
+    product = machine.gemm(tokens, vocab, model.hidden_size)
+    numbers = machine.pass_over(4.0 * tokens * vocab)
+    return copies * (product + 4 * numbers), copies * (2 * product + 3 * numbers)

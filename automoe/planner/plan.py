@@ -1,0 +1,236 @@
+"""One run on paper: parameters, bytes, tokens, FLOPs, and what will not work. No torch, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from automoe.config.batch import BatchPlan, plan_batch
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import ClusterConfig, Config
+from automoe.model.adapters import step_flops_per_token
+from automoe.model.params import ParamCount, TokenFlops, count_params
+from automoe.planner.activations import UNEVEN, at_load, most_load
+from automoe.planner.checkpoint import CheckpointCost, checkpoint_cost
+from automoe.planner.layer_time import busiest
+from automoe.planner.machine import Constants, Machine
+from automoe.planner.memory import RankMemory, plan_memory
+from automoe.planner.remedies import Remedy, gib, remedies
+from automoe.planner.reserve import Reserve, needed, not_modelled, reserve
+from automoe.planner.time import StepTime, step_time
+
+SHOWN = 5  # single changes
+ROOM = 2.5  # times the even load of experts; below it is said that there is less room
+SLOW = 0.1  # share of a step, or of a rank's work, from which on it is said
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``automoe plan`` prints. Bytes and FLOPs; ``ranks`` has one entry per pp rank.
+
+    ``uneven_ranks`` are the same where experts of a rank get twice their even share of tokens (``at_load``).
+    """
+
+    mesh: MeshShape
+    params: ParamCount
+    batch: BatchPlan
+    flops: TokenFlops
+    ranks: list[RankMemory]
+    uneven_ranks: list[RankMemory]
+    reserve: Reserve  # beside the peak of the heaviest rank
+    needed: float  # peak and reserve of the rank with the most of both
+    uneven_needed: float  # the same at twice the even load of experts
+    full_at: float | None  # times the even load of experts at which it is all there is; None: more cannot be
+    not_modelled: list[str]
+    time: StepTime
+    checkpoint: CheckpointCost
+    num_nodes: int
+    warnings: list[str]
+    single_changes: list[Remedy] = field(default_factory=list)  # of a run that does not fit
+    combination: Remedy | None = None  # the fastest that fits, where there is one
+
+    @property
+    def heaviest(self) -> RankMemory:
+        """The rank that needs the most memory; of equal ones the first."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step that the busiest pipeline rank waits for others."""
+        return self.time.bubble / self.time.seconds
+
+    @property
+    def uneven_peak(self) -> float:
+        """What the rank that then needs the most memory does, where experts get twice their even share."""
+        return max(rank.peak for rank in self.uneven_ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; every pp rank with its peaks."""
+        ranks = [{**asdict(rank), "peak": rank.peak} for rank in self.ranks]
+        return {
+            "mesh": {**asdict(self.mesh), "world_size": self.mesh.world_size, "num_nodes": self.num_nodes},
+            "params": asdict(self.params),
+            "batch": asdict(self.batch),
+            "flops_per_token": asdict(self.flops),
+            "flops_per_step": self.flops.causal * self.batch.tokens_per_step,
+            "bubble": self.bubble,
+            "time": self.time.to_dict(),
+            "checkpoint": asdict(self.checkpoint) | {"blocked_share": self.checkpoint.blocked_share},
+            "heaviest_pp_rank": self.heaviest.pp_rank,
+            "bytes_per_rank": ranks,
+            "peak_at_twice_the_even_load": self.uneven_peak,
+            "reserve": asdict(self.reserve),
+            "needed": self.needed,
+            "needed_at_twice_the_even_load": self.uneven_needed,
+            "full_at_times_the_even_load": self.full_at,
+            "not_modelled": self.not_modelled,
+            "warnings": self.warnings,
+            "single_changes": [asdict(one) for one in self.single_changes],
+            "combination": asdict(self.combination) if self.combination else None,
+        }
+
+
+def make_plan(config: Config, mesh: MeshShape) -> Plan:
+    """Plan a validated configuration on its resolved mesh."""
+    batch = plan_batch(config, mesh)
+    time = step_time(config, mesh, batch)
+    ranks = plan_memory(config, mesh, batch)
+    uneven = plan_memory(config, mesh, at_load(batch, UNEVEN, config, mesh))
+    plan = Plan(
+        mesh=mesh,
+        params=count_params(config.model),
+        batch=batch,
+        flops=step_flops_per_token(config),
+        ranks=ranks,
+        uneven_ranks=uneven,
+        reserve=reserve(config, mesh, max(ranks, key=lambda rank: rank.peak)),
+        needed=needed(config, mesh, ranks),
+        uneven_needed=needed(config, mesh, uneven),
+        full_at=full_load(config, mesh, batch),
+        not_modelled=list(not_modelled(config)),
+        time=time,
+        checkpoint=checkpoint_cost(config, mesh, time.seconds),
+        num_nodes=-(-mesh.world_size // config.cluster.gpus_per_node),
+        warnings=[],
+    )
+    if config.cluster.memory_bytes and plan.uneven_needed > config.cluster.memory_bytes:
+        singles, combination = remedies(config, mesh, time.tokens_per_second)
+        plan = replace(plan, single_changes=singles, combination=combination)
+    return replace(plan, warnings=[*_memory_warnings(config, plan), *_speed_warnings(config, plan)])
+
+
+def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
+    """Return what a run should reach, under the names by which a sweep measures it.
+
+    tokens_per_second, mfu, memory (bytes of the heaviest rank) and balance (rows of the busiest expert rank over the
+    mean; None without MoE layers).
+    """
+    plan = make_plan(config, shape)
+    balance = busiest(config, shape, Machine.of(config, Constants.load())) if config.model.num_moe_layers else None
+    speed, memory = plan.time.tokens_per_second, plan.heaviest.peak
+    return {"tokens_per_second": speed, "mfu": plan.time.mfu, "memory": memory, "balance": balance}
+
+
+def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None:
+    """Times their even share of rows that the experts of a rank get when its memory is full.
+
+    None: it has no limit, is full without them, or holds as many as there can be.
+    """
+
+    def need(load: float) -> float:
+        return needed(config, mesh, plan_memory(config, mesh, at_load(batch, load, config, mesh)))
+
+    limit, low, high = config.cluster.memory_bytes, 1.0, most_load(config, mesh)
+    fits, over = need(low), need(high)
+    if not fits <= limit < over:
+        return None
+    for _ in range(8):  # nearly a line: two or three do
+        middle = low + (high - low) * (limit - fits) / (over - fits)
+        if abs((now := need(middle)) - limit) < 1e-4 * limit:
+            break
+        low, fits, high, over = (middle, now, high, over) if now <= limit else (low, fits, middle, now)
+    return middle
+
+
+def _memory_warnings(config: Config, plan: Plan) -> list[str]:
+    limit, need, peak = config.cluster.memory_bytes, plan.needed, plan.heaviest.peak
+    where = f"pp rank {plan.heaviest.pp_rank}" if plan.mesh.pp > 1 else "every rank"
+    if not limit or plan.uneven_needed <= limit:
+        if plan.full_at is None or plan.full_at >= ROOM:
+            return []
+        return [
+            f"buffers of the experts are full where a rank gets {plan.full_at:.1f} times its even share of tokens, "
+            "which routers that have learnt little may ask for. Lower train.micro_batch_size, or bound it with "
+            "moe.capacity_factor"
+        ]
+    if need <= limit:
+        need, peak = plan.uneven_needed, plan.uneven_peak
+        where = "a rank whose experts get twice their even share of tokens"
+    verdict = "does not fit" if peak > limit else "leaves too little for what no tensor explains"
+    had = f"the {gib(limit)} that {config.cluster.name} has"
+    text = [f"{where} needs {gib(need)}, the reserve included, of {had}: {verdict}"]
+    if plan.combination:
+        text.append(f"the cheapest combination that fits is {plan.combination}")
+    else:
+        text.append("no combination of changes on these ranks fits; look for another mesh with search=true world=N")
+    if plan.single_changes:
+        # Those that fit first, of which, as of the others, the fastest are first already.
+        shown = sorted(plan.single_changes, key=lambda one: one.needed > limit)[:SHOWN]
+        text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
+    text.append("All with experts at twice their even share")
+    return [". ".join(part[0].upper() + part[1:] if number else part for number, part in enumerate(text))]
+
+
+def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
+    """Keys of a GPU cluster's speeds that are not known; a CPU's would be taken, and times be far too long."""
+    keys = ["peak_flops", "memory_bandwidth", *["intra_node_bandwidth"] * (world_size > 1)]
+    return [key for key in keys if cluster.gpu != "cpu" and not getattr(cluster, key)]
+
+
+def _speed_warnings(config: Config, plan: Plan) -> list[str]:
+    warnings = []
+    if unknown := missing_speeds(config.cluster, plan.mesh.world_size):
+        warnings.append(
+            f"cluster {config.cluster.name} has no {', '.join(unknown)}, and what a CPU has is taken: the times mean "
+            "nothing. Set them in its file"
+        )
+    if plan.bubble > 0.25:
+        warnings.append(
+            f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
+            f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
+        )
+    if config.cluster.peak_flops and config.model.num_moe_layers and plan.batch.rows_per_expert < 64:
+        warnings.append(
+            f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
+            "Raise train.micro_batch_size or mesh.ep"
+        )
+    warnings += _time_warnings(config, plan)
+    saved, interval = plan.checkpoint, plan.checkpoint.interval_seconds
+    if interval and saved.write_seconds > interval:
+        warnings.append(
+            f"a checkpoint takes {saved.write_seconds:,.0f} s to write and is saved every {interval:,.0f} s. Raise "
+            "checkpoint.every or checkpoint.every_minutes"
+        )
+    return warnings
+
+
+def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
+    time, step = plan.time, plan.time.seconds
+    seen, away = time.communication.get("ep", 0.0), time.off_node.get("ep", 0.0)
+    if away and seen > SLOW * step:
+        yield (
+            f"experts' tokens leave the node: {gib(away)} a rank and step, and ep takes {seen / step:.0%} of the step. "
+            f"Keep mesh.ep * mesh.etp within the {config.cluster.gpus_per_node} GPUs of a node, or send one copy a "
+            "node with moe.dispatcher=hierarchical"
+        )
+    usual, most = median(time.by_rank), max(time.by_rank)
+    a_layer = usual * plan.mesh.pp / config.model.num_layers
+    if most > usual + max(SLOW * usual, a_layer):  # for less than a layer, none can be moved to gain
+        rank = time.by_rank.index(most)
+        stages = "has the head" if rank == plan.mesh.pp - 1 else "has more than the others"
+        yield (
+            f"pp rank {rank}, which {stages}, is busy {most / usual - 1:.0%} longer than the usual rank, and all wait "
+            "for it. Give it fewer layers with parallel.layers_per_stage"
+        )

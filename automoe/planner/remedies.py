@@ -1,0 +1,179 @@
+"""What makes a run fit that does not, and what it costs: single changes, and the fastest combination of them.
+
+Changes stay on the same ranks: recomputation by name, a smaller micro-batch, FSDP's policy, twice as much of an axis
+that cuts tensors or layers, other stages. None changes the numbers of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+
+from automoe.config.batch import plan_batch
+from automoe.config.mesh_shape import MeshShape, largest_divisor
+from automoe.config.schema import Config, MeshConfig
+from automoe.config.validate import mesh_rows
+from automoe.planner.activations import UNEVEN, at_load
+from automoe.planner.memory import plan_memory
+from automoe.planner.reserve import needed
+from automoe.planner.search import AXES, ladder
+from automoe.planner.time import step_time
+
+TOGETHER = 2  # axes that are doubled at once
+STAGES = (1, 2, 4)  # of a rank
+_TAKEN_FROM = {"tp": ("dp_shard",), "cp": ("dp_shard",), "ep": ("ep_shard",), "pp": ("dp_shard", "ep_shard")}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``changes`` are overrides; ``needed`` is peak and reserve, in bytes, where experts get twice their even share."""
+
+    changes: list[str]
+    needed: float
+    tokens_per_second: float
+    slower: float  # share of the speed that is lost; below 0: it is faster
+
+    def __str__(self) -> str:
+        pace = f"{abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}"
+        return f"{' '.join(self.changes)} ({gib(self.needed)}, {self.tokens_per_second:,.0f} tokens/s, {pace})"
+
+
+@dataclass(frozen=True)
+class _Changed:
+    config: Config
+    mesh: MeshShape
+
+    def needed(self) -> float:
+        batch = at_load(plan_batch(self.config, self.mesh), UNEVEN, self.config, self.mesh)
+        return needed(self.config, self.mesh, plan_memory(self.config, self.mesh, batch))
+
+    def speed(self, bubble: bool = True) -> float:
+        return step_time(self.config, self.mesh, bubble=bubble).tokens_per_second
+
+    def with_recompute(self, names: list[str] | str) -> _Changed:
+        parallel = replace(self.config.parallel, recompute=names, recompute_layers=None)
+        return replace(self, config=replace(self.config, parallel=parallel))
+
+    @property
+    def legal(self) -> bool:
+        return not any(broken for _, broken, _, _ in mesh_rows(self.config, self.mesh, "auto"))
+
+
+def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy], Remedy | None]:
+    """Single changes that need less, the fastest first; the fastest combination that fits, None where none does.
+
+    Args:
+        speed: tokens/s of ``config`` as it is.
+    """
+    now = _Changed(config, mesh)
+    before = now.needed()
+
+    def told(one: _Changed) -> Remedy:
+        tokens = one.speed()
+        return Remedy(_overrides(now, one), one.needed(), tokens, 1 - tokens / speed)
+
+    near = [*_axes(now, 1), *(one for way in _WAYS[1:] for one in way(now))]
+    alone = [one for one in near if one.legal]
+    alone += [now.with_recompute(names) for names in (*_more(config), *_without_moe(config))]
+    singles = [found for found in map(told, alone) if found.needed < before]
+    singles.sort(key=lambda one: -one.tokens_per_second)
+    best = _fastest(now)
+    return singles, told(best) if best else None
+
+
+def _fastest(now: _Changed) -> _Changed | None:
+    """Of all combinations that fit, each with the least recomputation, the one with the most tokens/s by the plan."""
+    limit = now.config.cluster.memory_bytes
+    made = [now]
+    for way in _WAYS:
+        made += [two for one in made for two in way(one)]
+    bounds = [(one.with_recompute(_more(now.config)[0]).speed(bubble=False), one) for one in made if one.legal]
+    best, most = None, 0.0
+    for bound, one in sorted(bounds, key=lambda pair: -pair[0]):
+        if bound <= most:
+            break
+        rungs = [one.with_recompute(names) for names in _more(now.config)]
+        if rungs[-1].needed() > limit:
+            continue
+        low, high = 0, len(rungs) - 1  # the least that fits is in low..high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if rungs[middle].needed() <= limit else (middle + 1, high)
+        found = [rungs[low], *(one.with_recompute(names) for names in _without_moe(now.config))]
+        for each in found[: 1 + (low > len(rungs) - 4)]:
+            if (speed := each.speed()) > most and each.needed() <= limit:
+                best, most = each, speed
+    return best
+
+
+def _more(config: Config) -> list[list[str] | str]:
+    """What may run again, from nothing to everything."""
+    return ladder(config, ())
+
+
+def _without_moe(config: Config) -> list[list[str] | str]:
+    """All names but ``moe``, which costs a dispatch more: where attention's memory alone is too much."""
+    *_, names, _ = _more(config)
+    return [[name for name in names if name != "moe"]] if "moe" in names else []
+
+
+def _axes(one: _Changed, together: int = TOGETHER) -> Iterator[_Changed]:
+    """Up to ``together`` axes that cut a rank's tensors or layers, doubled."""
+    for count in range(1, together + 1):
+        for axes in combinations(_TAKEN_FROM, count):
+            sizes = asdict(one.mesh)
+            for axis in axes:
+                sizes[axis] *= 2
+                for other in _TAKEN_FROM[axis]:
+                    sizes[other] = sizes[other] // 2 if sizes[other] % 2 == 0 else 0
+            if all(sizes.values()) and sizes["tp"] <= one.config.cluster.gpus_per_node:
+                shape = MeshShape(**sizes)
+                yield _Changed(replace(one.config, mesh=MeshConfig(**vars(shape))), shape)
+
+
+def _rows(one: _Changed) -> Iterator[_Changed]:
+    """Smaller micro-batches: the next divisor, and one row."""
+    train = one.config.train
+    if train.micro_batch_size > 1:
+        for rows in {largest_divisor(train.micro_batch_size, train.micro_batch_size - 1), 1}:
+            yield replace(one, config=replace(one.config, train=replace(train, micro_batch_size=rows)))
+
+
+def _policies(one: _Changed) -> Iterator[_Changed]:
+    parallel = one.config.parallel
+    if one.mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
+        freed = replace(parallel, reshard="micro_batch", grad_sync="micro_batch")
+        yield replace(one, config=replace(one.config, parallel=freed))
+
+
+def _stages(one: _Changed) -> Iterator[_Changed]:
+    parallel = one.config.parallel
+    for count in STAGES if one.mesh.pp > 1 and parallel.layers_per_stage is None else ():
+        if count != parallel.stages_per_rank and count * one.mesh.pp <= one.config.model.num_layers:
+            interleaved = replace(parallel, schedule="Interleaved1F1B", stages_per_rank=count)
+            changed = interleaved if count > 1 else replace(parallel, schedule="1F1B", stages_per_rank=1)
+            yield replace(one, config=replace(one.config, parallel=changed))
+
+
+_WAYS: tuple[Callable[[_Changed], Iterator[_Changed]], ...] = (_axes, _rows, _policies, _stages)
+
+
+def _overrides(now: _Changed, one: _Changed) -> list[str]:
+    """What to type for ``one`` behind what gave ``now``."""
+    changed = [(f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES]
+    for section in ("parallel", "train"):
+        ours, theirs = (asdict(getattr(each.config, section)) for each in (now, one))
+        changed += [(f"{section}.{key}", ours[key], theirs[key]) for key in ours]
+    return [f"{key}={_text(after)}" for key, before, after in changed if before != after]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
+
+
+def gib(num_bytes: float) -> str:
+    """``36.4 GiB``, or MiB below one GiB."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,317 @@
+"""Which mesh is fastest: every legal one is timed on paper, and of those that fit in memory the best are told.
+
+Recomputing only takes time, so the time without it bounds what a mesh can reach. Candidates are looked at from the
+highest bound down, each with the least recomputation that fits, until no bound beats the last of those to be told, or
+many in a row were slower.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from math import inf
+from typing import Any
+
+from automoe.config.batch import plan_batch
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.recompute import FULL, recompute_rows
+from automoe.config.schema import Config, MeshConfig
+from automoe.config.validate import mesh_rows
+from automoe.model.params import ParamCount, count_params
+from automoe.planner.activations import UNEVEN, at_load
+from automoe.planner.memory import plan_memory
+from automoe.planner.reserve import needed
+from automoe.planner.step_memory import DTYPE_BYTES
+from automoe.planner.time import StepTime, step_time
+
+TOP = 10  # candidates that are told
+ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # of a micro-batch; of a rank
+# What runs again, from what costs least for the memory that it frees; each rung has those before it.
+LADDER = ("layernorm", "mla_up_proj", "shared_experts", "mlp", "moe", "core_attn")
+_RECOMPUTE = {"parallel.recompute", "parallel.recompute_layers"}  # typed, they stay as they are
+CHUNK, STRIDE = 128, 64  # meshes that a process takes at once; candidates between looks at the best
+PATIENCE = 512  # candidates in a row that are not among the best, before the rest is left
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with its mesh; ``time`` is that of the least recomputation that fits, where that is known."""
+
+    config: Config
+    mesh: MeshShape
+    time: StepTime
+    peak: float = inf  # bytes, of the rank that needs most; inf: not looked at
+    uneven_peak: float = inf  # where experts get twice their even share
+    needed: float = inf  # with the reserve
+
+    @property
+    def speed(self) -> float:
+        return self.time.tokens_per_second
+
+
+@dataclass
+class Search:
+    """What was found: the best first, how many were tried, and why the others fell out."""
+
+    world_size: int
+    found: list[Candidate] = field(default_factory=list)
+    num_timed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by the key whose rule is broken
+    too_large: int = 0
+    smallest: Candidate | None = None  # of those that do not fit
+    bound: float = 0.0  # tokens/s that none of those left can exceed
+
+
+def search(
+    config: Config,
+    world_size: int,
+    device: str,
+    fixed: Sequence[str] = (),
+    tell: Callable[[str, int, int], Any] = lambda phase, done, total: None,
+    processes: int | None = None,
+) -> Search:
+    """Rank meshes of ``world_size`` ranks for ``config`` by predicted tokens/s, each run in its fastest way.
+
+    Args:
+        config: passes all rules but those of its mesh; ``cluster`` and the batch are taken from it.
+        fixed: keys that stay as ``config`` has them, such as ``mesh.tp`` or ``parallel.recompute``.
+        tell: called with a phase's name, what is done of it, and all.
+        processes: that share the work; None: one a core. 1 forks none.
+    """
+    result = Search(world_size)
+    shapes = list(mesh_shapes(config, world_size, fixed))
+    processes = processes or os.cpu_count() or 1
+    with ExitStack() as stack:
+        each: Callable[..., Iterator[Any]] = map
+        if processes > 1:
+            context = multiprocessing.get_context("fork")  # nothing here has threads yet, nor torch
+            each = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context)).map
+        timed: list[Candidate] = []
+        work = partial(_timed, config, device, fixed)
+        for done, (some, refused, too_large) in enumerate(each(work, _chunks(shapes, CHUNK)), 1):
+            timed += some
+            result.refused += refused
+            result.too_large += too_large
+            tell("timed", min(done * CHUNK, len(shapes)), len(shapes))
+        result.num_timed = len(timed)
+        timed.sort(key=lambda one: -one.speed)
+        _look(result, timed, lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some), tell)
+        result.found = [*each(_with_even_peak, result.found)]
+    return result
+
+
+def _look(
+    result: Search,
+    timed: list[Candidate],
+    fitting: Callable[[list[Candidate], float], Iterator[Candidate | None]],
+    tell: Callable[[str, int, int], Any],
+) -> None:
+    """Fill in what is found, from the highest bound down."""
+    best, since = dict[MeshShape, Candidate](), 0
+    for start in range(0, len(timed), STRIDE):
+        some = timed[start : start + STRIDE]
+        floor = result.found[-1].speed if len(result.found) == TOP else 0.0
+        if some[0].speed < floor or since >= PATIENCE:
+            result.bound = some[0].speed
+            break
+        for one in fitting(some, floor):
+            if one is None:
+                continue
+            if fits(one):
+                best[one.mesh] = max(one, best.get(one.mesh, one), key=lambda other: other.speed)
+                continue
+            result.too_large += 1
+            if result.smallest is None or one.needed < result.smallest.needed:
+                result.smallest = one
+        result.found = sorted(best.values(), key=lambda one: -one.speed)[:TOP]
+        since = 0 if floor == 0.0 or result.found[-1].speed > floor else since + STRIDE
+        tell("fitted", start + len(some), len(timed))
+
+
+def fits(candidate: Candidate) -> bool:
+    """Whether peak and reserve fit at twice the even load, which needs most."""
+    limit = candidate.config.cluster.memory_bytes
+    return not limit or candidate.needed <= limit
+
+
+def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
+    """Both views of every mesh of ``world_size`` ranks; tp and etp in a node, replicas only where they are fixed."""
+    node, experts, layers = config.cluster.gpus_per_node, max(1, config.model.num_experts), config.model.num_layers
+
+    def given(axis: str) -> int | None:
+        size: int = getattr(config.mesh, axis)
+        return size if f"mesh.{axis}" in fixed and size != -1 else None
+
+    def sizes(axis: str, rest: int, limit: int) -> list[int]:
+        if (size := given(axis)) is not None:
+            return [size] if rest % size == 0 else []
+        return [size for size in range(1, min(rest, limit) + 1) if rest % size == 0]
+
+    def cuts(ranks: int, last: str, *limits: tuple[str, int]) -> list[dict[str, int]]:
+        """Sizes of the axes in ``limits``, and of ``last`` which takes the rest."""
+        made: list[tuple[int, dict[str, int]]] = [(ranks, {})]
+        for axis, limit in limits:
+            made = [(rest // n, {**one, axis: n}) for rest, one in made for n in sizes(axis, rest, limit)]
+        return [{**one, last: rest} for rest, one in made if given(last) in (None, rest)]
+
+    copies = {axis: given(axis) or 1 for axis in ("dp_replicate", "ep_replicate")}
+    for pp in sizes("pp", world_size, layers):
+        ranks = world_size // pp
+        if any(ranks % count for count in copies.values()):
+            continue
+        narrow = node if config.model.num_moe_layers else 1
+        routed = cuts(ranks // copies["ep_replicate"], "ep_shard", ("etp", narrow), ("ep", experts))
+        for one in cuts(ranks // copies["dp_replicate"], "dp_shard", ("tp", node), ("cp", ranks)):
+            for other in routed:
+                yield MeshShape(pp=pp, **copies, **one, **other)
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+def _timed(
+    config: Config, device: str, fixed: Sequence[str], shapes: Sequence[MeshShape]
+) -> tuple[list[Candidate], Counter[str], int]:
+    """Of every shape that is legal and may fit, each way to run it, timed with the least recomputation."""
+    timed, refused, too_large = [], Counter[str](), 0
+    lightest, params = ladder(config, fixed)[0], count_params(config.model)
+    for shape in shapes:
+        if _cannot_fit(config, shape, params):
+            too_large += 1
+            continue
+        on_mesh = replace(config, mesh=MeshConfig(**vars(shape)), launch=_launch(config, shape))
+        for one in _ways(on_mesh, shape, fixed):
+            broken = next((key for key, is_broken, _, _ in mesh_rows(one, shape, device) if is_broken), None)
+            if broken is not None:
+                refused[broken] += 1
+                continue
+            one = replace(one, parallel=replace(one.parallel, recompute=lightest))
+            timed.append(Candidate(one, shape, step_time(one, shape, bubble=False)))
+    return timed, refused, too_large
+
+
+def _launch(config: Config, shape: MeshShape) -> Any:
+    given = config.launch.num_ranks
+    return config.launch if given is None else replace(config.launch, num_ranks=shape.world_size)
+
+
+def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Config]:
+    """``config`` with each size of micro-batch, schedule, and policy of FSDP that is not fixed."""
+    train, parallel = config.train, config.parallel
+    most = max(1, train.global_batch_size // shape.dp)
+    micro = [train.micro_batch_size] if "train.micro_batch_size" in fixed else [n for n in ROWS if n <= most]
+    turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
+    plain = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
+    runs: list[dict[str, Any]] = [plain]
+    if {"parallel.stages_per_rank", "parallel.schedule", "parallel.layers_per_stage"} & set(fixed):
+        runs = [{}]
+    elif shape.pp > 1:
+        runs += [{**plain, "schedule": "Interleaved1F1B", "stages_per_rank": n} for n in turns]
+    policies: list[dict[str, Any]] = [{"reshard": "step", "grad_sync": "step"}]
+    if {"parallel.reshard", "parallel.grad_sync"} & set(fixed):
+        policies = [{}]
+    elif shape.pp == 1:
+        policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
+    nothing: dict[str, Any] = {} if _RECOMPUTE & set(fixed) else {"recompute": [], "recompute_layers": None}
+    for size in micro:
+        for run in runs:
+            for policy in policies:
+                yield replace(
+                    config,
+                    train=replace(train, micro_batch_size=size),
+                    parallel=replace(parallel, **run, **policy, **nothing),
+                )
+
+
+def ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
+    """What may run again, from nothing to everything; each rung frees more, and takes more time."""
+    if _RECOMPUTE & set(fixed):
+        return [config.parallel.recompute]
+
+    def legal(names: list[str]) -> bool:
+        parallel = replace(config.parallel, recompute=names, recompute_layers=None)
+        return not any(broken for _, broken, _, _ in recompute_rows(replace(config, parallel=parallel)))
+
+    names = [name for name in LADDER if legal([name])]
+    return [*(names[:count] for count in range(len(names) + 1)), FULL]
+
+
+def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
+    """Whether gradients and weights that a pipeline keeps whole to the step's end are too large on an average rank."""
+    limit = config.cluster.memory_bytes
+    if not limit or shape.pp == 1 or config.lora.rank:
+        return False
+    routed = params.by_part.get("routed_experts", 0)
+    whole = routed / (shape.pp * shape.ep * shape.etp) + (params.total - routed) / (shape.pp * shape.tp)
+    _, weight, gradient = DTYPE_BYTES[config.train.dtype]
+    return whole * (gradient + weight * (config.parallel.reshard == "step")) > limit
+
+
+def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candidate | None:
+    """``candidate`` with the least recomputation that fits; None if that makes it slower than ``floor``, in tokens/s.
+
+    Where nothing fits it has the most that is faster than that, and its peak says so.
+    """
+    shape, rungs = candidate.mesh, list[Candidate]()
+    for names in ladder(candidate.config, fixed):
+        config = replace(candidate.config, parallel=replace(candidate.config.parallel, recompute=names))
+        rungs.append(Candidate(config, shape, step_time(config, shape)))
+        if rungs[-1].speed < floor:
+            del rungs[-1]
+            break
+    if not rungs:
+        return None
+    low, high = 0, len(rungs) - 1  # the answer is in low..high
+    found = rungs[high] = _with_need(rungs[high])
+    if not fits(found):
+        return found if high + 1 == len(ladder(candidate.config, fixed)) else None
+    while low < high:
+        middle = (low + high) // 2
+        if fits(one := _with_need(rungs[middle])):
+            found, high = one, middle
+        else:
+            low = middle + 1
+    return found
+
+
+def _with_need(candidate: Candidate) -> Candidate:
+    config, shape = candidate.config, candidate.mesh
+    uneven = plan_memory(config, shape, at_load(plan_batch(config, shape), UNEVEN, config, shape))
+    return replace(candidate, uneven_peak=max(rank.peak for rank in uneven), needed=needed(config, shape, uneven))
+
+
+def _with_even_peak(candidate: Candidate) -> Candidate:
+    config, shape = candidate.config, candidate.mesh
+    return replace(candidate, peak=max(rank.peak for rank in plan_memory(config, shape, plan_batch(config, shape))))
+
+
+AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
+
+
+def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """What a ``mesh=`` preset of ``candidate`` sets, by section."""
+    config, mesh = candidate.config, candidate.mesh
+    parallel = config.parallel
+    return {
+        "mesh": {axis: getattr(mesh, axis) for axis in AXES},  # all: a configuration may set others itself
+        "parallel": {
+            "schedule": parallel.schedule,
+            "stages_per_rank": parallel.stages_per_rank,
+            "layers_per_stage": parallel.layers_per_stage,
+            "reshard": parallel.reshard,
+            "grad_sync": parallel.grad_sync,
+            "recompute": parallel.recompute,
+            "recompute_layers": parallel.recompute_layers,
+        },
+        "train": {"micro_batch_size": config.train.micro_batch_size},
+    }

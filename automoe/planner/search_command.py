@@ -1,0 +1,240 @@
+"""``automoe plan search=...``: the fastest mesh on paper, written as a preset that ``automoe train`` takes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from automoe.config.batch import plan_batch
+from automoe.config.compose import Arguments, compose_config, key_of
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules import check_rows, number_rows
+from automoe.config.schema import Config, MeshConfig
+from automoe.config.validate import check_writable, settings_rows
+from automoe.errors import ConfigError
+from automoe.launch.hardware import resolve_device
+from automoe.launch.prepare import compose
+from automoe.planner.memory import plan_memory
+from automoe.planner.plan import missing_speeds
+from automoe.planner.search import Candidate, Search, overrides_of, search
+
+KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
+GROWN = {"longest_context": "seq_len", "largest_batch": "micro_batch_size"}  # of ``train``, by the question
+CALIBRATE = "calibrate"  # another question: what this machine reaches
+MAX_GPUS = 16_384
+MAX_TOKENS = 1 << 20  # of a row
+
+
+@dataclass(frozen=True)
+class Question:
+    """The best mesh of ``world`` ranks, the fewest ranks, the longest rows, the largest batch; or this machine."""
+
+    kind: str
+    world: int | None
+    folder: Path
+
+
+def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
+    """The words of ``argv`` that ask for a search or a calibration, and the others.
+
+    Raises:
+        ConfigError: a value that is none, or one of these words without ``search=``.
+    """
+    own = {"search": "", "world": "", "out": "", CALIBRATE: ""}
+    rest = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if equals and key in own:
+            own[key] = value
+        else:
+            rest.append(word)
+    folder = Path(own["out"] or "plans").expanduser()
+    if own[CALIBRATE]:
+        if own[CALIBRATE] != "true" or own["search"] or own["world"]:
+            rule = "a machine is calibrated by itself: no search, no world"
+            raise ConfigError(CALIBRATE, own[CALIBRATE], rule, "Write calibrate=true")
+        return Question(CALIBRATE, None, folder), rest
+    if not own["search"]:
+        for key in ("world", "out"):
+            if own[key]:
+                raise ConfigError(key, own[key], "that is for a search", "Add search=true")
+        return None, rest
+    if own["search"] not in KINDS:
+        raise ConfigError("search", own["search"], f"there are {', '.join(KINDS)}", "Write search=true")
+    if own["world"] and not (own["world"].isdecimal() and int(own["world"])):
+        raise ConfigError("world", own["world"], "a number of ranks", "Write world=1024")
+    world = int(own["world"]) if own["world"] else None
+    if (own["search"] == "fewest_gpus") == (world is not None):
+        rule, remedy = "a search is over the meshes of so many ranks", "Add world=1024"
+        if world is not None:
+            rule, remedy = "search=fewest_gpus finds the number itself", "Leave world= out"
+        raise ConfigError("world", own["world"], rule, remedy)
+    return Question(own["search"], world, folder), rest
+
+
+def answer(question: Question, args: Arguments, as_json: bool) -> int:
+    """Search, print, and write the winner; the exit status: 1 where nothing fits."""
+    check_writable(str(question.folder), "out")
+    if question.kind == CALIBRATE:
+        from automoe.planner.calibrate import calibrate
+
+        return calibrate(question.folder, args)
+    from rich.console import Console
+
+    from automoe.planner.views.search_view import print_search
+
+    config = compose(args)
+    check_rows(config, number_rows(config))
+    check_rows(config, settings_rows(config))
+    device = resolve_device(config)
+    keys = {key_of(text) for text in args.overrides}
+    if question.kind == "largest_batch":
+        if "train.micro_batch_size" not in keys:
+            config = replace(config, train=replace(config.train, micro_batch_size=1))
+        keys.add("train.micro_batch_size")
+    fixed = sorted(keys)
+    if "mesh" in keys:
+        raise ConfigError("mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2")
+    if unknown := missing_speeds(config.cluster, question.world or MAX_GPUS):
+        rule = f"a search ranks by time, and cluster {config.cluster.name} has no {', '.join(unknown)}"
+        raise ConfigError("cluster", config.cluster.name, rule, "Set them in its file")
+    console = Console(highlight=False)
+    with progress() as tell:
+        found = _find(question, config, lambda one, world: search(one, world, device, fixed, tell))
+    best = found[-1][1]
+    if as_json:
+        print(json.dumps({"found": [_as_dict(one) for one in best.found]}, indent=2))
+    elif best.found:
+        print_search(found[-1][0], best, console)
+    if not best.found:
+        if as_json:  # stdout is the object's
+            console = Console(stderr=True, highlight=False)
+        _say_nothing_fits(best, config, console)
+        return 1
+    command = write_preset(best.found[0], question, args)
+    if not as_json:
+        console.print(f"[bold]take it[/] {command}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _find(question: Question, config: Config, look: Callable[[Config, int], Search]) -> list[tuple[Config, Search]]:
+    """Every search that was made; the last is the answer."""
+    if question.kind == "fewest_gpus":
+        made: list[tuple[Config, Search]] = []
+        world, least = 1, least_ranks(config)
+        while world <= MAX_GPUS and not (made and made[-1][1].found):
+            if world >= min(least, MAX_GPUS):
+                made.append((config, look(config, world)))
+            world *= 2
+        return made
+    assert question.world is not None
+    made = [(config, look(config, question.world))]
+    if key := GROWN.get(question.kind):
+        most = MAX_TOKENS if key == "seq_len" else config.train.global_batch_size
+        while made[-1][1].found and (size := 2 * getattr(made[-1][0].train, key)) <= most:
+            larger = replace(config, train=replace(config.train, **{key: size}))
+            made.append((larger, look(larger, question.world)))
+        if len(made) > 1 and not made[-1][1].found:
+            made.pop()
+    return made
+
+
+def least_ranks(config: Config) -> float:
+    """Ranks whose memory weights and moments fill alone, cut over all of them: fewer need not be looked at."""
+    if not config.cluster.memory_bytes:
+        return 1
+    plain = replace(config.parallel, schedule="1F1B", stages_per_rank=1, layers_per_stage=None)
+    one = resolve_mesh(MeshConfig(), 1)
+    (rank,) = plan_memory(replace(config, parallel=plain), one, plan_batch(config, one))
+    return (rank.weights + rank.moments + rank.averages) / config.cluster.memory_bytes
+
+
+def _say_nothing_fits(result: Search, config: Config, console: Any) -> None:
+    from automoe.planner.plan import gib
+    from automoe.planner.views.search_view import print_search
+
+    if miss := result.smallest:
+        result = replace(result, found=[miss])
+        why = f"the nearest miss needs {gib(miss.needed)} of {gib(config.cluster.memory_bytes)}"
+    else:
+        why = "each mesh of these ranks breaks a rule, or its weights and moments alone exceed the memory"
+    console.print(f"[bold red]nothing fits[/]: {why}", highlight=False)
+    print_search(config, result, console)
+
+
+def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
+    """Write ``OUT/mesh/NAME.yaml`` and return the command that takes it.
+
+    Raises:
+        ConfigError: another file is there, or the preset does not compose to what was found.
+    """
+    import yaml
+
+    name = f"found_{args.config_name}_{best.mesh.world_size}"
+    folder = question.folder
+    path = folder / "mesh" / f"{name}.yaml"
+    values = overrides_of(best)
+    lines = [
+        "# @package _global_",
+        f"# Of {best.mesh.world_size:,} ranks of {best.config.cluster.name}, the fastest by automoe plan: "
+        f"{best.speed:,.0f} tokens/s.",
+        *(
+            f"{key}: {yaml.safe_dump(value, default_flow_style=True, width=1000).strip()}"
+            for key, value in values.items()
+        ),
+    ]
+    text = "\n".join(lines) + "\n"
+    if path.exists() and path.read_text() != text:
+        raise ConfigError("out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        rule = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError("out", str(folder), rule, "Set out=FOLDER, one you may write to") from error
+    typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
+    if key := GROWN.get(question.kind):
+        others = (text for text in typed if key_of(text) != f"train.{key}")
+        typed = [*others, f"train.{key}={getattr(best.config.train, key)}"]
+    composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
+    if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
+        rule = f"{path} is there, but {args.config_name} sets other sizes after it"
+        raise ConfigError("mesh", name, rule, "In that file, move - mesh: null behind _self_ in its defaults")
+    for section in values:
+        ours, theirs = asdict(getattr(best.config, section)), asdict(getattr(composed, section))
+        typed += [
+            f"{section}.{key}={json.dumps(ours[key])}"
+            for key in values[section]
+            if ours[key] != theirs[key] and section != "mesh"
+        ]
+    if best.mesh.world_size != (composed.launch.num_ranks or best.mesh.world_size):
+        typed.append(f"launch.num_ranks={best.mesh.world_size}")
+    where = f" --config-dir {folder}"
+    return f"automoe train --config-name {args.config_name}{where} {' '.join([f'mesh={name}', *typed])}"
+
+
+def _as_dict(one: Candidate) -> dict[str, Any]:
+    return {
+        **overrides_of(one),
+        "seq_len": one.config.train.seq_len,
+        "time": one.time.to_dict(),
+        "peak": one.peak,
+        "peak_at_twice_the_even_load": one.uneven_peak,
+        "needed_at_twice_the_even_load": one.needed,
+    }
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], Any]]:
+    """A bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not os.isatty(2)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda phase, done, total: bar.update(task, description=phase, completed=done, total=total)

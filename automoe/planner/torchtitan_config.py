@@ -1,0 +1,230 @@
+"""A planned run as a configuration module of torchtitan 0.3's trainer: ``automoe plan ... export=torchtitan``.
+
+torchtitan's meshes are automoe's without etp: dense pp x dp_replicate x dp_shard x cp x tp, experts pp x dp_replicate
+x efsdp x ep, ranks counted alike. With ep=1 it cuts experts over tp, as etp=tp does. What it has no setting for is
+refused where other ranks or another model would come of it, and named at the top of the file otherwise. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from pprint import pformat
+from textwrap import fill, indent
+
+import yaml
+
+from automoe import __version__
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import MeshShape, split_layers
+from automoe.config.recompute import FULL, recomputed_names
+from automoe.config.rules import Row, check_rows
+from automoe.config.schema import Config, ModelConfig
+from automoe.config.shipped import shipped_folder
+from automoe.errors import ConfigError
+from automoe.planner.time import step_time
+
+# conf/model: torchtitan's module, and its name there
+MODELS = {
+    "dsv3_671b": ("deepseek_v3", "671B"),
+    "qwen3_30b_a3b": ("qwen3", "30B-A3B"),
+    "qwen3_235b_a22b": ("qwen3", "235B-A22B"),
+    "gpt_oss_20b": ("gpt_oss", "20b"),
+    "gpt_oss_120b": ("gpt_oss", "120b"),
+    "moonlight_16b_a3b": ("kimi_k2_7", "moonlight-16B-A3B"),
+    "qwen3_0_6b": ("qwen3", "0.6B"),
+    "qwen3_8b": ("qwen3", "8B"),
+    "qwen3_32b": ("qwen3", "32B"),
+    "llama31_8b": ("llama3", "8B"),
+    "llama31_70b": ("llama3", "70B"),
+}
+_NOT_SHAPE = ("hf_path", "upcycle", "initializer_range")  # of a model: where it starts
+
+
+def titan_model(model: ModelConfig) -> tuple[str, str]:
+    """torchtitan's module and name of the same model.
+
+    Raises:
+        ConfigError: it has none, with a list of those that it has.
+    """
+
+    def shape(one: ModelConfig) -> dict[str, object]:
+        return {key: value for key, value in asdict(one).items() if key not in _NOT_SHAPE}
+
+    folder = shipped_folder("conf") / "model"
+    for name, found in MODELS.items():
+        raw = yaml.safe_load((folder / f"{name}.yaml").read_text())
+        # Files that build on others say less; composing takes its time.
+        alike = all(raw.get(key, getattr(model, key)) == getattr(model, key) for key in ("family", "num_layers"))
+        if alike and shape(compose_config("config", [f"model={name}"]).model) == shape(model):
+            return found
+    what = f"{model.family} of {model.num_layers} layers"
+    raise ConfigError("export", "torchtitan", f"torchtitan 0.3 has no such {what}", f"It has model={', '.join(MODELS)}")
+
+
+# fmt: off
+def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
+    """What has to hold for torchtitan to train the same model on the same mesh, and by the same gradients."""
+    model, train, parallel = config.model, config.train, config.parallel
+    routed, kv_heads = model.num_moe_layers > 0, model.attention.num_kv_heads
+    unit = mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1)
+    stages = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+    yield ("mesh.etp", routed and mesh.etp != (mesh.tp if mesh.ep == 1 else 1),
+           "torchtitan shares experts out over ep or, with ep=1, cuts all over tp", "Set mesh.etp=1, with mesh.ep")
+    yield ("mesh.ep_replicate", routed and mesh.ep_replicate != mesh.dp_replicate,
+           f"torchtitan replicates experts as often as the rest, mesh.dp_replicate={mesh.dp_replicate}",
+           "Make the two equal")
+    yield ("mesh.tp", kv_heads % mesh.tp != 0, f"torchtitan shares {kv_heads} heads of keys out evenly",
+           f"Set it to a divisor of {kv_heads}")
+    yield ("train.seq_len", train.seq_len % unit != 0, f"torchtitan cuts rows into {unit} equal parts",
+           f"Set a multiple of {unit}")
+    yield ("parallel.layers_per_stage", not all(stages[1:-1]), "torchtitan has no stage without a module",
+           "Give every stage between the ends a layer")
+    yield ("mesh.pp", mesh.pp > 1 and model.tie_embeddings, "torchtitan ties no embedding in a pipeline",
+           "Set mesh.pp=1")
+    yield ("optim.master_weights", config.optim.master_weights != "float32", "torchtitan does not round stochastically",
+           "Set optim.master_weights=float32")
+    yield ("moe.gate", config.moe.gate not in ("learned", "balanced"), "torchtitan routes as learned, or round robin",
+           "Set moe.gate=learned")
+    for key, wrong, rule, value in (
+        ("train.dtype", train.dtype == "float64", "computes in bfloat16 or float32", "bfloat16"),
+        ("train.fp8", train.fp8 != "off", "has converters (model_registry) with other products and scales", "off"),
+        ("train.loss", train.loss != "cross_entropy", "does not have it", "cross_entropy"),
+        ("recipe", config.recipe != "pretrain", "has a trainer that pretrains", "pretrain"),
+        ("lora.rank", config.lora.rank > 0, "trains all weights", "0"),
+        ("train.freeze", bool(train.freeze), "trains all weights", "[]"),
+        ("model.upcycle", model.upcycle, "does not upcycle; automoe upcycle writes a checkpoint", "false"),
+    ):
+        yield key, wrong, f"torchtitan {rule}", f"Set {key}={value}"
+
+
+# fmt: on
+def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
+    """What the written file does not say, a line each: the key, and what torchtitan does instead."""
+    moe, parallel, train, names = config.moe, config.parallel, config.train, recomputed_names(config.parallel)
+    several = train.global_batch_size > train.micro_batch_size * mesh.dp
+    deferred = mesh.pp == 1 and several and "step" in (parallel.reshard, parallel.grad_sync)
+    losses = "seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef", "z_loss_coef"
+    yield "data: the corpus c4 stands in for yours, set dataloader and hf_assets_path (its tokenizer)"
+    if not _folder(config.model):
+        yield f"first weights: torchtitan's own; model.hf_path={config.model.hf_path} is no folder here"
+    if config.model.num_moe_layers:
+        yield "experts are multiplied in bfloat16 whatever train.dtype says"
+    for key, value, instead in (
+        ("moe.capacity_factor", moe.capacity_factor, "nothing is dropped"),
+        *((f"moe.{key}", getattr(moe, key), "no such loss") for key in losses),
+        ("moe.router_jitter", moe.router_jitter, "none"),
+        ("moe.dispatcher", moe.dispatcher not in ("alltoall", "deepep") and moe.dispatcher, "all rows, all to all"),
+        ("parallel.recompute", FULL not in names and names, "SelectiveAC, by operators: its memory is another"),
+        ("parallel.recompute_layers", parallel.recompute_layers, "every layer"),
+        ("parallel.reshard, grad_sync", deferred and "step", "weights and gradients move every micro-batch"),
+        ("parallel.context", mesh.cp > 1 and parallel.context, "FlexAttention with gathered keys"),
+        ("data.document_mask", not config.data.document_mask and "false", "documents are masked"),
+        ("train.compile", train.compile, "experts as well"),
+        ("optim.ema_decay", config.optim.ema_decay, "no averages"),
+        ("train.spike_factor", train.spike_factor, "no step is skipped"),
+        ("train.val_every", train.val_every, "no validation; set validator"),
+        ("checkpoint.every_minutes", config.checkpoint.every_minutes, "steps, by the predicted time of one"),
+    ):
+        if value:
+            yield f"{key}={value}: {instead}"
+
+
+def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
+    """The source of a module whose function ``name`` returns torchtitan's ``Trainer.Config``.
+
+    Raises:
+        ConfigError: what torchtitan cannot train so, and what it could.
+    """
+    module, flavour = titan_model(config.model)
+    check_rows(config, export_rows(config, mesh), mesh)
+    train, saves, optim, start = config.train, config.checkpoint, config.optim, _folder(config.model)
+    names, model = recomputed_names(config.parallel), config.model
+    backend = "deepep" if config.moe.dispatcher == "deepep" else "standard"
+    experts = f', moe_comm_backend="{backend}"' if model.num_moe_layers else ""
+    minutes = round(60 * saves.every_minutes / step_time(config, mesh).seconds)
+    return (
+        (Path(__file__).with_suffix(".txt"))
+        .read_text()
+        .format(
+            config=config,
+            mesh=mesh,
+            name=name,
+            module=module,
+            version=__version__,
+            axes=f"{mesh.describe('default')}; experts {mesh.describe('moe')}",
+            nothing="\n".join(fill(f"- {x}", 116, subsequent_indent="  ") for x in not_expressed(config, mesh)),
+            registry=f'model_registry("{flavour}", attn_backend="flex"{experts})',
+            bias=config.moe.bias_update_rate if model.router.expert_bias else None,
+            assets=repr(model.hf_path or f"./assets/hf/{flavour}"),
+            betas=tuple(optim.betas),
+            decay={"cosine": None, "constant": 0.0, "wsd": optim.decay_steps / train.steps}[optim.schedule],
+            decay_type="cosine" if optim.schedule == "cosine" else "linear",
+            local=train.global_batch_size // mesh.dp if mesh.pp > 1 else train.micro_batch_size,
+            max_norm=train.grad_clip or 'float("inf")',
+            param="float32" if train.dtype == "float32" else "bfloat16",
+            reshard="always" if config.parallel.reshard == "micro_batch" and mesh.pp == 1 else "never",
+            stages=_stages(config, mesh),
+            saves=saves.saves or start is not None,
+            every=saves.every or max(1, minutes),
+            keep=max(2, saves.keep),  # torchtitan keeps two or more, or all (0)
+            asynchronous="async" if saves.async_save else "disabled",
+            start=f"\n            initial_load_path={str(start)!r},\n            initial_load_in_hf=True,"
+            if start
+            else "",
+            again="None" if not names else "FullAC.Config()" if FULL in names else "SelectiveAC.Config()",
+            balanced=config.moe.gate == "balanced",
+        )
+    )
+
+
+def _folder(model: ModelConfig) -> Path | None:
+    """The checkpoint that training starts from, if it lies here."""
+    folder = Path(model.hf_path).expanduser().absolute() if model.hf_path else None
+    return folder if folder and folder.is_dir() else None
+
+
+def _stages(config: Config, mesh: MeshShape) -> str:
+    """Names of the modules of every stage, as Python."""
+    if mesh.pp == 1:
+        return "None"
+    parallel, count = config.parallel, mesh.pp * config.parallel.stages_per_rank
+    held = [
+        [f"layers.{i}" for i in layers]
+        for layers in split_layers(config.model.num_layers, count, parallel.layers_per_stage)
+    ]
+    held[0].insert(0, "tok_embeddings")
+    held[-1] += ["norm", "lm_head"]
+    return indent(pformat(held, width=104), " " * 12).strip()
+
+
+def write_titan(config: Config, mesh: MeshShape, config_name: str, words: list[str]) -> tuple[Path, str]:
+    """Write the module; its file, and the command that trains with it.
+
+    Args:
+        words: ``out=`` of a file that ends in .py, or of a folder, may be among them; else ``plans``.
+
+    Raises:
+        ConfigError: as ``titan_module``; another file is there, or it cannot be written.
+    """
+    name = re.sub(r"\W", "_", config_name)
+    path = Path(dict(word.split("=", 1) for word in words).get("out") or "plans").expanduser()
+    path = path if path.suffix == ".py" else path / f"torchtitan_{name}_{mesh.world_size}.py"
+    if not path.stem.isidentifier():
+        raise ConfigError(
+            "out", str(path), "torchtitan imports it: the file's name is a Python name", "Set out=NAME.py"
+        )
+    text = titan_module(config, mesh, name)
+    if path.exists() and path.read_text() != text:
+        raise ConfigError("out", str(path), "it is there, and another one", "Remove it, or set out=FILE")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError("out", str(path), f"it cannot be written: {error.strerror}", "Set out=FILE") from error
+    each = min(mesh.world_size, config.cluster.gpus_per_node)
+    nodes = f"--nnodes {-(-mesh.world_size // each)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    where = f"{nodes if mesh.world_size > each else ''}--nproc-per-node {each}"
+    return path, f"PYTHONPATH={path.parent} torchrun {where} -m torchtitan.train --module {path.stem} --config {name}"

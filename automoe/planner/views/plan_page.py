@@ -1,0 +1,124 @@
+"""The page of a plan: one HTML file with its numbers and pictures, for whoever decides about the GPUs."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from automoe.config.compose import Arguments
+from automoe.config.frozen import dump_config
+from automoe.config.schema import Config
+from automoe.errors import ConfigError
+from automoe.observe.page import MESH_CAPTION, picture, render, write_page
+from automoe.observe.summary import bytes_text, short_number
+from automoe.planner.plan import Plan
+from automoe.planner.views.plan_view import plan_tables
+
+TEMPLATE_FILE = "plan_template.html"
+MARK = '<meta name="generator" content="automoe plan">'
+
+
+def check_page(path: Path) -> None:
+    """Raises: ConfigError: the page cannot be written to ``path``, or another file would be lost."""
+    if path.is_dir():
+        raise ConfigError("html", str(path), "it is a folder", f"Write html={path}/plan.html")
+    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
+        raise ConfigError("html", str(path), "it is there, and no page of a plan", "Remove it, or give another name")
+    if not path.parent.is_dir():
+        raise ConfigError("html", str(path), f"there is no folder {path.parent}", "Make it, or give another name")
+
+
+def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
+    """Write the page to ``path``, in place of an earlier page of a plan.
+
+    Raises:
+        ConfigError: ``check_page``, or the system's reason.
+    """
+    check_page(path)
+    summary, *tables = plan_tables(config, plan)
+    page = render(
+        TEMPLATE_FILE,
+        name=args.config_name,
+        command=" ".join(["automoe plan --config-name", args.config_name, *map(shlex.quote, args.overrides)]),
+        ranks=plan.mesh.world_size,
+        gpu=config.cluster.gpu,
+        verdict=_verdict(config, plan),
+        warnings=plan.warnings,
+        numbers=_numbers(config, plan),
+        pictures=_pictures(config, plan),
+        facts=[(name, text) for name, text in _rows(summary)],
+        tables=[_as_data(table) for table in tables],
+        config_text=dump_config(config),
+    )
+    try:
+        write_page(path, page)
+    except OSError as error:
+        raise ConfigError("html", str(path), f"it cannot be written: {error.strerror}", "Give another name") from error
+
+
+def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
+    """(colour's class, words) on whether a rank's memory suffices."""
+    limit = config.cluster.memory_bytes
+    if not limit:
+        return "", f"{config.cluster.name} has no limit of memory"
+    if plan.needed > limit:
+        return "failed", "does not fit"
+    return ("running", "fits at even load alone") if plan.uneven_needed > limit else ("done", "fits")
+
+
+def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
+    time, limit, saved = plan.time, config.cluster.memory_bytes, plan.checkpoint
+    low, high = map(short_number, time.band)
+    share = [f", {peak / limit:.0%}" if limit else "" for peak in (plan.needed, plan.uneven_needed)]
+    numbers = [
+        (f"tokens per second, {low} to {high}", short_number(time.tokens_per_second)),
+        ("seconds of a step", f"{time.seconds:.3g}"),
+        ("parameters, active per token", f"{short_number(plan.params.total)}, {short_number(plan.params.active)}"),
+        ("memory, with the reserve" + (", of the GPU's" if limit else ""), bytes_text(plan.needed) + share[0]),
+        ("at twice the even load of experts", bytes_text(plan.uneven_needed) + share[1]),
+        ("a checkpoint", bytes_text(saved.bytes)),
+        ("seconds to write it, training stands still", f"{saved.write_seconds:.3g}, {saved.blocked_seconds:.3g}"),
+    ]
+    if time.mfu is not None:
+        both = f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}"
+        numbers.insert(2, ("MFU, with all of attention's matrix", both))
+    return numbers
+
+
+def _pictures(config: Config, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+    """(heading, picture) in reading order."""
+    from automoe.observe.mesh_view import draw_mesh
+    from automoe.observe.plot_style import DPI
+    from automoe.planner.views.plan_plots import draw_memory, draw_schedule, draw_time
+
+    figures = [
+        ("Time", draw_time(plan), "Of the busiest pipeline rank"),
+        (
+            "Memory",
+            draw_memory(config, plan),
+            "Bytes of a rank by what they are, at the moment of a step when they are most",
+        ),
+    ]
+    if plan.mesh.pp > 1:
+        figures.append(("Pipeline", *draw_schedule(config, plan)))
+    figures.append(("Meshes", draw_mesh(plan.mesh), MESH_CAPTION))
+    made = []
+    for heading, figure, caption in figures:
+        png = io.BytesIO()
+        figure.savefig(png, dpi=DPI, bbox_inches="tight", pad_inches=0.14)
+        made.append((heading, picture(png.getvalue(), caption)))
+    return made
+
+
+def _as_data(table: Table) -> dict[str, Any]:
+    """A table of the terminal as the template takes it."""
+    columns = [(str(column.header), column.justify == "right") for column in table.columns]
+    return {"title": table.title, "columns": columns, "rows": _rows(table), "note": table.caption}
+
+
+def _rows(table: Table) -> list[tuple[str, ...]]:
+    return list(zip(*(map(str, column.cells) for column in table.columns), strict=True))

@@ -1,0 +1,85 @@
+"""What a search over meshes found, as a person reads it: the best, what a step is spent on, why the others fell out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from automoe.config.recompute import recomputed_names
+from automoe.config.schema import Config
+from automoe.planner.plan import gib
+from automoe.planner.search import Candidate, Search
+from automoe.planner.time import StepTime
+
+SEEN = 0.005  # share of a step below which a part is not named
+
+
+def print_search(config: Config, search: Search, console: Console) -> None:
+    """The best candidates, three lines each, and the account of the rest."""
+    cluster = config.cluster
+    console.print(
+        f"[bold]{search.world_size:,} {'rank' if search.world_size == 1 else 'ranks'}[/] of {cluster.name}, "
+        f"rows of {config.train.seq_len:,} tokens, "
+        f"{config.train.global_batch_size:,} a step",
+        highlight=False,
+    )
+    for number, one in enumerate(search.found, 1):
+        first, *others = _lines(number, one)
+        console.print(first, highlight=False, markup=False)
+        console.print(Padding(Text("\n".join(others)), (0, 0, 0, 4)))
+    if len(search.found) > 1:
+        console.print(f"The second {why_slower(*search.found[:2])}.", highlight=False)
+    for line in _account(search):
+        console.print(line, highlight=False, markup=False)
+    if search.found and not search.found[0].time.calibrated:
+        console.print(
+            f"uncalibrated: products of matrices were not measured on {cluster.name}; trust the order of meshes more "
+            "than their tokens/s",
+            highlight=False,
+        )
+
+
+def _lines(number: int, one: Candidate) -> Iterator[str]:
+    parallel, time, limit = one.config.parallel, one.time, one.config.cluster.memory_bytes
+    mfu = f", MFU {time.mfu:.1%}" if time.mfu else ""
+    memory = f"; {gib(one.needed)}" + (f" of {gib(limit)}" if limit else "")
+    yield f"{number:>2}  {time.tokens_per_second:,.0f} tokens/s{mfu}{memory} at twice the even load"
+    yield f"{one.mesh.describe('default')}; experts {one.mesh.describe('moe')}"
+    stages = f", {parallel.stages_per_rank} stages a rank" if parallel.stages_per_rank > 1 else ""
+    schedule = f"{parallel.schedule}{stages}; " if one.mesh.pp > 1 else ""
+    again = ", ".join(recomputed_names(parallel)) or "nothing"
+    policy = "" if one.mesh.pp > 1 else f"; reshard every {parallel.reshard}"
+    yield f"{schedule}micro-batch {one.config.train.micro_batch_size}; recompute {again}{policy}"
+    yield ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in _parts(time))
+
+
+def _parts(time: StepTime) -> list[tuple[str, float]]:
+    """(name, seconds) of what a step is spent on, what matters alone."""
+    parts = [("compute", time.compute), *time.communication.items(), ("bubble", time.bubble), ("other", time.other)]
+    return [(name, seconds) for name, seconds in parts if seconds > SEEN * time.seconds]
+
+
+def why_slower(best: Candidate, other: Candidate) -> str:
+    """``is 3.1% slower: ep +0.81 s, bubble +0.30 s, compute -0.12 s``."""
+    if best.speed == other.speed:
+        return "is as fast: the plan cannot tell them apart"
+    mine, theirs = ({**dict.fromkeys(_names(best, other), 0.0), **dict(_parts(one.time))} for one in (best, other))
+    more = sorted(((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0]))
+    said = ", ".join(f"{name} {seconds:+.2f} s" for seconds, name in more[:3] if abs(seconds) >= 0.005)
+    return f"is {1 - other.speed / best.speed:.1%} slower{f': {said}' if said else ''}"
+
+
+def _names(*candidates: Candidate) -> list[str]:
+    return list(dict.fromkeys(name for one in candidates for name, _ in _parts(one.time)))
+
+
+def _account(search: Search) -> Iterator[str]:
+    refused = ", ".join(f"{key} {count:,}" for key, count in search.refused.most_common())
+    yield f"{search.num_timed:,} candidates were timed" + (f"; refused by a rule: {refused}" if refused else "")
+    if search.too_large:
+        yield f"too large for the memory, the reserve included: {search.too_large:,}"
+    if search.bound:
+        yield f"what was not looked at cannot exceed {search.bound:,.0f} tokens/s"

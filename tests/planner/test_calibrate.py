@@ -1,0 +1,121 @@
+"""What becomes of measured speeds: a cluster file, and predictions on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from automoe import plan
+from automoe.config.batch import plan_batch
+from automoe.config.compose import compose_config
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.rules import DELAYS, SPEEDS, check_rows, number_rows
+from automoe.config.schema import ClusterConfig, Config, MeshConfig
+from automoe.config.shipped import load_file
+from automoe.config.validate import validate
+from automoe.errors import ConfigError
+from automoe.planner.calibrate import MOST_RANKS, Bench, _text, cluster_values, usual
+from automoe.planner.layer_time import Place, layer_time
+from automoe.planner.machine import Constants, Machine
+from automoe.planner.time import MEASURED_BAND, step_time
+
+ROOT = Path(__file__).parents[2]
+BENCH = Bench.of("cpu", 1)
+CURVE = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0]
+KNOWN = {"gemm": 0.8, "memory": 0.8, "grouped": 0.5, "attention": 0.6, "latency": 1e-3}
+LINK = 2e9
+
+
+def measured() -> tuple[dict[str, Any], list[list[dict[str, dict[int, float]]]]]:
+    """What a machine of ``KNOWN`` constants would be measured to do."""
+    cluster = ClusterConfig(
+        "", "cpu", peak_flops=1e11, memory_bandwidth=2e10, gemm_curve=CURVE, gemm_curve_from=4.0, constants=KNOWN
+    )
+    config = replace(usual(BENCH, 2), cluster=cluster)
+    mesh, n = resolve_mesh(MeshConfig(), 1), BENCH.expert
+    slow = Machine.of(config, Constants.load())
+    alone = replace(slow, memory=2e10, constants=replace(slow.constants, gemm=1.0))
+    passes = alone.pass_over(5 * 4 * 8 * n * n)
+    layer = layer_time(Place.of(config, mesh, slow, plan_batch(config, mesh), False, 0), 0, frozenset())
+    seen = {"gpu": "cpu", "peak": 1e11, "curve": CURVE, "memory": 2e10, "memory_bytes": 0, "step": 0.01}
+    seen |= {"attention": 0.6 * 1e11, "experts": alone.gemm(n, 2 * n, n, 8) + alone.gemm(n, n, n, 8) + passes}
+    seen |= {"host_layer": 0.002, "layer": 2 * 0.002 + sum(half.seconds for half in layer)}
+    links = []
+    for world in (2, 4):
+        one = {0: KNOWN["latency"], 1 << 22: KNOWN["latency"] + (1 << 22) * (1 - 1 / world) / LINK}
+        links.append([{kind: one for kind in ("gather", "reduce", "exchange")}] * world)
+    return seen, links
+
+
+def test_what_was_measured_is_what_the_model_then_takes() -> None:
+    values = cluster_values(BENCH, *measured(), "mine", 0)
+    found = values["constants"]
+    for name, value in (KNOWN | {"host_layer": 0.002, "step": 0.01, "overlap": 0.0, "on_node": 1.0}).items():
+        assert found[name] == pytest.approx(value, rel=0.01), name
+    assert values["intra_node_bandwidth"] == pytest.approx(LINK)
+    text = _text(values, BENCH, "cpu")
+    assert text.startswith("# Measured by automoe plan calibrate=true on 2") and "torch" in text and "1 thread" in text
+    read = yaml.safe_load(text)
+    assert read.keys() == values.keys() and ClusterConfig(**read).gemm_curve == CURVE
+    assert all(type(read[key]) is type(value) for key, value in values.items()), "as the schema has them"
+
+
+def calibrated(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "cluster").mkdir(exist_ok=True)
+    values = cluster_values(BENCH, *measured(), "mine", 0)
+    (tmp_path / "cluster" / "mine.yaml").write_text(_text(values | {"cores": 2}, BENCH, "cpu"))
+    return compose_config("config", ["cluster=mine", *overrides], str(tmp_path))
+
+
+def test_ranks_that_share_cores_are_not_faster_than_all_cores(tmp_path: Path) -> None:
+    config = calibrated(tmp_path)
+    time = step_time(config, validate(config, 4))
+    own = compose_config("config", ["cluster=mine", "cluster.cores=0"], str(tmp_path))
+    alone = step_time(own, validate(own, 4))
+    assert time.busy / 2 == pytest.approx(time.seconds) and alone.seconds < 0.7 * time.seconds and alone.busy == 0
+    parts = time.compute + sum(time.communication.values()) + time.bubble + time.other
+    assert parts == pytest.approx(time.seconds) and time.spread == MEASURED_BAND
+
+
+@pytest.mark.parametrize(("name", "factor"), [("latency", 3), ("host_layer", 3), ("gemm", 0.5), ("step", 9)])
+def test_constants_of_a_cluster_are_in_place_of_those_that_ship(tmp_path: Path, name: str, factor: float) -> None:
+    config = calibrated(tmp_path)
+    constants = config.cluster.constants
+    other = replace(config, cluster=replace(config.cluster, constants=constants | {name: factor * constants[name]}))
+    shape = validate(config, 4)
+    assert step_time(other, shape).busy > 1.03 * step_time(config, shape).busy
+
+
+def test_constants_that_may_be_given_are_those_that_there_are() -> None:
+    assert {*SPEEDS, *DELAYS} == {field.name for field in fields(Constants)}
+    for given, rule in (({"speed": 1.0}, "there are gemm, grouped"), ({"gemm": 0.0}, "gemm, grouped, attention")):
+        config = Config(cluster=ClusterConfig(constants=given))
+        with pytest.raises(ConfigError, match=rule):
+            check_rows(config, number_rows(config))
+
+
+def test_another_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "measured_cpu.yaml").write_text("mine")
+    assert plan.main(["calibrate=true", f"out={tmp_path}"]) == 2
+    assert "measured_cpu.yaml is there" in capsys.readouterr().err
+    assert plan.main(["calibrate=true", "world=4"]) == 2 and MOST_RANKS >= 2
+
+
+def test_measured_steps_are_in_the_order_in_which_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the meshes in the results, on the cluster file that was made for them, by the model as it is now."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench = load_file(ROOT / "benchmarks" / "plan_correlation.py")
+    result = json.loads((ROOT / "benchmarks" / "results" / "plan_correlation.json").read_text())
+    measured = {name: [[one] for one in mesh["rounds"]] for name, mesh in result["meshes"].items()}
+    assert measured.keys() == bench.CASES.keys() and len(measured) >= 12 and not result["commit"].endswith("+")
+    assert {validate(bench.config_of(name), None).world_size for name in measured} == {2, 4, 8}
+    found = bench.compare(measured, bench.predicted(result["cluster"]))
+    assert found["spearman"] >= 0.8 and found["of_those_in_order"] >= 0.9 * found["pairs_that_differ"]
+    speeds = [mesh["predicted"] / mesh["cpu_seconds"] for mesh in found["meshes"].values()]
+    assert all(abs(speed - 1) < MEASURED_BAND for speed in speeds), "within the band"

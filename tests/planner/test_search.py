@@ -1,0 +1,241 @@
+"""The search over meshes: what it enumerates, that its best is the best, and that its preset is what it found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automoe import plan
+from automoe.config.batch import plan_batch
+from automoe.config.compose import compose_config, list_options
+from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
+from automoe.config.schema import Config, MeshConfig
+from automoe.config.validate import mesh_rows, validate
+from automoe.errors import ConfigError
+from automoe.model.params import count_params
+from automoe.planner import search as search_module
+from automoe.planner.activations import UNEVEN, at_load
+from automoe.planner.memory import plan_memory
+from automoe.planner.reserve import needed
+from automoe.planner.search import LADDER, Search, mesh_shapes, search
+from automoe.planner.search_command import Question, _find, least_ranks
+from automoe.planner.time import step_time
+
+WORLD = 8
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    found = compose_config("config", ["cluster=h100_sxm", "launch.num_ranks=null", "train.global_batch_size=32"])
+    return replace(found, mesh=MeshConfig())
+
+
+def legal(config: Config, shape: MeshShape) -> bool:
+    on_mesh = replace(config, mesh=MeshConfig(**vars(shape)))
+    return not any(broken for _, broken, _, _ in mesh_rows(on_mesh, shape, "cpu"))
+
+
+def test_meshes_are_those_that_validation_takes(config: Config) -> None:
+    """Held against every product of the nine axes; replicas aside, and tp and etp within a node."""
+    plain = replace(config, parallel=replace(config.parallel, schedule="1F1B", stages_per_rank=1, recompute=[]))
+    axes = list(dict.fromkeys(DEFAULT_AXES + MOE_AXES))
+    expected = set()
+    for sizes in itertools.product(*([1] if axis.endswith("replicate") else [1, 2, 4, 8] for axis in axes)):
+        shape = MeshShape(**dict(zip(axes, sizes, strict=True)))
+        if {prod(shape.sizes("default")), prod(shape.sizes("moe"))} != {WORLD}:
+            continue
+        mesh = MeshConfig(**vars(shape))
+        try:
+            shape = validate(replace(plain, mesh=mesh, launch=replace(plain.launch, num_ranks=None)), WORLD, "cpu")
+        except ConfigError:
+            continue
+        expected.add(shape)
+    assert {shape for shape in mesh_shapes(plain, WORLD) if legal(plain, shape)} == expected
+    assert len(expected) > 40
+
+
+def test_axes_that_are_typed_stay(config: Config) -> None:
+    fixed = replace(config, mesh=replace(config.mesh, tp=2, ep=4, dp_replicate=2))
+    shapes = list(mesh_shapes(fixed, WORLD, ["mesh.tp", "mesh.ep", "mesh.dp_replicate"]))
+    assert shapes and all((one.tp, one.ep, one.dp_replicate) == (2, 4, 2) for one in shapes)
+    assert all(one.world_size == WORLD for one in shapes)
+
+
+def test_the_best_is_the_best_of_all(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every legal candidate with every rung of recomputation, timed and planned one by one, under a tight limit."""
+    monkeypatch.setattr(search_module, "ROWS", (1, 2))
+    monkeypatch.setattr(search_module, "STRIDE", 1)
+    peaks = []
+    for limit in (0.0, None):
+        if limit is None:
+            limit = sorted(peaks)[len(peaks) // 3]
+        limited = replace(config, cluster=replace(config.cluster, memory_bytes=limit))
+        best = 0.0
+        for shape in mesh_shapes(limited, 4):
+            on_mesh = replace(limited, mesh=MeshConfig(**vars(shape)))
+            for one in search_module._ways(on_mesh, shape, ()):
+                if any(broken for _, broken, _, _ in mesh_rows(one, shape, "cpu")):
+                    continue
+                for names in search_module.ladder(one, ()):
+                    run = replace(one, parallel=replace(one.parallel, recompute=names))
+                    load = at_load(plan_batch(run, shape), UNEVEN, run, shape)
+                    peaks.append(needed(run, shape, plan_memory(run, shape, load)))
+                    if not limit or peaks[-1] <= limit:
+                        best = max(best, step_time(run, shape).tokens_per_second)
+        found = search(limited, 4, "cpu", processes=1)
+        assert found.found[0].speed == pytest.approx(best, rel=1e-12)
+        assert all(one.speed >= two.speed for one, two in itertools.pairwise(found.found))
+        assert len({one.mesh for one in found.found}) == len(found.found)
+    assert found.too_large > 0
+
+
+def test_the_ladder_only_takes_time(config: Config) -> None:
+    """On which the order of the search stands."""
+    shape = next(iter(mesh_shapes(config, 1)))
+    for names in search_module.ladder(config, ()):
+        again = replace(config, parallel=replace(config.parallel, recompute=names))
+        none = replace(config, parallel=replace(config.parallel, recompute=[]))
+        assert step_time(again, shape).seconds >= (1 - 1e-12) * step_time(none, shape).seconds
+    assert set(LADDER) >= {name for names in search_module.ladder(config, ()) for name in names if len(name) > 4}
+
+
+def test_the_preset_is_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name", "qwen3_30b_a3b", "train.micro_batch_size=2", "parallel.recompute=full", "mesh.tp=1"]
+    words += ["mesh.cp=1", "mesh.etp=1", "mesh.pp=2"]
+    assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    command = re.search(r"automoe train (.*)", printed)
+    assert command is not None
+    typed = command[1].split()
+    composed = compose_config("qwen3_30b_a3b", [word for word in typed[4:]], str(tmp_path))
+    shape = validate(composed, 16, "cuda")
+    assert (shape.world_size, shape.pp, composed.parallel.recompute, composed.train.micro_batch_size) == (
+        *(16, 2, "full", 2),
+    )
+    speed = step_time(composed, shape).tokens_per_second
+    assert f" 1  {speed:,.0f} tokens/s" in printed
+    assert max(map(len, printed.splitlines()[:-1])) <= 100
+    # The same again is no other file; another one is not overwritten.
+    assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 0
+    (file,) = (tmp_path / "mesh").iterdir()
+    file.write_text("mesh: {}\n")
+    assert plan.main([*words, "search=true", "world=16", f"out={tmp_path}"]) == 2
+    assert file.read_text() == "mesh: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["search=true"], "Add world=1024"),
+        (["search=fewest_gpus", "world=8"], "Leave world= out"),
+        (["search=best", "world=8"], "there are true, fewest_gpus, longest_context, largest_batch"),
+        (["search=true", "world=0"], "a number of ranks"),
+        (["world=8"], "Add search=true"),
+        (["search=true", "world=8", "mesh=ep2"], "Leave mesh= out"),
+        (
+            ["search=true", "world=8", "optim.moments=bfloat16", "train.dtype=float32"],
+            "Set train.dtype=bfloat16, or optim.moments=float32",
+        ),
+    ],
+)
+def test_questions_that_cannot_be_asked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name", "mixtral_8x22b", "search=true", "world=2", f"out={tmp_path}"]
+    assert plan.main(words) == 1
+    printed = capsys.readouterr().out
+    assert "nothing fits" in printed
+    assert printed.count("candidates were timed") == 1
+    assert plan.main([*words, "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"found": []}
+    assert "nothing fits" in printed.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name", "qwen3_30b_a3b", "mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=8", "mesh.etp=1"]
+    words += ["parallel.recompute=full", "parallel.reshard=micro_batch"]
+    assert plan.main([*words, "search=largest_batch", "world=16", f"out={tmp_path}"]) == 0
+    command = re.search(r"automoe train (.*)", capsys.readouterr().out)
+    assert command is not None
+    composed = compose_config("qwen3_30b_a3b", command[1].split()[4:], str(tmp_path))
+    size = composed.train.micro_batch_size
+    assert size > 1
+    for factor in (1, 2):
+        train = replace(composed.train, micro_batch_size=factor * size)
+        larger = replace(composed, train=train)
+        shape = validate(larger, 16, "cuda")
+        ranks = plan_memory(larger, shape, at_load(plan_batch(larger, shape), UNEVEN, larger, shape))
+        assert (needed(larger, shape, ranks) <= (larger.cluster.memory_bytes or 0)) == (factor == 1)
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to("gone")
+    for words in (["search=true", "world=1"], ["calibrate=true"]):
+        for place in ("file", "nowhere"):
+            assert plan.main([*words, f"out={tmp_path / place}"]) == 2
+            told = capsys.readouterr()
+            assert f"{place} is no directory" in " ".join(told.err.split()) and not told.out
+
+
+def test_where_no_mesh_passes_the_rules_that_are_broken_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config-name", "mixtral_8x22b", "search=true", "world=7", "mesh.tp=7", f"out={tmp_path}"]
+    assert plan.main(words) == 1 and not any(tmp_path.iterdir())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "each mesh of these ranks breaks a rule" in said and "0 candidates were timed; refused by a rule:" in said
+    assert "model.num_experts" in said
+
+
+def test_every_configuration_takes_a_mesh_that_was_found(tmp_path: Path) -> None:
+    """Also those that set sizes of a mesh themselves: what is named wins over them."""
+    for name in [name for name in list_options() if name.endswith(("_sft", "_8b", "_20b", "_80b_a3b"))]:
+        sizes = {axis: 2 + number for number, axis in enumerate(search_module.AXES)}
+        preset = tmp_path / "mesh" / "found.yaml"
+        preset.parent.mkdir(exist_ok=True)
+        preset.write_text(json.dumps(sizes))
+        mesh = compose_config(name, ["mesh=found"], str(tmp_path)).mesh
+        assert {axis: getattr(mesh, axis) for axis in sizes} == sizes, name
+
+
+def test_the_preset_of_a_configuration_with_a_mesh_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``llama3_8b`` and the recipes set sizes; those that the search does not want are set back to 1."""
+    words = ["--config-name", "qwen3_30b_a3b_sft", "lora.rank=16", "optim.master_weights=float32"]
+    words.append("optim.moments=float32")
+    assert plan.main([*words, "search=true", "world=1", f"out={tmp_path}"]) == 0
+    command = re.search(r"automoe train (.*)", capsys.readouterr().out)
+    assert command is not None
+    composed = compose_config("qwen3_30b_a3b_sft", command[1].split()[4:], str(tmp_path))
+    assert validate(composed, 1, "cuda").world_size == 1
+
+
+def test_ranks_that_weights_and_moments_fill_are_not_looked_at() -> None:
+    config, seen = compose_config("dsv3_671b"), list[int]()
+
+    def look(one: Config, world: int) -> Search:
+        seen.append(world)
+        found: list[Any] = [one] * (world >= 256)
+        return Search(world, found=found)
+
+    _find(Question("fewest_gpus", None, None), config, look)
+    assert seen == [128, 256]
+    state = 12 * count_params(config.model).total
+    assert least_ranks(config) == pytest.approx(state / config.cluster.memory_bytes, rel=1e-3)
+    assert 64 < least_ranks(config) < 128 and least_ranks(compose_config("config")) == 1
