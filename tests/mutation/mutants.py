@@ -508,7 +508,7 @@ _FOLDERS = {
     "automoe/quantize": _QUANTIZE,
 }
 MUTANTS = [
-    Mutant(file if "/" in file else f"{folder}/{file}", *rest)
+    Mutant(file if file.startswith("automoe/") else f"{folder}/{file}", *rest)
     for folder, rows in _FOLDERS.items()
     for file, *rest in rows
 ]
