@@ -23,8 +23,8 @@ PROFILE_DIR = "profile"
 def profile_steps(config: Config, run_dir: str | os.PathLike[str], rank: int) -> Iterator[None]:
     """Profile the steps of ``observe.profile_steps`` that run meanwhile, on this rank.
 
-    Steps are phases (``automoe.storage.trace``) named ``step``. Their numbers are the run's own, so a resumed run profiles
-    the part of the window that it runs; a run that dies inside the window still writes what it has.
+    Steps are phases (``automoe.storage.trace``) named ``step``. Their numbers are the run's own, so a resumed run
+    profiles the part of the window that it runs; a run that dies inside the window still writes what it has.
     """
     window = parse_profile_steps(config.observe.profile_steps)
     if window is None:
