@@ -2,10 +2,10 @@
 
 ``metrics.jsonl`` holds one object a line. Its last key is a seal (``automoe.storage.sealed``): a line that was
 damaged is known as such whatever it still says; it is left out and the others stay.
-Numbers are JSON numbers, except that NaN and infinities, which JSON does not have, are the strings "NaN", "Infinity"
-and "-Infinity" (``float()`` reads all three, so ``float(record["loss"])`` is right for every line). ``null`` means not known, e.g. the MFU on hardware whose peak is
-unknown. Nothing here imports torch.
-"""
+Numbers are JSON numbers, except that NaN and infinities, which JSON does not have, are the strings
+"NaN", "Infinity" and "-Infinity" (``float()`` reads all three, so ``float(record["loss"])`` is
+right for every line). ``null`` means not known, e.g. the MFU on hardware whose peak is unknown.
+Nothing here imports torch."""
 
 from __future__ import annotations
 
