@@ -98,7 +98,7 @@ def jsonable(value: Any) -> Any:
     if hasattr(value, "tolist"):  # a numpy array or scalar, or a torch tensor
         return jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     return value
 
 

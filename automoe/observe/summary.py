@@ -173,7 +173,8 @@ def duration(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
+    digits = 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
+    return f"{value:.{digits}f}"
 
 
 def _product(mesh: MeshShape, view: str) -> str:

@@ -181,7 +181,8 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     by_math = load.scores and not again
     # Torch keeps one a layer, in the dtype of heads. C reads that of all layers; with sinks a copy with one more key.
-    mask_bytes = mask_numbers * ((1 if attention.sinks else 0) if load.in_c else size)
+    mask_size = int(attention.sinks) if load.in_c else size
+    mask_bytes = mask_numbers * mask_size
     kept = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes  # log-sum-exp, mask
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)

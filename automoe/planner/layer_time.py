@@ -261,7 +261,8 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         # without one a kernel skips half.
         gathered = mesh.cp > 1 and config.parallel.context == "gather"
         masked = config.data.document_mask or gathered or window > 0
-        seen = mean_keys(seq, mesh.cp if gathered else 1, window) if masked else seq / 2
+        sharing = mesh.cp if gathered else 1
+        seen = mean_keys(seq, sharing, window) if masked else seq / 2
         flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
         seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen if masked else 0.0)
     forward.add("core_attn", seconds)

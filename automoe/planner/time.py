@@ -117,38 +117,67 @@ def step_time(
     machine = Machine.of(config, constants or Constants.load())
     place = Place.of(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place, num_mtp)
-    times = [stage.times for stage in stages]
     count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
-    ranks = [[i for i in range(len(stages)) if rank_of(i, schedule, pp) == rank] for rank in range(pp)]
-    busy = [count * sum(times[i].forward + times[i].backward for i in held) for held in ranks]
-    rank = busy.index(max(busy))
-    border, still, end, by_rank = _border(place), busy[rank], busy[rank], tuple(busy)
+    held: list[list[_Stage]] = [[] for _ in range(pp)]  # of each pipeline rank
+    for index, stage in enumerate(stages):
+        held[rank_of(index, schedule, pp)].append(stage)
+    busy = [count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held]
+    longest = max(busy)
+    mine, border = held[busy.index(longest)], _border(place)
+
+    # The pipeline: what the busiest rank waits for others, and for activations on their way.
+    without_border = with_border = longest
     if bubble and (pp > 1 or overlap):
-        still = busy[rank] * stretch(schedule, times, pp, count, 0.0, overlap)
-        end = max(still, busy[rank] * stretch(schedule, times, pp, count, border.seconds, overlap))
-    mine = [stages[i] for i in ranks[rank]]
+        times = [stage.times for stage in stages]
+        without_border = longest * stretch(schedule, times, pp, count, 0.0, overlap)
+        with_border = longest * stretch(schedule, times, pp, count, border.seconds, overlap)
+        with_border = max(without_border, with_border)
     communication, traffic, off_node = _by_axis(mine, count, border)
-    if overlap and still < busy[rank]:  # what pairs hide is less of the all-to-alls that are seen
-        communication["ep"] -= busy[rank] - still
-        busy[rank] = still
-    communication["pp"] = end - still
+    by_rank = tuple(busy)
+    if overlap and without_border < longest:  # pairs of micro-batches hide a part of the all-to-alls
+        communication["ep"] -= longest - without_border
+        longest = without_border
+    communication["pp"] = with_border - without_border
+    waits = without_border - longest
+
     compute = count * sum(half.compute for stage in mine for half in (stage.forward, stage.backward))
-    other = count * sum(sum(stage.idle_host) for stage in mine) + _optimizer(place, mine) + machine.constants.step
-    work = _work(place, [[stages[i] for i in held] for held in ranks], count, border) if config.cluster.cores else 0.0
-    waits, seconds = still - busy[rank], compute + sum(communication.values()) + other + still - busy[rank]
-    if config.cluster.cores:  # a rank that waits leaves its core to others, but there are no more than so many
+    idle = count * sum(sum(stage.idle_host) for stage in mine)
+    other = idle + _optimizer(place, mine) + machine.constants.step
+    seconds = compute + sum(communication.values()) + other + without_border - longest
+    work = 0.0
+    if config.cluster.cores:  # a rank that waits leaves its core to others, but there are only so many cores
+        work = _work(place, held, count, border)
         cores = config.cluster.cores * -(-mesh.world_size // config.cluster.gpus_per_node)
-        waits += max(0.0, work / cores - seconds)
-        seconds += waits - (still - busy[rank])
+        shared = waits + max(0.0, work / cores - seconds)
+        seconds += shared - waits
+        waits = shared
     speed = batch.tokens_per_step / seconds
     mfu: tuple[float | None, float | None] = (None, None)
     if config.cluster.peak_flops:
         flops = _flops(place.key, config.train.seq_len, config)
         mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
-    spread = MEASURED_BAND if config.cluster.constants else BAND if machine.calibrated else UNCALIBRATED_BAND
     return StepTime(
-        compute, communication, waits, other, traffic, off_node, speed, *mfu, machine.calibrated, spread, work, by_rank
+        compute=compute,
+        communication=communication,
+        bubble=waits,
+        other=other,
+        traffic=traffic,
+        off_node=off_node,
+        tokens_per_second=speed,
+        mfu=mfu[0],
+        mfu_full_attention=mfu[1],
+        calibrated=machine.calibrated,
+        spread=_spread(config, machine),
+        busy=work,
+        by_rank=by_rank,
     )
+
+
+def _spread(config: Config, machine: Machine) -> float:
+    """Return how far a prediction may be off either way, as a share."""
+    if config.cluster.constants:
+        return MEASURED_BAND
+    return BAND if machine.calibrated else UNCALIBRATED_BAND
 
 
 def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> float:

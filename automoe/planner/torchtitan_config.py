@@ -8,7 +8,7 @@ refused where other ranks or another model would come of it, and named at the to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pprint import pformat
@@ -174,10 +174,17 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             start=f"\n            initial_load_path={str(start)!r},\n            initial_load_in_hf=True,"
             if start
             else "",
-            again="None" if not names else "FullAC.Config()" if FULL in names else "SelectiveAC.Config()",
+            again=_recompute(names),
             balanced=config.moe.gate == "balanced",
         )
     )
+
+
+def _recompute(names: Sequence[str]) -> str:
+    """torchtitan's activation checkpointing for the modules ``names``, as Python."""
+    if not names:
+        return "None"
+    return "FullAC.Config()" if FULL in names else "SelectiveAC.Config()"
 
 
 def _folder(model: ModelConfig) -> Path | None:
