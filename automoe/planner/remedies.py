@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
-from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import MeshShape, largest_divisor
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
-from automoe.planner.activations import UNEVEN, at_load
-from automoe.planner.memory import plan_memory
-from automoe.planner.reserve import needed
-from automoe.planner.search import AXES, ladder
-from automoe.planner.time import step_time
+from automoe.planner.candidate import Candidate, first_that_fits, ladder
+from automoe.planner.search import AXES
 
 TOGETHER = 2  # axes that are doubled at once
 STAGES = (1, 2, 4)  # of a rank
@@ -39,86 +35,67 @@ class Remedy:
         return f"{' '.join(self.changes)} ({gib(self.needed)}, {self.tokens_per_second:,.0f} tokens/s, {pace})"
 
 
-@dataclass(frozen=True)
-class _Changed:
-    config: Config
-    mesh: MeshShape
-
-    def needed(self) -> float:
-        batch = at_load(plan_batch(self.config, self.mesh), UNEVEN, self.config, self.mesh)
-        return needed(self.config, self.mesh, plan_memory(self.config, self.mesh, batch))
-
-    def speed(self, bubble: bool = True) -> float:
-        return step_time(self.config, self.mesh, bubble=bubble).tokens_per_second
-
-    def with_recompute(self, names: list[str] | str) -> _Changed:
-        parallel = replace(self.config.parallel, recompute=names, recompute_layers=None)
-        return replace(self, config=replace(self.config, parallel=parallel))
-
-    @property
-    def legal(self) -> bool:
-        return not any(broken for _, broken, _, _ in mesh_rows(self.config, self.mesh, "auto"))
-
-
 def remedies(config: Config, mesh: MeshShape, speed: float) -> tuple[list[Remedy], Remedy | None]:
     """Single changes that need less, the fastest first; the fastest combination that fits, None where none does.
 
     Args:
         speed: tokens/s of ``config`` as it is.
     """
-    now = _Changed(config, mesh)
-    before = now.needed()
+    now = Candidate(config, mesh)
 
-    def told(one: _Changed) -> Remedy:
-        tokens = one.speed()
-        return Remedy(_overrides(now, one), one.needed(), tokens, 1 - tokens / speed)
+    def remedy(one: Candidate) -> Remedy:
+        return Remedy(_overrides(now, one), one.needed, one.speed, 1 - one.speed / speed)
 
     near = [*_axes(now, 1), *(one for way in _WAYS[1:] for one in way(now))]
-    alone = [one for one in near if one.legal]
-    alone += [now.with_recompute(names) for names in (*_more(config), *_without_moe(config))]
-    singles = [found for found in map(told, alone) if found.needed < before]
+    alone = [one for one in near if _legal(one)]
+    alone += [_recomputing(now, names) for names in (*ladder(config), *_without_moe(config))]
+    singles = [remedy(one) for one in alone if one.needed < now.needed]
     singles.sort(key=lambda one: -one.tokens_per_second)
     best = _fastest(now)
-    return singles, told(best) if best else None
+    return singles, remedy(best) if best else None
 
 
-def _fastest(now: _Changed) -> _Changed | None:
+def _legal(one: Candidate) -> bool:
+    return not any(broken for _, broken, _, _ in mesh_rows(one.config, one.mesh, "auto"))
+
+
+def _recomputing(one: Candidate, names: list[str] | str) -> Candidate:
+    """``one`` with the modules ``names`` run again in every layer."""
+    parallel = replace(one.config.parallel, recompute_layers=None)
+    return replace(one, config=replace(one.config, parallel=parallel)).with_recompute(names)
+
+
+def _fastest(now: Candidate) -> Candidate | None:
     """Of all combinations that fit, each with the least recomputation, the one with the most tokens/s by the plan."""
-    limit = now.config.cluster.memory_bytes
+    rungs = ladder(now.config)
     made = [now]
     for way in _WAYS:
         made += [two for one in made for two in way(one)]
-    bounds = [(one.with_recompute(_more(now.config)[0]).speed(bubble=False), one) for one in made if one.legal]
+    lightest = [_recomputing(one, rungs[0]) for one in made if _legal(one)]
     best, most = None, 0.0
-    for bound, one in sorted(bounds, key=lambda pair: -pair[0]):
-        if bound <= most:
+    for one in sorted(lightest, key=lambda one: -one.bound):
+        if one.bound <= most:
             break
-        rungs = [one.with_recompute(names) for names in _more(now.config)]
-        if rungs[-1].needed() > limit:
+        candidates = [one.with_recompute(names) for names in rungs]
+        index = first_that_fits(candidates)
+        if index is None:
             continue
-        low, high = 0, len(rungs) - 1  # the least that fits is in low..high
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if rungs[middle].needed() <= limit else (middle + 1, high)
-        found = [rungs[low], *(one.with_recompute(names) for names in _without_moe(now.config))]
-        for each in found[: 1 + (low > len(rungs) - 4)]:
-            if (speed := each.speed()) > most and each.needed() <= limit:
-                best, most = each, speed
+        found = [candidates[index]]
+        if index > len(rungs) - 4:
+            found += [one.with_recompute(names) for names in _without_moe(now.config)]
+        for each in found:
+            if each.speed > most and each.fits:
+                best, most = each, each.speed
     return best
-
-
-def _more(config: Config) -> list[list[str] | str]:
-    """What may run again, from nothing to everything."""
-    return ladder(config, ())
 
 
 def _without_moe(config: Config) -> list[list[str] | str]:
     """All names but ``moe``, which costs a dispatch more: where attention's memory alone is too much."""
-    *_, names, _ = _more(config)
+    *_, names, _ = ladder(config)
     return [[name for name in names if name != "moe"]] if "moe" in names else []
 
 
-def _axes(one: _Changed, together: int = TOGETHER) -> Iterator[_Changed]:
+def _axes(one: Candidate, together: int = TOGETHER) -> Iterator[Candidate]:
     """Up to ``together`` axes that cut a rank's tensors or layers, doubled."""
     for count in range(1, together + 1):
         for axes in combinations(_TAKEN_FROM, count):
@@ -129,10 +106,10 @@ def _axes(one: _Changed, together: int = TOGETHER) -> Iterator[_Changed]:
                     sizes[other] = sizes[other] // 2 if sizes[other] % 2 == 0 else 0
             if all(sizes.values()) and sizes["tp"] <= one.config.cluster.gpus_per_node:
                 shape = MeshShape(**sizes)
-                yield _Changed(replace(one.config, mesh=MeshConfig(**vars(shape))), shape)
+                yield Candidate(replace(one.config, mesh=MeshConfig(**vars(shape))), shape)
 
 
-def _rows(one: _Changed) -> Iterator[_Changed]:
+def _rows(one: Candidate) -> Iterator[Candidate]:
     """Smaller micro-batches: the next divisor, and one row."""
     train = one.config.train
     if train.micro_batch_size > 1:
@@ -140,14 +117,14 @@ def _rows(one: _Changed) -> Iterator[_Changed]:
             yield replace(one, config=replace(one.config, train=replace(train, micro_batch_size=rows)))
 
 
-def _policies(one: _Changed) -> Iterator[_Changed]:
+def _policies(one: Candidate) -> Iterator[Candidate]:
     parallel = one.config.parallel
     if one.mesh.pp == 1 and "step" in (parallel.reshard, parallel.grad_sync):
         freed = replace(parallel, reshard="micro_batch", grad_sync="micro_batch")
         yield replace(one, config=replace(one.config, parallel=freed))
 
 
-def _stages(one: _Changed) -> Iterator[_Changed]:
+def _stages(one: Candidate) -> Iterator[Candidate]:
     parallel = one.config.parallel
     for count in STAGES if one.mesh.pp > 1 and parallel.layers_per_stage is None else ():
         if count != parallel.stages_per_rank and count * one.mesh.pp <= one.config.model.num_layers:
@@ -156,10 +133,10 @@ def _stages(one: _Changed) -> Iterator[_Changed]:
             yield replace(one, config=replace(one.config, parallel=changed))
 
 
-_WAYS: tuple[Callable[[_Changed], Iterator[_Changed]], ...] = (_axes, _rows, _policies, _stages)
+_WAYS: tuple[Callable[[Candidate], Iterator[Candidate]], ...] = (_axes, _rows, _policies, _stages)
 
 
-def _overrides(now: _Changed, one: _Changed) -> list[str]:
+def _overrides(now: Candidate, one: Candidate) -> list[str]:
     """What to type for ``one`` behind what gave ``now``."""
     changed = [(f"mesh.{axis}", getattr(now.mesh, axis), getattr(one.mesh, axis)) for axis in AXES]
     for section in ("parallel", "train"):

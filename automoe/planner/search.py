@@ -16,44 +16,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from math import inf
 from typing import Any
 
-from automoe.config.batch import plan_batch
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
-from automoe.config.recompute import FULL, recompute_rows
 from automoe.config.schema import Config, MeshConfig
 from automoe.config.validate import mesh_rows
 from automoe.model.params import ParamCount, count_params
-from automoe.planner.activations import UNEVEN, at_load
-from automoe.planner.memory import plan_memory
-from automoe.planner.reserve import needed
+from automoe.planner.candidate import RECOMPUTE_KEYS, Candidate, first_that_fits, ladder
 from automoe.planner.step_memory import DTYPE_BYTES
-from automoe.planner.time import StepTime, step_time
 
 TOP = 10  # candidates that are told
 ROWS, STAGES = (1, 2, 4, 8), (2, 4, 8)  # of a micro-batch; of a rank
-# What runs again, from what costs least for the memory that it frees; each rung has those before it.
-LADDER = ("layernorm", "mla_up_proj", "shared_experts", "mlp", "moe", "core_attn")
-_RECOMPUTE = {"parallel.recompute", "parallel.recompute_layers"}  # typed, they stay as they are
 CHUNK, STRIDE = 128, 64  # meshes that a process takes at once; candidates between looks at the best
 PATIENCE = 512  # candidates in a row that are not among the best, before the rest is left
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration with its mesh; ``time`` is that of the least recomputation that fits, where that is known."""
-
-    config: Config
-    mesh: MeshShape
-    time: StepTime
-    peak: float = inf  # bytes, of the rank that needs most; inf: not looked at
-    uneven_peak: float = inf  # where experts get twice their even share
-    needed: float = inf  # with the reserve
-
-    @property
-    def speed(self) -> float:
-        return self.time.tokens_per_second
 
 
 @dataclass
@@ -101,9 +76,8 @@ def search(
             result.too_large += too_large
             tell("timed", min(done * CHUNK, len(shapes)), len(shapes))
         result.num_timed = len(timed)
-        timed.sort(key=lambda one: -one.speed)
+        timed.sort(key=lambda one: -one.bound)
         _look(result, timed, lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some), tell)
-        result.found = [*each(_with_even_peak, result.found)]
     return result
 
 
@@ -118,13 +92,13 @@ def _look(
     for start in range(0, len(timed), STRIDE):
         some = timed[start : start + STRIDE]
         floor = result.found[-1].speed if len(result.found) == TOP else 0.0
-        if some[0].speed < floor or since >= PATIENCE:
-            result.bound = some[0].speed
+        if some[0].bound < floor or since >= PATIENCE:
+            result.bound = some[0].bound
             break
         for one in fitting(some, floor):
             if one is None:
                 continue
-            if fits(one):
+            if one.fits:
                 best[one.mesh] = max(one, best.get(one.mesh, one), key=lambda other: other.speed)
                 continue
             result.too_large += 1
@@ -133,12 +107,6 @@ def _look(
         result.found = sorted(best.values(), key=lambda one: -one.speed)[:TOP]
         since = 0 if floor == 0.0 or result.found[-1].speed > floor else since + STRIDE
         tell("fitted", start + len(some), len(timed))
-
-
-def fits(candidate: Candidate) -> bool:
-    """Whether peak and reserve fit at twice the even load, which needs most."""
-    limit = candidate.config.cluster.memory_bytes
-    return not limit or candidate.needed <= limit
 
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
@@ -195,8 +163,9 @@ def _timed(
             if broken is not None:
                 refused[broken] += 1
                 continue
-            one = replace(one, parallel=replace(one.parallel, recompute=lightest))
-            timed.append(Candidate(one, shape, step_time(one, shape, bubble=False)))
+            candidate = Candidate(one, shape).with_recompute(lightest)
+            assert candidate.bound  # computed here, in a process of the pool
+            timed.append(candidate)
     return timed, refused, too_large
 
 
@@ -222,7 +191,7 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         policies = [{}]
     elif shape.pp == 1:
         policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
-    nothing: dict[str, Any] = {} if _RECOMPUTE & set(fixed) else {"recompute": [], "recompute_layers": None}
+    nothing: dict[str, Any] = {} if RECOMPUTE_KEYS & set(fixed) else {"recompute": [], "recompute_layers": None}
     for size in micro:
         for run in runs:
             for policy in policies:
@@ -231,19 +200,6 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
                     train=replace(train, micro_batch_size=size),
                     parallel=replace(parallel, **run, **policy, **nothing),
                 )
-
-
-def ladder(config: Config, fixed: Sequence[str]) -> list[list[str] | str]:
-    """What may run again, from nothing to everything; each rung frees more, and takes more time."""
-    if _RECOMPUTE & set(fixed):
-        return [config.parallel.recompute]
-
-    def legal(names: list[str]) -> bool:
-        parallel = replace(config.parallel, recompute=names, recompute_layers=None)
-        return not any(broken for _, broken, _, _ in recompute_rows(replace(config, parallel=parallel)))
-
-    names = [name for name in LADDER if legal([name])]
-    return [*(names[:count] for count in range(len(names) + 1)), FULL]
 
 
 def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
@@ -258,41 +214,22 @@ def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
 
 
 def _fitting(candidate: Candidate, fixed: Sequence[str], floor: float) -> Candidate | None:
-    """``candidate`` with the least recomputation that fits; None if that makes it slower than ``floor``, in tokens/s.
+    """Return ``candidate`` with the least recomputation that fits, or None if that is slower than ``floor`` tokens/s.
 
-    Where nothing fits it has the most that is faster than that, and its peak says so.
+    If not even full recomputation fits, return it with that.
     """
-    shape, rungs = candidate.mesh, list[Candidate]()
-    for names in ladder(candidate.config, fixed):
-        config = replace(candidate.config, parallel=replace(candidate.config.parallel, recompute=names))
-        rungs.append(Candidate(config, shape, step_time(config, shape)))
-        if rungs[-1].speed < floor:
-            del rungs[-1]
+    names = ladder(candidate.config, fixed)
+    rungs = []
+    for rung in map(candidate.with_recompute, names):
+        if rung.speed < floor:
             break
+        rungs.append(rung)
     if not rungs:
         return None
-    low, high = 0, len(rungs) - 1  # the answer is in low..high
-    found = rungs[high] = _with_need(rungs[high])
-    if not fits(found):
-        return found if high + 1 == len(ladder(candidate.config, fixed)) else None
-    while low < high:
-        middle = (low + high) // 2
-        if fits(one := _with_need(rungs[middle])):
-            found, high = one, middle
-        else:
-            low = middle + 1
-    return found
-
-
-def _with_need(candidate: Candidate) -> Candidate:
-    config, shape = candidate.config, candidate.mesh
-    uneven = plan_memory(config, shape, at_load(plan_batch(config, shape), UNEVEN, config, shape))
-    return replace(candidate, uneven_peak=max(rank.peak for rank in uneven), needed=needed(config, shape, uneven))
-
-
-def _with_even_peak(candidate: Candidate) -> Candidate:
-    config, shape = candidate.config, candidate.mesh
-    return replace(candidate, peak=max(rank.peak for rank in plan_memory(config, shape, plan_batch(config, shape))))
+    index = first_that_fits(rungs)
+    if index is not None:
+        return rungs[index]
+    return rungs[-1] if len(rungs) == len(names) else None
 
 
 AXES = tuple(dict.fromkeys(DEFAULT_AXES + MOE_AXES))

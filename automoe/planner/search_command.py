@@ -19,9 +19,10 @@ from automoe.config.validate import check_writable, settings_rows
 from automoe.errors import ConfigError
 from automoe.launch.hardware import resolve_device
 from automoe.launch.prepare import compose
+from automoe.planner.candidate import Candidate
 from automoe.planner.memory import plan_memory
 from automoe.planner.plan import missing_speeds
-from automoe.planner.search import Candidate, Search, overrides_of, search
+from automoe.planner.search import Search, overrides_of, search
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
 GROWN = {"longest_context": "seq_len", "largest_batch": "micro_batch_size"}  # of ``train``, by the question

@@ -118,9 +118,7 @@ def step_time(
     place = Place.of(config, mesh, machine, batch, fused, gradient_bytes)
     stages = _stages(place, num_mtp)
     count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
-    held: list[list[_Stage]] = [[] for _ in range(pp)]  # of each pipeline rank
-    for index, stage in enumerate(stages):
-        held[rank_of(index, schedule, pp)].append(stage)
+    held = _stages_by_rank(stages, schedule, pp)
     busy = [count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held]
     longest = max(busy)
     mine, border = held[busy.index(longest)], _border(place)
@@ -152,10 +150,7 @@ def step_time(
         seconds += shared - waits
         waits = shared
     speed = batch.tokens_per_step / seconds
-    mfu: tuple[float | None, float | None] = (None, None)
-    if config.cluster.peak_flops:
-        flops = _flops(place.key, config.train.seq_len, config)
-        mfu = flops.mfu(speed, config.cluster.peak_flops * mesh.world_size)
+    mfu, mfu_full_attention = _mfu(place, speed)
     return StepTime(
         compute=compute,
         communication=communication,
@@ -164,13 +159,29 @@ def step_time(
         traffic=traffic,
         off_node=off_node,
         tokens_per_second=speed,
-        mfu=mfu[0],
-        mfu_full_attention=mfu[1],
+        mfu=mfu,
+        mfu_full_attention=mfu_full_attention,
         calibrated=machine.calibrated,
         spread=_spread(config, machine),
         busy=work,
         by_rank=by_rank,
     )
+
+
+def _stages_by_rank(stages: list[_Stage], schedule: str, pp: int) -> list[list[_Stage]]:
+    held: list[list[_Stage]] = [[] for _ in range(pp)]
+    for index, stage in enumerate(stages):
+        held[rank_of(index, schedule, pp)].append(stage)
+    return held
+
+
+def _mfu(place: Place, speed: float) -> tuple[float | None, float | None]:
+    """MFU at ``speed`` tokens/s of all ranks, with causal attention and with all of it; None if no peak is known."""
+    config = place.config
+    if not config.cluster.peak_flops:
+        return None, None
+    flops = _flops(place.key, config.train.seq_len, config)
+    return flops.mfu(speed, config.cluster.peak_flops * place.mesh.world_size)
 
 
 def _spread(config: Config, machine: Machine) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
@@ -35,8 +36,8 @@ LAYERS = (
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MAX_FILES, MAX_LINES = 234, 36_100
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 60, 120
+MAX_TOKENS = 258_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 75, 120
 
 
 def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -165,10 +166,18 @@ def test_files_functions_and_lines_stay_short() -> None:
     assert not too_long, "\n".join(too_long)
 
 
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
+
+
+def count_tokens(path: Path) -> int:
+    """Python tokens of a file without comments, line ends and indents: layout and prose are free."""
+    with path.open("rb") as file:
+        return sum(token.type not in LAYOUT for token in tokenize.tokenize(file.readline))
+
+
 def test_the_code_that_ships_stays_small() -> None:
-    lengths = [len(path.read_text().splitlines()) for path in SOURCES]
-    assert sum(length > 0 for length in lengths) <= MAX_FILES
-    assert sum(lengths) <= MAX_LINES
+    assert sum(map(count_tokens, SOURCES)) <= MAX_TOKENS
 
 
 def pins(file: str) -> dict[str, str]:

@@ -22,9 +22,10 @@ from automoe.errors import ConfigError
 from automoe.model.params import count_params
 from automoe.planner import search as search_module
 from automoe.planner.activations import UNEVEN, at_load
+from automoe.planner.candidate import LADDER
 from automoe.planner.memory import plan_memory
 from automoe.planner.reserve import needed
-from automoe.planner.search import LADDER, Search, mesh_shapes, search
+from automoe.planner.search import Search, mesh_shapes, search
 from automoe.planner.search_command import Question, _find, least_ranks
 from automoe.planner.time import step_time
 

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from automoe.config.recompute import recomputed_names
 from automoe.config.schema import Config
+from automoe.planner.candidate import Candidate
 from automoe.planner.plan import gib
-from automoe.planner.search import Candidate, Search
+from automoe.planner.search import Search
 from automoe.planner.time import StepTime
 
 SEEN = 0.005  # share of a step below which a part is not named
