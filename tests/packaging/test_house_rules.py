@@ -36,8 +36,8 @@ LAYERS = (
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(path for room in ("automoe", "recipes") for path in (ROOT / room).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MAX_TOKENS = 258_000
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 75, 120
+MAX_TOKENS = 259_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 499, 60, 120
 
 
 def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -149,10 +149,12 @@ def test_the_rules_on_imports_find_what_breaks_them() -> None:
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and lines of each function, without signature and docstring."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
+            documented = ast.get_docstring(node) is not None and len(node.body) > 1
+            yield node.name, node.end_lineno - node.body[documented].lineno + 1
 
 
 def test_files_functions_and_lines_stay_short() -> None:
