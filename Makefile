@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-moe-layer bench-main-job bench-plan bench-hf-load bench-tokenise bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -66,7 +66,7 @@ test-mutants: $(SETUP) ## Put 205 mistakes in, one after the other, and see that
 	@$(PY) tests/mutation/run.py $(ARGS)
 
 soak: $(SETUP) ## Kill runs at random for SOAK_SECONDS (600), from SOAK_SEED, and compare
-	@$(PY) benchmarks/soak.py $(ARGS)
+	@$(PY) benchmarks/run.py soak $(ARGS)
 
 lint: $(SETUP) ## Check style and formatting
 	@$(PY) -m ruff check .
@@ -80,43 +80,37 @@ types: $(SETUP) ## Type-check the public surface
 	@$(PY) -m mypy
 
 bench: $(SETUP) ## The short form of all CPU benchmarks, and the table in docs/performance.md; ten minutes
-	@$(PY) benchmarks/short.py $(ARGS)
+	@$(PY) benchmarks/run.py --short $(ARGS)
 
 bench-cpu-step: $(SETUP) ## Tokens per CPU second of a training step, compared with other trainers
-	@$(PY) benchmarks/cpu_step.py $(ARGS)
+	@$(PY) benchmarks/run.py cpu_step $(ARGS)
 
 bench-sft: $(SETUP) ## Fine-tuning beside TRL's SFTTrainer: losses, tokens per CPU second, how full packed rows are
-	@$(PY) benchmarks/sft_step.py $(ARGS)
-
-bench-moe-layer: $(SETUP) ## Latency of a MoE layer by stage and mapping, 8 ranks
-	@$(PY) benchmarks/moe_layer.py $(ARGS)
+	@$(PY) benchmarks/run.py sft_step $(ARGS)
 
 bench-main-job: $(SETUP) ## Seconds to help, errors, plans, the first step and a trained default model
-	@$(PY) benchmarks/main_job.py $(ARGS)
+	@$(PY) benchmarks/run.py starts --job $(ARGS)
 
 bench-gpu-layer: $(SETUP) ## TFLOPS of one MoE layer on one GPU, compared with every other implementation, 9 minutes
-	@$(PY) benchmarks/moe_kernel.py $(ARGS)
+	@$(PY) benchmarks/run.py moe_kernel $(ARGS)
 
 bench-gpu-tune: $(SETUP) ## Which blocks are fastest for each product of the Triton experts, on one GPU
-	@$(PY) benchmarks/tune_kernels.py $(ARGS)
+	@$(PY) benchmarks/run.py tune_kernels $(ARGS)
 
 bench-gpu-step: $(SETUP) ## Tokens/s, MFU and memory of whole steps on one GPU, compared with transformers and torchtitan, 9 minutes
-	@$(PY) benchmarks/train_step.py $(ARGS)
+	@$(PY) benchmarks/run.py train_step $(ARGS)
 
 bench-checkpoint: $(SETUP) ## Saving and loading, compared with a raw write and plain torch.distributed.checkpoint
-	@$(PY) benchmarks/checkpoint.py $(ARGS)
+	@$(PY) benchmarks/run.py checkpoint $(ARGS)
 
 bench-hf-load: $(SETUP) ## Bytes, scratch and seconds of loading a HuggingFace checkpoint onto meshes
-	@$(PY) benchmarks/hf_load.py $(ARGS)
-
-bench-tokenise: $(SETUP) ## Peak memory and speed of tokenising a text file of 2 GB
-	@$(PY) benchmarks/tokenise.py $(ARGS)
+	@$(PY) benchmarks/run.py hf_load $(ARGS)
 
 fit-time: $(SETUP) ## Fit the constants of predicted step times to published runs, and write how well that goes
-	@$(PY) -m benchmarks.fit_time --fit
+	@$(PY) benchmarks/run.py fit_time --fit
 
 bench-plan: $(SETUP) ## CPU-seconds of steps on 18 meshes, predicted by a calibrated machine beside measured, ten minutes
-	@$(PY) benchmarks/plan_correlation.py $(ARGS)
+	@$(PY) benchmarks/run.py plan_correlation $(ARGS)
 
 docs-images: $(SETUP) ## Draw the pictures of docs/
 	@$(PY) docs/draw_folding.py

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from automoe.hf.api import to_hf as to_hf
     from automoe.launch.from_python import train as train
 
-__version__ = "0.1.0"
+__version__ = "0.7.0"
 __all__ = ["from_hf", "to_hf", "train"]
 
 

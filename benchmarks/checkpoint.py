@@ -9,27 +9,273 @@ before they are read. Each save is loaded into a state of zeros and compared to 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import commit
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from measuring import commit
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
 
+from automoe.checkpoint.store import CheckpointStore
+from automoe.checkpoint.train_state import TrainState
+from automoe.config.mesh_shape import resolve_mesh
+from automoe.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from automoe.data.loader import Loader
 from automoe.observe.metrics import describe_environment
+from automoe.optim.adamw import build_optimizer
+from automoe.parallel.mesh import build_meshes
+from automoe.parallel.parallelize import build_parts, materialize
 
 HERE = Path(__file__).parent
+WORK = 384  # side of the matrices that stand for a training step
 SLACK_BYTES = 32 << 20  # of memory that a save may take besides: buffers, plans, the allocator's pages
+
+
+def config(hidden: int, layers: int, ranks: int, folder: Path) -> Config:
+    """A Mixtral-shaped model over ``ranks`` expert-parallel ranks, float32 with AdamW: 12 bytes a parameter."""
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_text("words " * 10_000)
+    model = ModelConfig(
+        family="mixtral",
+        vocab_size=8192,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_experts=8,
+        moe_intermediate_size=2 * hidden,
+        attention=AttentionConfig(num_heads=8, num_kv_heads=8, head_dim=hidden // 8),
+    )
+    return Config(
+        mesh=MeshConfig(dp_shard=ranks, ep=ranks),
+        model=model,
+        train=TrainConfig(seq_len=64, global_batch_size=8, val_every=0),
+        data=DataConfig(kind="text", path=str(text), val_fraction=0.0),
+        checkpoint=CheckpointConfig(every=1, keep=1),
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def measure(settings: Config, folder: Path, rounds: int) -> dict[str, Any]:
+    """This rank's seconds, CPU seconds and memory of every contender in every round."""
+    device = torch.device("cpu")
+    meshes = build_meshes(resolve_mesh(settings.mesh, None), device)
+    parts = build_parts(settings, meshes)
+    materialize(parts, settings, device)
+    loader = Loader(settings, meshes.dp_rank, meshes.shape.dp, cache_dir=folder / f"data{dist.get_rank()}")
+    state = TrainState(parts, build_optimizer(parts.values(), settings.optim), loader)
+    tensors = state.tensors()
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer.exp"):
+            local(tensor).uniform_()
+    return Bench(settings, folder, state).run(rounds)
+
+
+class Bench:
+    """The contenders over one state; every rank calls every method."""
+
+    def __init__(self, settings: Config, folder: Path, state: TrainState) -> None:
+        self.settings, self.folder, self.state = settings, folder, state
+        self.tensors = {name: local(tensor) for name, tensor in state.tensors().items()}
+        self.expected = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.rank, self.bytes = dist.get_rank(), sum(t.nbytes for t in self.tensors.values())
+        self.seconds: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+        self.memory: dict[str, list[int]] = {}
+        self.step = 0
+
+    def run(self, rounds: int) -> dict[str, Any]:
+        background = dist.new_group(backend="gloo")
+        for _ in range(rounds):
+            self.clock("raw_write", self.raw_write)
+            self.clock("memory_copy", lambda: [tensor.clone() for tensor in self.tensors.values()])
+            self.clock("hash", self.hash_all)
+            self.clock("plain_save", lambda: self.plain_save(self.fresh("plain")))
+            self.check("plain_load", lambda: dcp.load(self.state.tensors(), checkpoint_id=self.folder / "plain"))
+            self.ours(async_save=False)
+            self.ours(async_save=True)
+            self.steps_beside(background)
+        return {
+            "seconds": self.seconds,
+            "cpu": self.cpu,
+            "memory": self.memory,
+            "bytes": self.bytes,
+            "largest_tensor": max(tensor.nbytes for tensor in self.tensors.values()),
+        }
+
+    def clock(self, name: str, action: Callable[[], Any]) -> None:
+        """Run ``action`` on all ranks at once; keep its wall and CPU seconds and the memory that it took."""
+        if self.rank == 0:
+            os.sync()  # what the contender before has left for the disk to do is not this one's
+        with peak_memory() as peak:
+            dist.barrier()
+            wall, cpu = time.perf_counter(), cpu_seconds()
+            action()
+            self.seconds.setdefault(name, []).append(time.perf_counter() - wall)
+            self.cpu.setdefault(name, []).append(cpu_seconds() - cpu)
+        self.memory.setdefault(name, []).append(peak[0])
+        dist.barrier()
+
+    def check(self, name: str, load: Callable[[], Any]) -> None:
+        """Time a load from the disk into zeros, and compare what came with what was saved."""
+        for tensor in self.tensors.values():
+            tensor.zero_()
+        drop_from_cache(self.folder)
+        self.clock(name, load)
+        for key, tensor in self.tensors.items():
+            if not torch.equal(tensor, self.expected[key]):
+                raise SystemExit(f"{name}: {key} is not what was saved. Nothing was written.")
+
+    def fresh(self, name: str) -> Path:
+        target = self.folder / name
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        dist.barrier()
+        return target
+
+    def raw_write(self) -> None:
+        path = self.folder / f"raw{self.rank}"
+        with open(path, "wb", buffering=0) as file:
+            for tensor in self.tensors.values():
+                view = memoryview(tensor.contiguous().view(-1).numpy()).cast("B")
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        path.unlink()
+
+    def hash_all(self) -> None:
+        digest = xxhash.xxh3_128()
+        for tensor in self.tensors.values():
+            digest.update(memoryview(tensor.contiguous().view(-1).numpy()).cast("B"))
+
+    def plain_save(self, target: Path) -> None:
+        dcp.save(self.state.tensors(), checkpoint_id=target)
+
+    def ours(self, async_save: bool) -> None:
+        run_dir = self.fresh("ours")
+        self.state.step = self.step = self.step + 1
+        store = CheckpointStore(self.settings, resolve_mesh(self.settings.mesh, None), run_dir)
+        if async_save:
+            begin = lambda: store.begin(self.state)  # noqa: E731
+            self.clock("async_begin_first", begin)
+            self.clock("async_rest", lambda: store.poll(wait=True))
+            self.state.step = self.step = self.step + 1
+            self.clock("async_begin", begin)
+            store.poll(wait=True)
+        else:
+            self.clock("save", lambda: store.save(self.state))
+            self.check("load", lambda: store.load_latest(self.state))
+
+    def steps_beside(self, background: dist.ProcessGroup) -> None:
+        """Matrix products for as long as a save takes, alone and during saves in the background."""
+        self.seconds.setdefault("product_alone", []).append(products(seconds=2.0)[0])
+        for name, kind in (("thread", AsyncCheckpointerType.THREAD), ("process", AsyncCheckpointerType.PROCESS)):
+            target = self.fresh(f"plain_{name}")
+            dist.barrier()
+            wall, cpu = time.perf_counter(), cpu_seconds()
+            future: Any = dcp.async_save(
+                self.state.tensors(), checkpoint_id=target, async_checkpointer_type=kind, process_group=background
+            )
+            self.seconds.setdefault(f"plain_{name}_begin", []).append(time.perf_counter() - wall)
+            during, work = products(until=future.done)
+            self.seconds.setdefault(f"product_during_{name}", []).append(during)
+            future.result()
+            self.seconds.setdefault(f"plain_{name}_total", []).append(time.perf_counter() - wall)
+            self.cpu.setdefault(f"plain_{name}", []).append(cpu_seconds() - cpu - work)
+            dist.barrier()
+
+
+def products(seconds: float = 0.0, until: Callable[[], bool] | None = None) -> tuple[float, float]:
+    """Multiply matrices for ``seconds``, or ``until`` something is over: mean seconds of one, CPU seconds of all."""
+    a, b = torch.rand(WORK, WORK), torch.rand(WORK, WORK)
+    started, cpu, count = time.perf_counter(), time.thread_time(), 0
+    while not count or (time.perf_counter() - started < seconds if until is None else not until()):
+        a @ b
+        count += 1
+    return (time.perf_counter() - started) / count, time.thread_time() - cpu
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children, living ones included, in user and system mode."""
+    total = time.process_time()
+    ticks = os.sysconf("SC_CLK_TCK")
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
+            total += (int(fields[11]) + int(fields[12])) / ticks
+    times = os.times()
+    return total + times.children_user + times.children_system
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Bytes of resident memory above what is in use now, at the highest; filled in at the end."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free and resident would hide what is taken
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    peak = [0]
+    yield peak
+    peak[0] = max(0, resident("VmHWM") - before)
+
+
+def resident(field: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measure_rank(folder: Path, hidden: int, layers: int, rounds: int) -> None:
+    """Time the contenders as one rank that torchrun started, and write what was measured to ``folder``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    settings = config(hidden, layers, size, folder / f"data{rank}")
+    found = measure(settings, folder, rounds)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def run_ranks(size: int, hidden: int, layers: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
     """What ``size`` ranks measured."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    command += [str(HERE / "checkpoint_ranks.py"), str(folder), str(hidden), str(layers), str(rounds)]
+    command += [str(HERE / "checkpoint.py"), f"--as-rank={folder}"]
+    command += [f"--hidden={hidden}", f"--layers={layers}", f"--rounds={rounds}"]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stderr[-6000:]}\nNothing was written.")
@@ -124,7 +370,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="layers (default 3)")
     parser.add_argument("--dir", type=Path, default=None, help="disk to write to (default: the temporary folder's)")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "checkpoint.json", help="where the JSON goes")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)  # a rank: its folder
     args = parser.parse_args()
+    if args.as_rank:
+        measure_rank(args.as_rank, args.hidden, args.layers, args.rounds)
+        return
     hidden, layers, rounds = (64, 2, 1) if args.quick else (args.hidden, args.layers, args.rounds)
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:

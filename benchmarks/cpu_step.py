@@ -2,10 +2,9 @@
 
 A step is forward, backward, AdamW update and gradient zeroing in float32 on one thread. Each contender has a process
 of its own, ours one that is begun as the launcher begins ranks, and they take turns, step by step, so that noise of
-the machine meets all of them; only ratios within a run count. Ours is the whole step of the recipe, with the default
-settings and with kernels.attention=c; the bare loop of the others over our decoder, in a process like theirs, stands
-beside it. Before anything is timed, all losses and gradients must be equal. NeMo Automodel is there if it is installed
-(``requirements-peers.txt``), and said to be absent if not.
+the machine meets all of them; only ratios within a run count. Ours is the whole step of the recipe, and the bare loop of
+the others over our decoder, in a process like theirs. Before anything is timed, all losses and gradients must be equal. NeMo Automodel is there if it is installed
+(``requirements-peers.txt``), and the report says so if it is not.
 
     python benchmarks/cpu_step.py             # about a quarter of an hour; writes benchmarks/results/cpu_step.json
     python benchmarks/cpu_step.py --quick     # seconds: a small model, to check the script itself
@@ -40,9 +39,7 @@ from contenders import (
     random_batch,
     transformers_model,
 )
-from floors import measure_floors
-from provenance import commit, cpu_model
-from titan import WHY, measure_torchtitan_experts
+from measuring import commit, cpu_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automoe.config.compose import compose_config
@@ -50,7 +47,8 @@ from automoe.config.schema import ModelConfig
 
 GATE = 1e-4  # relative difference of loss and gradients that is accepted
 HERE = Path(__file__).resolve().parent
-PROFILED = ("automoe", "automoe attention=c", "automoe decoder", "transformers grouped_mm")
+PROFILED = ("automoe", "automoe decoder", "transformers grouped_mm")
+NO_TORCHTITAN = "torchtitan 0.3.0 multiplies experts in bfloat16 whatever the model's dtype: it has no float32 step"
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and labels, [B, S] each
 
 
@@ -209,7 +207,7 @@ def write_reference(config: ModelConfig, folder: str) -> int:
 
 
 def measure(shape: str, config: ModelConfig, rows: int, seq_len: int, rounds: int) -> dict[str, Any]:
-    """Gate, turns, breakdown and floors of one model."""
+    """Gate, turns and breakdown of one model."""
     batch = random_batch(config, rows, seq_len)
     with TemporaryDirectory() as folder:
         num_parameters = once(lambda: write_reference(config, folder))
@@ -223,7 +221,6 @@ def measure(shape: str, config: ModelConfig, rows: int, seq_len: int, rounds: in
     results = {name: summarize(seen, times["automoe"], rows * seq_len) for name, seen in times.items()}
     others = [name for name in results if not name.startswith("automoe")]
     best = max(others, key=lambda n: results[n]["tokens_per_cpu_second"])
-    floors = once(lambda: measure_floors(config, rows, seq_len, num_parameters))
 
     def over_best(name: str) -> float:
         return median(theirs.total / own.total for theirs, own in zip(times[best], times[name], strict=False))
@@ -238,12 +235,8 @@ def measure(shape: str, config: ModelConfig, rows: int, seq_len: int, rounds: in
         "results": results,
         "best_other": best,
         "ours_over_best_other": results[best]["ours_over_this"],
-        "c_attention_over_best_other": over_best("automoe attention=c"),
         "decoder_over_best_other": over_best("automoe decoder"),
-        "floors": floors,
-        "floor_over_ours": floors["seconds"] / results["automoe"]["step_seconds"],
         "breakdown": breakdown,
-        "torchtitan_experts": once(lambda: measure_torchtitan_experts(config, rows * seq_len, rounds)),
     }
 
 
@@ -292,7 +285,7 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": versions("torch", "transformers", "torchtitan", "nemo-automodel"),
         "gate_tolerance": GATE,
-        "absent": {"torchtitan": WHY},
+        "absent": {"torchtitan": NO_TORCHTITAN},
         "models": {},
     }
     for shape, ((rows, seq_len), config) in seen.items():
@@ -311,14 +304,6 @@ def main() -> None:
                 f"{r['backward_seconds']:9.3f}{r['optimizer_seconds']:10.3f}{r['ours_over_this']:11.2f}"
                 f" ({min(ratios):.2f}-{max(ratios):.2f})"
             )
-        floors = model["floors"]
-        print(
-            f"{'floor of torch':26}{floors['tokens_per_cpu_second']:12.0f}{floors['seconds']:7.3f}   products "
-            f"{floors['gemm_seconds']:.3f} ({floors['gemm_flops_per_second'] / 1e9:.0f} GFLOP/s), attention "
-            f"{floors['attention_seconds']:.3f}, optimizer bytes {floors['optimizer_seconds']:.3f}"
-        )
-        for name, r in model["torchtitan_experts"].items():
-            print(f"    experts alone, {name:20}{r['seconds']:9.3f} s, difference {r['difference']:.0e}")
         for row in model["breakdown"]["automoe"][:20]:
             print(f"    {row['operator']:54}{row['calls']:6}{row['seconds']:9.3f}{row['share']:7.1%}")
     args.out.parent.mkdir(parents=True, exist_ok=True)

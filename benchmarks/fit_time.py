@@ -22,10 +22,10 @@ import numpy as np
 
 from automoe.planner.machine import Constants
 from automoe.planner.time import BAND
-from benchmarks.provenance import commit
+from benchmarks.measuring import commit
 from benchmarks.published import Run, mean_error, ordered, parted, runs, winners
 
-CONSTANTS = Path(__file__).parents[1] / "automoe" / "cost" / "constants.toml"
+CONSTANTS = Path(__file__).parents[1] / "automoe" / "planner" / "constants.toml"
 RESULT = Path(__file__).parent / "results" / "published_runs.json"
 # What runs can tell, and how far (in logarithm) a prior may be off. The rest stays as it is.
 TOLERANCE = {

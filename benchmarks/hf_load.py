@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import commit, cpu_model
+from measuring import commit, cpu_model
 
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import resolve_mesh

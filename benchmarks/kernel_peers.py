@@ -1,5 +1,7 @@
 """Who computes a MoE layer in ``moe_kernel.py``, each from the same weights, choices and routing weights.
 
+``torchtitan_moe`` is torchtitan's whole layer, for the steps of ``train_step.py``.
+
 Shapes: T tokens, K top-k, E experts, H hidden, I expert width. A peer is built for one routing and is then a
 function (x [T, H], weights [T, K], w_gate_up [E, 2, I, H], w_down [E, H, I]) -> [T, H].
 """
@@ -14,10 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError
 from automoe.moe.dispatch.base import LocalDispatcher, sort_by_expert
 from automoe.moe.experts import expert_backend
+from automoe.moe.layer import MoE
 from automoe.parallel.parallelize import FOREIGN_EXPERTS
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -205,3 +210,59 @@ def _package(name: str) -> Any:
         return import_module(name)
     except Exception as error:  # such packages raise all kinds where a GPU or a library is not to their liking
         raise Absent(f"import {name}: {type(error).__name__}: {error}") from None
+
+
+def torchtitan_moe(config: ModelConfig, layer: MoE) -> nn.Module:
+    """torchtitan's MoE layer with the weights of ``layer``; a shared expert, which is a plain FFN, stays ours.
+
+    Expert biases are neither taken over nor moved. Its experts apply routing weights to their outputs.
+    """
+    from torchtitan.models.common import moe as titan
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    num_experts, top_k, hidden = config.num_experts, config.num_experts_per_token, config.hidden_size
+    grouped, router = config.router.num_groups > 1, config.router
+    with torch.device("meta"):
+        theirs = titan.MoE(
+            titan.MoE.Config(
+                num_experts=num_experts,
+                routed_experts=titan.RoutedExperts.Config(
+                    inner_experts=titan.GroupedExperts.Config(
+                        dim=hidden, hidden_dim=config.moe_intermediate_size, num_experts=num_experts
+                    ),
+                    token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+                ),
+                router=titan.TokenChoiceTopKRouter.Config(
+                    num_experts=num_experts,
+                    gate=Linear.Config(in_features=hidden, out_features=num_experts),
+                    num_expert_groups=router.num_groups if grouped else None,
+                    num_limited_groups=router.topk_groups if grouped else None,
+                    top_k=top_k,
+                    score_func=router.score,
+                    route_norm=router.norm_topk_prob,
+                    route_scale=router.routed_scaling_factor,
+                ),
+                load_balance_coeff=None,
+            )
+        )
+    experts = theirs.routed_experts.inner_experts
+    w_gate_up = layer.experts.w_gate_up.detach()
+    experts.w1_EFD = nn.Parameter(w_gate_up[:, 0].clone())
+    experts.w3_EFD = nn.Parameter(w_gate_up[:, 1].clone())
+    experts.w2_EDF = nn.Parameter(layer.experts.w_down.detach())
+    theirs.router.gate.weight = nn.Parameter(layer.router.weight.detach())
+    theirs.tokens_per_expert_E = torch.zeros(num_experts, device=w_gate_up.device)
+    return TorchtitanLayer(theirs, layer.shared_experts)
+
+
+class TorchtitanLayer(nn.Module):
+    """x [B, S, H] -> [B, S, H]: torchtitan's routed experts, and the shared one."""
+
+    def __init__(self, layer: nn.Module, shared_experts: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.shared_experts = layer, shared_experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)

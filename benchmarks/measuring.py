@@ -1,34 +1,69 @@
-"""How the single-GPU benchmarks take time; on the CPU the same calls serve to check the scripts."""
+"""What every script here needs: the commit and the processor of a result, seconds on a device, where a result goes.
+
+Importing this module puts the checkout on the path: a script measures the checkout that it lies in, also on a machine where
+automoe is not installed. Torch is imported only by functions that need it.
+"""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from tests.support.host_syncs import host_syncs as host_syncs
-
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 PEAK = 989.5e12  # dense bfloat16 FLOP/s of H100 and H200 SXM
 
 
+def commit(*paths: str) -> str:
+    """Return the hash of the checkout's commit, with ``+`` if tracked or new files differ from it.
+
+    Args:
+        paths: files and folders that count, relative to this folder; default: every tracked file.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(HERE), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", *(("--", *paths) if paths else ("-uno",)))
+    return git("rev-parse", "HEAD") + ("+" if changed else "")
+
+
+def cpu_model() -> str:
+    """Return the processor's name if the system tells it."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
 def result_file(chosen: Path | None, name: str, quick: bool) -> Path:
-    """Where a script's JSON goes: toy numbers of ``--quick`` never over measured ones."""
-    folder = Path(tempfile.gettempdir()) if quick else Path(__file__).resolve().parent / "results"
+    """Return where a script's JSON goes. Toy numbers of ``--quick`` never replace measured ones."""
+    folder = Path(tempfile.gettempdir()) if quick else HERE / "results"
     return chosen or folder / f"{name}.json"
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Between two events on a GPU, of this process' CPU elsewhere."""
+    """Time ``work``: between two events on a GPU, in CPU seconds of this process elsewhere."""
     if device.type != "cuda":
         start = time.process_time()
         work()
         return time.process_time() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return begin.elapsed_time(end) / 1e3

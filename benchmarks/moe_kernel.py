@@ -19,14 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import checkout  # noqa: F401
+import measuring  # noqa: F401  (puts the checkout on the path)
 import torch
 from kernel_peers import MUST_RUN, NOT_A_LAYER, PEERS, Absent, Layer, Shape
-from measuring import PEAK, host_syncs, result_file, seconds
-from provenance import commit
+from measuring import PEAK, commit, result_file, seconds
 
 from automoe.moe.router import gate_ids
 from automoe.observe.metrics import describe_environment
+from tests.support.host_syncs import host_syncs
 
 TOLERANCE = 2e-2  # relative to float32, of the output and of every gradient
 SHAPES = {

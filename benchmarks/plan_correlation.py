@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import checkout  # noqa: F401
+import measuring  # noqa: F401  (puts the checkout on the path)
 import numpy as np
 import torch
-from provenance import commit, cpu_model
+from measuring import commit, cpu_model
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import Config

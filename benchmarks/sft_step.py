@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from contenders import transformers_model
-from provenance import commit, cpu_model
+from measuring import commit, cpu_model
 
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import resolve_mesh

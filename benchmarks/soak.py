@@ -33,7 +33,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from provenance import commit  # noqa: E402
+from measuring import commit  # noqa: E402
 from trajectories import hash_tensors  # noqa: E402
 
 from tests.support.command import MESHES, PATIENCE_S, TINY, TrainCommand, kill  # noqa: E402

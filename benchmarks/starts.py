@@ -1,10 +1,15 @@
-"""What a short run costs from the command to its end: almost all of it is the start, and the report at the end.
+"""What a user waits for: short runs from the command to their end, the documented commands, the default training run.
 
-Three steps of a small model on one, two and four gloo ranks, and a sweep of four jobs, on this checkout in turns with
-another commit of it. CPU-seconds are those of the process and all that it started. Token caches are warm.
+Short runs are three steps of a small model on one, two and four gloo ranks, and a sweep of four jobs, on this checkout in
+turns with another commit of it: almost all of it is the start, and the report at the end. Token caches are warm. ``--job``
+times the documented commands and the default run instead, which begins with an empty token cache, as a user's first one
+does. Seconds are from the start of a process to its end, or to a line in ``metrics.jsonl``; CPU-seconds are those of the
+process and all that it started.
 
     python benchmarks/starts.py --before HASH      # five minutes; writes benchmarks/results/starts.json
     python benchmarks/starts.py --rounds 1         # this checkout alone, once
+    python benchmarks/starts.py --job              # minutes, on a machine at rest; writes benchmarks/results/main_job.json
+    python benchmarks/starts.py --job --quick      # a small run of a few steps: checks the script itself
 """
 
 from __future__ import annotations
@@ -12,19 +17,43 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from main_job import Command
-from provenance import commit, cpu_model
+from measuring import HERE, commit, cpu_model
 
-HERE = Path(__file__).resolve().parent
+GOAL = 3.0  # validation bits per byte
+POLL_S = 0.02  # a step of the default run takes several times longer
+TIMEOUT_S = 3600
+# Small enough for a test: few steps of a small model on two ranks.
+QUICK = (
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "data.max_bytes=100000",
+    "train.steps=4",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    "train.val_every=2",
+    "train.val_batches=1",
+    "launch.num_ranks=2",
+    "mesh.pp=1",
+)
+COMMANDS = {  # name -> arguments of python -m, and the exit status that is right
+    "train --help": (("automoe.cli", "train", "--help"), 0),
+    "config error": (("automoe.train", "run_dir={tmp}/refused", "mesh.ep=3"), 2),
+    "plan": (("automoe.plan", "--config-name", "dsv3_671b"), 0),
+    "plan --build": (("automoe.plan", "--config-name", "dsv3_671b", "--build"), 0),
+}
 RUN = ("experiment=smoke", "mesh=fsdp", "train.global_batch_size=8", "launch.device=cpu")
 CASES = {
     "one rank": (*RUN, "launch.num_ranks=1"),
@@ -39,6 +68,166 @@ CASES = {
         "train.micro_batch_size=1,2",
     ),
 }
+
+
+@dataclass
+class Timed:
+    """One process: wall seconds, and CPU seconds of it and of every child that it waited for."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass
+class Run:
+    """The default run. Seconds count from the start of the launching process.
+
+    Attributes:
+        seconds_to_first_step: until the first line of ``metrics.jsonl``.
+        seconds_to_goal: until the first validation below ``GOAL`` bits per byte; None if none was.
+        bits_per_byte: of every validation, [step, seconds, bits per byte].
+        final_bits_per_byte: of the last one.
+    """
+
+    steps: int
+    seconds_to_first_step: float
+    seconds_to_goal: float | None
+    final_bits_per_byte: float
+    seconds: float
+    cpu_seconds: float
+    bits_per_byte: list[tuple[int, float, float]]
+
+
+class Command:
+    """``python -m`` of some arguments, started in ``tmp`` with the files in ``root`` and a cache in ``tmp``."""
+
+    def __init__(self, arguments: tuple[str, ...], tmp: Path, root: Path = HERE.parent) -> None:
+        self.arguments, self.output = arguments, tmp / "output.txt"
+        environment = os.environ | {"PYTHONPATH": str(root), "XDG_CACHE_HOME": str(tmp / "cache")}
+        self.started = time.perf_counter()
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=tmp,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.started
+
+    def ended(self, status: int = 0, wait: bool = True) -> Timed | None:
+        """What it took; None while it runs and ``wait`` is false. Exits where the exit status is not ``status``."""
+        pid, code, usage = os.wait4(self.process.pid, 0 if wait else os.WNOHANG)
+        if not pid:
+            return None
+        timed = Timed(self.seconds(), usage.ru_utime + usage.ru_stime)
+        self.process.returncode = os.waitstatus_to_exitcode(code)
+        if self.process.returncode != status:
+            raise SystemExit(
+                f"python -m {' '.join(self.arguments)} left with {self.process.returncode}, not {status}. "
+                f"Nothing was written. It printed:\n{self.output.read_text()}"
+            )
+        return timed
+
+
+def time_command(name: str, tmp: Path) -> Timed:
+    arguments, status = COMMANDS[name]
+    timed = Command(tuple(argument.format(tmp=tmp) for argument in arguments), tmp).ended(status)
+    assert timed is not None
+    return timed
+
+
+def time_run(tmp: Path, overrides: tuple[str, ...] = ()) -> Run:
+    """The default run to its end; its record is read as it grows."""
+    run_dir = tmp / "run"
+    command = Command(("automoe.train", f"run_dir={run_dir}", *overrides), tmp)
+    record, unread = run_dir / "metrics.jsonl", b""
+    first: float | None = None
+    validations: list[tuple[int, float, float]] = []
+    steps = offset = 0
+    timed = None
+    try:
+        while timed is None:
+            time.sleep(POLL_S)
+            timed = command.ended(wait=False)  # before reading: its last lines are there when it has ended
+            if timed is None and command.seconds() > TIMEOUT_S:
+                raise SystemExit(f"the run took over {TIMEOUT_S} s. Nothing was written")
+            if not record.exists():
+                continue
+            now = command.seconds()
+            with record.open("rb") as file:
+                file.seek(offset)
+                unread += (grown := file.read())
+            offset += len(grown)
+            *lines, unread = unread.split(b"\n")
+            for line in lines:
+                step = json.loads(line)
+                steps = step["step"]
+                first = first if first is not None else now
+                if "val_bits_per_byte" in step:
+                    validations.append((steps, now, float(step["val_bits_per_byte"])))
+    finally:
+        if command.process.returncode is None:
+            command.process.terminate()  # the launcher stops its ranks
+            command.process.wait()
+    if first is None or not validations:
+        raise SystemExit(f"the run recorded no step or no validation:\n{command.output.read_text()}")
+    return Run(
+        steps=steps,
+        seconds_to_first_step=first,
+        seconds_to_goal=next((seconds for _, seconds, bits in validations if bits < GOAL), None),
+        final_bits_per_byte=validations[-1][2],
+        seconds=timed.seconds,
+        cpu_seconds=timed.cpu_seconds,
+        bits_per_byte=validations,
+    )
+
+
+def print_table(report: dict[str, Any]) -> None:
+    print(f"{'':32}{'seconds':>9}{'CPU s':>9}")
+    for name, result in report["commands"].items():
+        print(f"{name:32}{result['seconds']:9.2f}{result['cpu_seconds']:9.2f}")
+    run = report["run"]
+    goal = run["seconds_to_goal"]
+    print(f"{'default run, first step':32}{run['seconds_to_first_step']:9.2f}")
+    print(f"{f'  below {GOAL} bits per byte':32}{'never' if goal is None else f'{goal:.2f}':>9}")
+    every = f"  all {run['steps']} steps"
+    print(f"{every:32}{run['seconds']:9.2f}{run['cpu_seconds']:9.2f}")
+    print(f"{'  final bits per byte':32}{run['final_bits_per_byte']:9.3f}")
+
+
+def measure_job(quick: bool, rounds: int) -> dict[str, Any]:
+    """The documented commands and the default training run, with what they were measured on."""
+    report: dict[str, Any] = {
+        "what": "the documented commands and the default training run, as a user meets them",
+        "quick": quick,
+        "commit": commit("../automoe", "starts.py"),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_before": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "numpy", "hydra-core")},
+        "goal_bits_per_byte": GOAL,
+        "rounds": rounds,
+    }
+    with tempfile.TemporaryDirectory(prefix="main_job_") as folder:
+        tmp = Path(folder)
+        commands: dict[str, Any] = {}
+        for name, (arguments, _) in COMMANDS.items():
+            taken = [asdict(time_command(name, tmp)) for _ in range(rounds)]
+            commands[name] = {
+                "command": f"python -m {' '.join(arguments)}".replace("{tmp}", "TMP"),
+                "seconds": median(one["seconds"] for one in taken),
+                "cpu_seconds": median(one["cpu_seconds"] for one in taken),
+                "rounds": taken,
+            }
+        report["commands"] = commands
+        report["run"] = asdict(time_run(tmp, QUICK if quick else ()))
+    return report
 
 
 @contextmanager
@@ -88,23 +277,36 @@ def measure(roots: dict[str, Path], cases: list[str], rounds: int) -> dict[str, 
     return results
 
 
+def measure_starts(before: str | None, cases: list[str], rounds: int) -> dict[str, Any]:
+    """The short runs of this checkout, in turns with those of the commit ``before`` if one is named."""
+    report: dict[str, Any] = {"what": __doc__.splitlines()[0], "commit": commit(), "cpu": cpu_model()}
+    report |= {"cores": os.cpu_count(), "load_average_before": os.getloadavg(), "rounds": rounds}
+    with ExitStack() as stack:
+        roots = {"now": HERE.parent}
+        if before:
+            report["before"], roots["before"] = stack.enter_context(checkout(before))
+        report["results"] = measure(roots, cases, rounds)
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", help="a commit of this repository to take turns with")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--job", action="store_true", help="the documented commands and the default run instead")
+    parser.add_argument("--quick", action="store_true", help="with --job: a small run, each command once")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "starts.json", help="where the JSON goes")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
-    report: dict[str, Any] = {"what": __doc__.splitlines()[0], "commit": commit(), "cpu": cpu_model()}
-    report |= {"cores": os.cpu_count(), "load_average_before": os.getloadavg(), "rounds": args.rounds}
-    with ExitStack() as stack:
-        roots = {"now": HERE.parent}
-        if args.before:
-            report["before"], roots["before"] = stack.enter_context(checkout(args.before))
-        report["results"] = measure(roots, args.case or list(CASES), args.rounds)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {args.out}")
+    if args.job:
+        report = measure_job(args.quick, 1 if args.quick else args.rounds)
+        print_table(report)
+    else:
+        report = measure_starts(args.before, args.case or list(CASES), args.rounds)
+    out = args.out or HERE / "results" / ("main_job.json" if args.job else "starts.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from contenders import our_name, random_batch, transformers_model
-from kernel_peers import Absent
-from titan import torchtitan_moe
+from kernel_peers import Absent, torchtitan_moe
 from torch import nn
 
 from automoe.checkpoint.train_state import TrainState

@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="compare: write what was compared to this file")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE))
-    from benchmarks import provenance
+    from benchmarks import measuring
 
     expected = json.loads(args.file.read_text()) if args.action == "compare" else None
     results, wrong = {}, 0
@@ -171,7 +171,7 @@ def main() -> int:
         for line in found[:5]:
             print(f"    {line}", flush=True)
     content = {
-        "provenance": {"commit": provenance.commit("../automoe"), "cpu": provenance.cpu_model()},
+        "provenance": {"commit": measuring.commit("../automoe"), "cpu": measuring.cpu_model()},
         "sizes": SIZES,
         "commands": CASES,
         "cases": results,

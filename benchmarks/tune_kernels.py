@@ -19,16 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import checkout  # noqa: F401
+import measuring  # noqa: F401  (puts the checkout on the path)
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernel_peers import Shape
-from measuring import PEAK, result_file, seconds
+from measuring import PEAK, commit, result_file, seconds
 from moe_kernel import SHAPES, Inputs, choices, poison
-from provenance import commit
 
 from automoe.kernels import launches
 from automoe.kernels.tiling import HOPPER, Blocks, candidates, row_tiles, tile_height

@@ -108,12 +108,12 @@ def best(config: Config, said: dict[str, Any]) -> str:
 
 
 def fit(config: Config, said: dict[str, Any]) -> str:
-    """Whether one mesh fits, and what the plan says if it does not."""
+    """Whether one mesh fits, and what the plan says if it does not, but for the single changes that it lists."""
     limit = bytes_text(config.cluster.memory_bytes or 0)
     even, uneven = bytes_text(said["needed"]), bytes_text(said["needed_at_twice_the_even_load"])
     found = f"It needs {even} at even load and {uneven} at twice, of {limit}; {_speed(said['time'])}"
     found += "." if said["time"]["calibrated"] else ", uncalibrated."
-    return " ".join([found, *(f"{text}." for text in said["warnings"])])
+    return " ".join([found, *(f"{text.partition('. Single changes')[0]}." for text in said["warnings"])])
 
 
 def saved(config: Config, said: dict[str, Any]) -> str:
@@ -143,7 +143,6 @@ QUESTIONS = [
         "train.micro_batch_size=1",
         best,
     ),
-    Question("The fewest GPUs?", f"{QWEN} search=fewest_gpus", best),
     Question("The best mesh?", f"{DEEPSEEK} search=true world=1024", best),
     Question("The largest micro-batch?", f"{QWEN} search=largest_batch world=16 mesh.tp=1 mesh.cp=1", best),
     Question("What if experts are uneven?", "--config-name gpt_oss_120b parallel.recompute=[layernorm]", fit),

@@ -25,8 +25,8 @@ from automoe.planner.schedule import Span, StageTimes, rank_of, simulate, stretc
 from automoe.planner.step_memory import DTYPE_BYTES
 
 OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
-# How far a prediction may be off either way: docs/plan.md, from runs that the constants were not fitted to. A GPU whose
-# products were not measured is another matter, and so is a machine that only its own calibration knows.
+# How far a prediction may be off either way, from runs that the constants were not fitted to (docs/plan_accuracy.md).
+# A GPU whose products were not measured is another matter, and so is a machine that only its own calibration knows.
 BAND, UNCALIBRATED_BAND = 0.20, 0.40
 MEASURED_BAND = 0.45  # of a machine that only its calibration knows (``benchmarks/plan_correlation.py``)
 

@@ -34,7 +34,7 @@ def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> No
     assert "bfloat16" in report["absent"]["torchtitan"]
     assert set(report["models"]) == {"coarse", "fine", "mla"}
     for model in report["models"].values():
-        ours = {"automoe", "automoe attention=c", "automoe decoder"}
+        ours = {"automoe", "automoe decoder"}
         theirs = {"transformers grouped_mm", "transformers eager"}
         automodel = {name for name in model["results"] if name.startswith("nemo_automodel")}
         assert set(model["results"]) == ours | theirs | automodel
@@ -48,14 +48,6 @@ def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> No
             assert result["step_seconds"] > 0 and result["ours_over_this"] > 0
         assert model["best_other"] in theirs | automodel
         assert model["ours_over_best_other"] == model["results"][model["best_other"]]["ours_over_this"]
-        assert set(model["torchtitan_experts"]) == {"automoe float32", "automoe bfloat16", "torchtitan bfloat16"}
-        assert (
-            model["floors"]["whose"].startswith("torch's")
-            and model["floors"]["gemm_flops"] > 0
-            and model["floors"]["seconds"] > 0
-        )
-        operators = {row["operator"] for row in model["breakdown"]["automoe attention=c"]}
-        assert "c_attention" in operators, operators
         shares = [row["share"] for row in model["breakdown"]["automoe"]]
         assert sum(shares) == pytest.approx(1.0)
 

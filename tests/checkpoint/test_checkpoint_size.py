@@ -56,7 +56,7 @@ def test_a_checkpoint_is_as_large_as_planned(
 
 
 def test_shards_of_a_large_model_are_those_that_torch_plans() -> None:
-    """``benchmarks/checkpoint_plan.py`` had torch plan DeepSeek-V3's on 1,024 ranks, in a world without a GPU."""
+    """Torch planned DeepSeek-V3's on 1,024 ranks in a world without a GPU; the result names the commit of its script."""
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "checkpoint_plan.json"
     planned = json.loads(results.read_text())
     settings = compose_config("dsv3_671b", ["cluster=laptop"])

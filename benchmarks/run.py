@@ -1,12 +1,13 @@
-"""The short form of the CPU benchmarks, one after the other, and the table of ``docs/performance.md`` made from them.
+"""Run a benchmark by its name, or the short forms of all that need no GPU.
 
-Most short forms are of small models and one round: they show that a benchmark runs and about where it stands. The step
-is measured at full size, of one model in two rounds. Numbers to rely on are those of ``benchmarks/results``, with
-``benchmarks/NOTES.md``.
+    python benchmarks/run.py                      # the questions that are still asked, a line each
+    python benchmarks/run.py cpu_step --rounds 3  # one benchmark, with its own arguments
+    python benchmarks/run.py --short              # short forms, ten minutes; the table of docs/performance.md
+    python benchmarks/run.py --short hf_load      # this short form alone; the others' rows stay
+    python benchmarks/run.py --table              # the table again, from the JSON
 
-    python benchmarks/short.py            # eleven minutes; writes benchmarks/results/short.json and the table
-    python benchmarks/short.py hf_load    # that one alone; the others' rows stay
-    python benchmarks/short.py --table    # the table again, from the JSON
+Short forms are of small models and one round: they show that a benchmark runs and about where it stands. The step is
+measured at full size, of one model in two rounds. Numbers to rely on are those of ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from provenance import commit, cpu_model
+from measuring import HERE, commit, cpu_model
 
-HERE = Path(__file__).resolve().parent
 RESULT, PAGE = HERE / "results" / "short.json", HERE.parent / "docs" / "performance.md"
-BEGIN, END = "<!-- short: written by benchmarks/short.py -->\n", "<!-- end of short -->\n"
+BEGIN, END = "<!-- short: written by benchmarks/run.py -->\n", "<!-- end of short -->\n"
 Rows = Iterator[tuple[str, str]]  # what is measured, and the number
 
 
@@ -37,7 +37,6 @@ def step_rows(report: dict[str, Any]) -> Rows:
         best, tokens = model["best_other"], model["results"]["automoe"]["tokens_per_cpu_second"]
         yield f"training step, {shape} model, the recipe", f"{tokens:.0f} tokens a CPU-second"
         yield f"the same over the best other, {best}", f"{model['ours_over_best_other']:.2f}"
-        yield "the recipe with kernels.attention=c over the same other", f"{model['c_attention_over_best_other']:.2f}"
         yield "the bare decoder over the same other", f"{model['decoder_over_best_other']:.2f}"
         for name, reason in model["absent"].items():
             yield f"{name} is absent", reason
@@ -56,10 +55,6 @@ def checkpoint_rows(report: dict[str, Any]) -> Rows:
     yield "loading it, likewise", f"{seconds['load'] / seconds['plain_load']:.2f}"
 
 
-def plan_rows(report: dict[str, Any]) -> Rows:
-    yield "bytes to rank 0 for the plan of a second save", f"{report['second_save_cached']['bytes_to_rank_0']:,}"
-
-
 def load_rows(report: dict[str, Any]) -> Rows:
     for kind in ("bfloat16", "fp8"):
         ours, theirs = (
@@ -75,16 +70,6 @@ def load_rows(report: dict[str, Any]) -> Rows:
     )
 
 
-def tokenise_rows(report: dict[str, Any]) -> Rows:
-    yield "tokenising, byte-level BPE", f"{report['mb_per_cpu_second']:.1f} MB a CPU-second"
-
-
-def rank_rows(report: dict[str, Any]) -> Rows:
-    for name, mesh in report["meshes"].items():
-        if name != "one":
-            yield f"ranks of {name} together over one rank, CPU-seconds of a step", f"{mesh['over_one_rank']:.2f}"
-
-
 def start_rows(report: dict[str, Any]) -> Rows:
     for case, found in report["results"].items():
         yield f"three steps of a small model, {case}", f"{found['now']['cpu_seconds']:.1f} CPU-seconds"
@@ -95,16 +80,28 @@ SHORT: dict[str, tuple[list[str], Callable[[dict[str, Any]], Rows]]] = {
     "cpu_step": (["--shape", "mla", "--rounds", "2"], step_rows),
     "sft_step": (["--quick"], sft_rows),
     "checkpoint": (["--quick"], checkpoint_rows),
-    "checkpoint_plan": (["--quick"], plan_rows),
     "hf_load": (["--quick"], load_rows),
-    "tokenise": (["--mb", "20"], tokenise_rows),
-    "local_ranks": (["--rounds", "1"], rank_rows),
     "starts": (["--rounds", "1"], start_rows),
 }
-LONG_ONLY = ("main_job", "many_ranks", "moe_layer", "nodes", "plan_correlation", "plan_speed", "soak", "trajectories")
+QUESTIONS = {
+    "cpu_step": "Is a training step on one CPU thread faster than that of transformers and NeMo Automodel?",
+    "sft_step": "Does fine-tuning have the losses of TRL's SFTTrainer, and how fast is it beside it?",
+    "checkpoint": "What do saving and loading cost beside a raw write and plain torch.distributed.checkpoint?",
+    "hf_load": "How many bytes, how much memory and time does loading a HuggingFace checkpoint take?",
+    "starts": "What does a user wait for: a short run, the documented commands, the default run?",
+    "plan_correlation": "Are CPU-seconds of a step on 18 meshes as a calibrated plan predicts?",
+    "fit_time": "How far are predicted step times from published runs? (--fit writes the constants)",
+    "trajectories": "Does a commit train to the same bits as the one before it?",
+    "soak": "Is anything lost when runs are killed at random moments?",
+    "moe_kernel": "How fast is one MoE layer on one GPU, beside every other implementation?",
+    "tune_kernels": "Which blocks are fastest for each product of the Triton experts on this GPU?",
+    "train_step": "How fast are whole steps on one GPU, beside transformers and torchtitan?",
+}
+# Results of questions that are no longer asked: NOTES.md has a paragraph on each, and the commit in the file has its script.
+CLOSED = ("checkpoint_plan", "hf_sharing", "local_ranks", "many_ranks", "moe_layer", "nodes", "plan_speed", "tokenise")
 
 
-def run(name: str, folder: Path) -> dict[str, Any]:
+def run_short(name: str, folder: Path) -> dict[str, Any]:
     """One short form; its own text goes to the terminal. A script that fails ends the whole."""
     arguments, rows_of = SHORT[name]
     out, start = folder / f"{name}.json", time.perf_counter()
@@ -135,7 +132,7 @@ def table(report: dict[str, Any]) -> str:
         lines.append("")
     if missing := [f"`{name}`" for name in SHORT if name not in report]:
         lines.append(f"Not measured yet: {', '.join(missing)}.\n")
-    return "\n".join([*lines, f"Without a short form: {', '.join(f'`{name}`' for name in LONG_ONLY)}.\n"])
+    return "\n".join(lines)
 
 
 def page(report: dict[str, Any]) -> str:
@@ -144,20 +141,37 @@ def page(report: dict[str, Any]) -> str:
     return before + BEGIN + table(report) + END + rest.split(END)[1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"only these of {', '.join(SHORT)}")
-    parser.add_argument("--table", action="store_true", help="write the table from the JSON, measure nothing")
-    args = parser.parse_args()
-    if unknown := sorted(set(args.names) - set(SHORT)):
-        parser.error(f"no short form of {', '.join(unknown)}; there are {', '.join(SHORT)}")
+def run_shorts(names: list[str]) -> None:
+    """Measure ``names``, keep the other rows of the stored result, and write the table."""
     report = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     with tempfile.TemporaryDirectory(prefix="automoe-bench-") as folder:
-        for name in [] if args.table else args.names or SHORT:
-            report[name] = run(name, Path(folder))
+        for name in names:
+            report[name] = run_short(name, Path(folder))
             RESULT.write_text(json.dumps({key: report[key] for key in SHORT if key in report}, indent=1) + "\n")
     PAGE.write_text(page(json.loads(RESULT.read_text())))
 
 
+def main() -> int:
+    """Return the exit status of the benchmark."""
+    if sys.argv[1:2] and sys.argv[1] in QUESTIONS:
+        name, *arguments = sys.argv[1:]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), os.getenv("PYTHONPATH"))))
+        }
+        return subprocess.run([sys.executable, str(HERE / f"{name}.py"), *arguments], env=environment).returncode
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", nargs="*", metavar="NAME", help=f"these of {', '.join(SHORT)}; default: all")
+    parser.add_argument("--table", action="store_true", help="write the table from the JSON, measure nothing")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.short or ()) - set(SHORT)):
+        parser.error(f"no short form of {', '.join(unknown)}; there are {', '.join(SHORT)}")
+    if args.table or args.short is not None:
+        run_shorts([] if args.table else args.short or list(SHORT))
+        return 0
+    for name, question in QUESTIONS.items():
+        print(f"{name:18}{question}")
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The runner of the benchmarks: its questions have scripts and results, and its table is the one of its stored result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from automoe.config.shipped import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return load_file(ROOT / "benchmarks" / "run.py")
+
+
+def test_the_table_is_that_of_the_stored_result(runner: ModuleType) -> None:
+    report = json.loads(runner.RESULT.read_text())
+    assert runner.PAGE.read_text() == runner.page(report), "run: python benchmarks/run.py --table"
+    first = next(iter(report))
+    spoiled = report | {first: report[first] | {"date": "2001-01-01"}}
+    assert runner.PAGE.read_text() != runner.page(spoiled)
+    assert all(name in runner.page(report) for name in runner.SHORT)
+
+
+def test_every_stored_result_is_of_a_question_that_is_asked_or_closed_in_the_notes(runner: ModuleType) -> None:
+    stored = {path.stem.rstrip("_0123456789") for path in runner.RESULT.parent.glob("*.json")}
+    others = {"short", "main_job", "published_runs"}  # of run, starts --job and fit_time
+    others |= {"cpu_step_epyc", "cpu_step_small", "soak_cp", "soak_training"}  # other runs of what is there
+    assert stored <= {*runner.QUESTIONS, *runner.CLOSED, *others}
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
+    assert [name for name in runner.CLOSED if f"results/{name}.json" not in notes] == []
+
+
+def test_every_question_has_a_script_and_they_are_few(runner: ModuleType) -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert set(runner.SHORT) <= set(runner.QUESTIONS) <= scripts and len(scripts) <= 18
+
+
+def test_a_benchmark_is_started_by_its_name_with_its_arguments() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "trajectories", "compare"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "trajectories.py: error" in done.stderr and "file" in done.stderr
+    listed = subprocess.run(command[:2], capture_output=True, text=True, check=True).stdout
+    assert "soak" in listed and listed.count("?") == 12
