@@ -72,9 +72,10 @@ class BufferlessStage(PipelineStage):
     Here those are on the meta device, and take no memory; a real one is made when the tensor is about to be received.
     After the forward pass an input lives as long as the backward pass of its micro-batch needs it.
 
-    2.11 to 2.15: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments that differ) make the
+    2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments that differ) make the
     buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``, tuples by micro-batch of objects with
-    ``buffer``. Receives are public methods: 2.14 changed the private one below them, ``_get_recv_ops``.
+    ``buffer``. Receives are public methods: 2.14 changed the private one below them, ``_get_recv_ops``. 2.15 makes and
+    frees buffers as this class does: ``buffer`` is None except from the receive to the use.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def folder_name(name: str, needed: list[str], constraints: str) -> str:
     """Return a name that differs whenever something else is to be installed; ``latest`` also has the week in it."""
     decides = [sys.version, *needed, constraints]
     if name == "latest":
-        decides.append("%d-%d" % datetime.date.today().isocalendar()[:2])
+        decides.append(datetime.date.today().strftime("%G-%V"))
     return f"{name}-{hashlib.sha256(chr(0).join(decides).encode()).hexdigest()[:12]}"
 
 

@@ -72,4 +72,3 @@ def test_a_killed_pipeline_goes_on_elsewhere_and_is_exported(tmp_path: Path) -> 
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     ids = torch.frombuffer(bytearray(Path(__file__).read_bytes()[:512]), dtype=torch.uint8).long().view(4, -1)
     assert model(ids, labels=ids).loss < expected[0] - 0.05
-
