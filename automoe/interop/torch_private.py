@@ -49,7 +49,8 @@ def group_members() -> dict[str, list[int]]:
     """Return the global ranks of each group by the group's name, safe while another thread makes a group.
 
     ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has ranks.
-    2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (local rank by global rank, by group).
+    2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by group, local rank by global
+    rank).
     """
     world = distributed_c10d._world
     return {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
@@ -194,7 +195,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def global_offset(tensor: Any) -> tuple[int, ...]:
+def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """Return the index in a DTensor of the first element of this rank's shard.
 
     The rule for strided placements is torch's. 2.11 to 2.15: ``torch.distributed.tensor._utils
@@ -316,7 +317,7 @@ def fused_rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of ``x`` and ``weight``; ``scales`` is the second result of ``fused_rms_norm``.
 
-    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scales, weight, [want x's, want weight's])``.
+    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scales, weight, which gradients)``.
     """
     return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, scales, weight, [True, True])
 

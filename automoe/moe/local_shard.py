@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from automoe.interop import torch_private
+from automoe.interop.torch_private import offset_of_shard
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -17,4 +17,4 @@ def global_offset(tensor: torch.Tensor) -> tuple[int, ...]:
     """Index in the whole tensor of the first element of ``local_shard(tensor)``."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
-    return torch_private.global_offset(tensor)
+    return offset_of_shard(tensor)

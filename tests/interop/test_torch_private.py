@@ -212,7 +212,7 @@ def test_a_dim_that_two_axes_shard_is_strided_and_has_an_offset() -> None:
             strided, plain = weight.placements
             assert torch_private.is_strided_shard(strided) and strided.dim == 0
             assert not torch_private.is_strided_shard(plain)
-            assert torch_private.global_offset(weight) == (row, 0)
+            assert torch_private.offset_of_shard(weight) == (row, 0)
         torch_private.forget_meshes([])
 
 
