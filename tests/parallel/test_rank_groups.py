@@ -68,4 +68,4 @@ def test_the_plan_counts_the_groups_that_a_rank_is_in(shape: str | dict[str, int
             (group.group_desc.removeprefix("mesh_").replace("default_pg", "world"), group.size())
             for group in process_groups()
         ]
-    assert sorted(one for one in made if one[1] > 1) == sorted(mesh.groups())
+    assert sorted(one for one in made if one[1] > 1) == sorted(mesh.process_groups())
