@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything is installed in .venv and nowhere else.
+# `make help` lists the targets. Everything is installed in .venv, and for smoke-* in ~/.cache/automoe.
 PYTHON ?= python3
 # Empty on a machine with a GPU: torch with its CUDA libraries.
 CONSTRAINTS ?= constraints-cpu.txt
@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(SETUP),-n $(JOBS) --dist loadf
 SETUP := $(if $(filter command,$(origin PY)),,setup)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
+.PHONY: help setup train test test-floor test-latest test-gpu test-meshes test-faults test-tokenizers smoke-floor smoke-latest test-all test-mutants soak lint format types bench bench-cpu-step bench-sft bench-main-job bench-plan bench-hf-load bench-checkpoint bench-gpu-layer bench-gpu-tune bench-gpu-step fit-time docs-images docs-config clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,6 +45,12 @@ test-floor: ## The tests with the oldest supported versions, in .venv-floor (5 G
 
 test-latest: ## The tests with the newest released versions, in .venv-latest (6 GB; remove it to take newer ones)
 	@$(MAKE) test VENV=.venv-latest CONSTRAINTS=
+
+smoke-floor: ## Start, kill, resume and export with the oldest supported versions, in an environment in ~/.cache (6 GB)
+smoke-latest: ## The same with the newest released versions, installed anew every week
+smoke-floor smoke-latest: smoke-%:
+	@python="$$($(PYTHON) tests/smoke/environment.py $*)" && \
+	PYTHONPATH=. OMP_NUM_THREADS=1 "$$python" -m pytest -m 'not gpu' tests/interop/test_torch_private.py tests/smoke $(ARGS)
 
 test-gpu: $(SETUP) ## Run the tests that need one GPU (PY=python3: as installed, without setup)
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -7,7 +7,8 @@ rank its part: at 1,024 ranks 28 s of every save in which the others wait (``ben
 from __future__ import annotations
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+
+from automoe.interop.torch_private import cache_plans_under
 
 
 class CachedPlanner(DefaultSavePlanner):
@@ -18,10 +19,4 @@ class CachedPlanner(DefaultSavePlanner):
 
     def __init__(self, key: str) -> None:
         super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = key
-
-
-def forget_plans(key: str) -> None:
-    """What was cached for ``key`` is planned anew."""
-    for cache in (cache for name, cache in vars(SavePlanner).items() if name.startswith("_cached_")):
-        cache.pop(key, None)
+        cache_plans_under(self, key)

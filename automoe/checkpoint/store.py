@@ -31,13 +31,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
-from automoe.checkpoint.planner import CachedPlanner, forget_plans
+from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, retried
 from automoe.hf.identity import checkpoint_identity
+from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
 from automoe.parallel.agreement import Ranks, dcp_error, save_error
 from automoe.storage.files import FileFacts, HashingFileSystem, flush, set_aside
 from automoe.storage.trace import phase
@@ -241,7 +242,7 @@ class CheckpointStore:
         try:
             dcp.save(tensors, storage_writer=writer, planner=CachedPlanner(self._plans), process_group=self.ranks.group)
         except CheckpointException as error:
-            forget_plans(self._plans)  # some ranks may have kept what others have not
+            forget_cached_plans(self._plans)  # some ranks may have kept what others have not
             raise dcp_error(error) from None
         facts: dict[str, FileFacts] = {}
         for written in self.ranks.all(lambda: files.facts):
@@ -403,9 +404,7 @@ class CheckpointStore:
 def _new_stager(pin_memory: bool) -> Any:
     """What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the next."""
     try:
-        from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-
-        return StateDictStager(pin_memory=pin_memory, share_memory=False)
+        return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch
         raise CheckpointError(
             "checkpoint.async_save=true copies the state with torch's StateDictStager, which torch "

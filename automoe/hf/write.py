@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from automoe.data.chat_template import ChatTemplate
 from automoe.hf.catalog import Catalog, open_catalog
@@ -25,6 +25,7 @@ from automoe.hf.rewrite import own_dtype
 from automoe.hf.shards import LocalShard, PackedShard, Parts, as_parts, config_of, export_dtype, local_shards
 from automoe.hf.upcycle import upcycled_model
 from automoe.hf.verify import verify_hf
+from automoe.interop.torch_private import is_strided_shard
 from automoe.model.decoder import Decoder
 from automoe.model.lora import merge_adapters
 from automoe.parallel.agreement import Ranks
@@ -206,7 +207,7 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
         if piece.select[dim] is not None:
             continue
         axes = [axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim]
-        axes.sort(key=lambda axis: not isinstance(tensor.placements[axis], _StridedShard))
+        axes.sort(key=lambda axis: not is_strided_shard(tensor.placements[axis]))
         assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
         hf_dim = dim - sum(at is not None for at in piece.select[:dim])
         extent = piece.size[hf_dim]
@@ -239,5 +240,4 @@ def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
 
 
 def _cut_dim(placement: Placement) -> int | None:
-    # Not a subclass of Shard in every torch.
-    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+    return placement.dim if isinstance(placement, Shard) or is_strided_shard(placement) else None

@@ -15,28 +15,21 @@ import resource
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import distributed_c10d
-
 from automoe.errors import LaunchError
-
-_Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+from automoe.interop.torch_private import Gloo, gloo_group, replace_gloo
 
 
 class _OneWorker(type):
     """Replaces torch's class where groups are made and recognised; its objects are torch's own."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
-        options = _Gloo._Options()
-        options._threads = 1
-        options._timeout = min(timeout, OneWorkerGloo.making_timeout)  # a DeviceMesh's groups have half an hour
-        for name, value in others.items():  # of newer releases, whose options have them: enable_reconfigure
-            setattr(options, name, value)
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         lazy = OneWorkerGloo.lazy
+        making = min(timeout, OneWorkerGloo.making_timeout)  # a DeviceMesh's groups have half an hour
         try:
-            named = [_Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces]
-            options._devices = named or [_Gloo.create_default_device(lazy_init=lazy)]
-            group = _Gloo(store, rank, size, options)
+            devices = [Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces]
+            devices = devices or [Gloo.create_default_device(lazy_init=lazy)]
+            return gloo_group(store, rank, size, devices, making, timeout, **others)
         except RuntimeError as error:
             if "Too many open files" not in str(error):
                 raise
@@ -44,14 +37,12 @@ class _OneWorker(type):
             raise LaunchError(
                 f"a group of {size} ranks takes two open files a rank, beyond the {most} allowed. Set ulimit -Hn 65536"
             ) from None
-        group._set_default_timeout(timeout)
-        return group
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _Gloo)
+        return isinstance(instance, Gloo)
 
     def __getattr__(cls, name: str) -> Any:
-        return getattr(_Gloo, name)
+        return getattr(Gloo, name)
 
 
 class OneWorkerGloo(metaclass=_OneWorker):
@@ -69,5 +60,4 @@ def use_one_worker(lazy: bool = False, making_timeout: timedelta = timedelta.max
         making_timeout: after which ranks give up that wait for others to make a group with.
     """
     OneWorkerGloo.lazy, OneWorkerGloo.making_timeout = lazy, making_timeout
-    if _Gloo is not None:
-        vars(distributed_c10d)["ProcessGroupGloo"] = OneWorkerGloo
+    replace_gloo(OneWorkerGloo)

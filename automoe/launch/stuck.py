@@ -161,7 +161,7 @@ class StuckWatch:
                 pending = [one for one in self._lately if one.seconds >= one.timeout_s / 2]
             standing = Standing(self.rank, place, communicates, pending, asked, saving[0] if saving else None)
             target.parent.mkdir(exist_ok=True)
-            for name, record in _records(False):
+            for name, record in _records():
                 target.with_name(f"{name}_{self.rank}").write_bytes(record)
             scratch = target.with_suffix(".tmp")
             scratch.write_text(json.dumps(asdict(standing), indent=1))
@@ -261,11 +261,11 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
 
     if not dist.is_initialized():
         return []
-    world = dist.distributed_c10d._world
-    # A group has its name before its ranks, and the main thread may be making one.
-    ranks = {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+    from automoe.interop.torch_private import flight_records, group_members
+
+    ranks = group_members()
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for dump, record in _records(True):
+    for dump, record in flight_records(True):
         for entry in pickle.loads(record).get("entries", []):
             if not entry["retired"] and entry["state"] != "completed":
                 found[dump, entry["record_id"]] = entry
@@ -289,18 +289,12 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
     return pending
 
 
-def _records(active: bool) -> Iterator[tuple[str, bytes]]:
-    """(name, pickled record) of this process's flight recorders: gloo's, and NCCL's where torch has it.
-
-    Args:
-        active: only of collectives that have not ended.
-    """
+def _records() -> Iterator[tuple[str, bytes]]:
+    """Yield (name, pickled record) of the flight recorders; nothing before torch.distributed is imported."""
     if "torch.distributed" in sys.modules:
-        import torch._C._distributed_c10d as c10d
+        from automoe.interop.torch_private import flight_records
 
-        for name, dump in (("flight", "_dump_fr_trace"), ("flight_nccl", "_dump_nccl_trace")):
-            if hasattr(c10d, dump):
-                yield name, getattr(c10d, dump)(True, False, active)
+        yield from flight_records(False)
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from automoe.interop.torch_private import fused_rms_norm, fused_rms_norm_backward
 from automoe.moe.activation import row_blocks
 
 
@@ -61,7 +62,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        out_TD, scales_T1 = torch.ops.aten._fused_rms_norm(x_TD.to(weight_D.dtype), weight_D.shape, weight_D, eps)
+        out_TD, scales_T1 = fused_rms_norm(x_TD.to(weight_D.dtype), weight_D, eps)
         ctx.save_for_backward(x_TD, weight_D, scales_T1)
         return out_TD.to(x_TD.dtype)
 
@@ -70,9 +71,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx, grad_TD: torch.Tensor):
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         grad = grad_TD.to(weight_D.dtype).contiguous()
-        grad_x_TD, grad_weight_D = torch.ops.aten._fused_rms_norm_backward(
-            grad, x_TD.to(weight_D.dtype), weight_D.shape, scales_T1, weight_D, [True, True]
-        )
+        grad_x_TD, grad_weight_D = fused_rms_norm_backward(grad, x_TD.to(weight_D.dtype), scales_T1, weight_D)
         return grad_x_TD.to(x_TD.dtype), grad_weight_D, None
 
 

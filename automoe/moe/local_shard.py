@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from automoe.interop.torch_private import offset_of_shard
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -16,5 +17,4 @@ def global_offset(tensor: torch.Tensor) -> tuple[int, ...]:
     """Index in the whole tensor of the first element of ``local_shard(tensor)``."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+    return offset_of_shard(tensor)

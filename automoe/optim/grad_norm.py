@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from automoe.interop.torch_private import foreach_mul_, foreach_norm
+
 _BLOCK = 1 << 15  # numbers that the CPU widens at a time: 256 KiB, which stay in its cache
 _Sharding = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh and the axes of it that hold different parts
 
@@ -64,7 +66,7 @@ def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: dist.ProcessG
 def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
     """Scalar: of all numbers of all tensors, each squared and added in ``wide``."""
     if gradients[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square_().sum()
+        return torch.stack(foreach_norm(gradients, wide)).square_().sum()
     # On the CPU torch's norm in another dtype widens number by number, five times as slowly.
     total = torch.zeros((), dtype=wide)
     for gradient in gradients:
@@ -90,7 +92,7 @@ def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: floa
             gradient = _local_gradient(parameter)
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, gradients in by_dtype.items():  # one kernel for all, if the scale has their dtype
-        torch._foreach_mul_(gradients, scale.to(torch.promote_types(dtype, torch.float32)))
+        foreach_mul_(gradients, scale.to(torch.promote_types(dtype, torch.float32)))
 
 
 def _distinct(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from automoe.interop.torch_private import foreach_add_
 from automoe.kernels.counter_random import bits_at, stream_key
 from automoe.model.init import index_runs, indexed_blocks
 from automoe.moe.local_shard import local_shard
@@ -87,7 +88,7 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], updated: list[tuple[str, torch.Tensor]]) -> None:
         counts = [self.state[parameter]["step"] for _, parameter in updated]
-        torch._foreach_add_(counts, 1)
+        foreach_add_(counts, 1)
         # On the device, as the counts are: to know them, the host would have to wait.
         steps, (beta1, beta2) = torch.stack(counts).to(torch.float64), group["betas"]
         rates = (group["lr"] / (1 - beta1**steps)).to(torch.float32)

@@ -1,7 +1,6 @@
 """Differentiable collectives under one name each.
 
-torch 2.13 renamed the functional collectives of 2.11 (``..._tensor_autograd`` became ``..._single_autograd``) and warns
-at every call of the old ones; only this file knows. Results may be torch's asynchronous tensors, which wait when an
+Results may be torch's asynchronous tensors, which wait when an
 operation of torch first reads them. They have no storage for kernels that read by pointer, which need ``wait_tensor``.
 """
 
@@ -12,15 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
+from automoe.interop import torch_private
+from automoe.interop.torch_private import AsyncTensor
 from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.dispatch.measure import stages_are_timed
-
-_all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-_reduce_scatter = (
-    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
-)
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
@@ -52,7 +47,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
         parts = _ExchangeParts.apply(x.expand(dist.get_world_size(group), *x.shape), group)
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
     if x.requires_grad:
-        return _all_gather(x.contiguous(), dim, group)
+        return torch_private.all_gather(x.contiguous(), dim, group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim)
@@ -62,7 +57,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; the gradient is an all-gather."""
     if over_gloo(group):
         return _ExchangeParts.apply(torch.stack(x.chunk(dist.get_world_size(group), dim)), group).sum(0)
-    return _reduce_scatter(x.contiguous(), "sum", dim, group)
+    return torch_private.reduce_scatter(x.contiguous(), dim, group)
 
 
 class GlooReduceScatter:
@@ -89,7 +84,7 @@ class GlooReduceScatter:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: functional.AsyncCollectiveTensor) -> torch.Tensor:
+    def forward(ctx, x: AsyncTensor) -> torch.Tensor:
         return x.trigger_wait()
 
     @staticmethod
@@ -99,7 +94,7 @@ class _Wait(torch.autograd.Function):
 
 def wait_tensor(x: Any) -> Any:
     """The plain tensor of one of torch's asynchronous tensors, waited for, differentiable; anything else as it is."""
-    return _Wait.apply(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
+    return _Wait.apply(x) if isinstance(x, AsyncTensor) else x
 
 
 class _Sum(torch.autograd.Function):
@@ -163,7 +158,7 @@ class ProcessGroupDispatch:
         return self._timed(reduce_scatter(x, 0, self.group))
 
     def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
-        received = functional.all_to_all_single_autograd(x.contiguous(), output_splits, input_splits, self.group)
+        received = torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
         return self._timed(received)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -177,6 +172,6 @@ class ProcessGroupDispatch:
     @staticmethod
     def _timed(x: torch.Tensor) -> torch.Tensor:
         """``x``; waited for where stages are timed, so that no later stage pays for the wait."""
-        if stages_are_timed() and isinstance(x, functional.AsyncCollectiveTensor):
+        if stages_are_timed() and isinstance(x, AsyncTensor):
             x.trigger_wait()
         return x

@@ -62,7 +62,7 @@ def _compile_method(module: nn.Module, name: str, backend: str) -> None:
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
 def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
     """``fn`` compiled at its first call: whole, and once for each dtype and shape of its arguments."""
-    from torch._dynamo import config as limits  # takes long to import
+    import torch.compiler.config as limits
 
     # Shapes are constants: they do not change, and a kernel that knows them is better.
     code = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from automoe.interop.torch_private import use_ring_attention
 from automoe.model.attention_kernels import AttentionFn
 
 
@@ -33,11 +34,9 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
 
 def ring_attention(mesh: DeviceMesh) -> AttentionFn:
     """Attention over all ranks of the cp axis ``mesh``, by torch's ring attention; plain causality, no sinks."""
-    from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher
-
     # From here on SDPA over DTensors that are cut along the sequence runs torch's ring, in
     # backward too, so it stays on; nothing else in this project hands SDPA a DTensor.
-    _enable_context_parallel_dispatcher()
+    use_ring_attention()
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
         """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] of this rank -> [B, S, N, Dv]."""

@@ -19,6 +19,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from automoe.interop.torch_private import innermost_saved_tensor_hooks, storage_address
+
 
 def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as a scope in which outputs of ``discard_outputs`` are discarded; same arguments, same result."""
@@ -42,7 +44,7 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
         outputs = fn(*args)
         hooks = _CURRENT.get()
         # A checkpointed part of the scope keeps nothing, and has hooks of its own.
-        if torch.is_grad_enabled() and hooks is not None and _top_hooks() == hooks.pair:
+        if torch.is_grad_enabled() and hooks is not None and innermost_saved_tensor_hooks() == hooks.pair:
             hooks.discard(_Recompute(fn, args), outputs)
         return outputs
 
@@ -55,7 +57,7 @@ class _Hooks(saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(self._pack, operator.call)
         self.pair = (self.pack_hook, self.unpack_hook)
-        self.outer = _top_hooks()
+        self.outer = innermost_saved_tensor_hooks()
         # By address of the storage, which no other can have while there is a weak reference to it.
         self.discarded: dict[int, tuple[StorageWeakRef, _Recompute, int, torch.dtype]] = {}
 
@@ -70,11 +72,11 @@ class _Hooks(saved_tensors_hooks):
 
     def discard(self, recompute: _Recompute, outputs: Any) -> None:
         for i, tensor in enumerate(_as_tuple(outputs)):
-            storage = tensor.untyped_storage()
-            self.discarded[storage._cdata] = (StorageWeakRef(storage), recompute, i, tensor.dtype)
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self.discarded[storage_address(tensor)] = (reference, recompute, i, tensor.dtype)
 
     def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        _, recompute, i, dtype = self.discarded.get(tensor.untyped_storage()._cdata, (None, None, 0, None))
+        _, recompute, i, dtype = self.discarded.get(storage_address(tensor), (None, None, 0, None))
         if recompute is not None and tensor.dtype == dtype:
             return _SavedView(recompute, i, tensor)
         if self.outer is not None:
@@ -85,10 +87,6 @@ class _Hooks(saved_tensors_hooks):
 
 
 _CURRENT: ContextVar[_Hooks | None] = ContextVar("discard_outputs", default=None)
-
-
-def _top_hooks() -> tuple[Callable, Callable] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import MeshShape, stays_unsharded
 from automoe.config.schema import Config
+from automoe.interop.torch_private import fake_store
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
 
@@ -29,9 +30,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process without a default process group")
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+from automoe.interop.torch_private import process_groups, set_group_timeout
 
 SAVES = "checkpoint"  # description of the group over which saves and loads talk
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -28,11 +29,6 @@ class Opened:
         return f"{self.count} process groups open in {self.seconds:.2f} s{memory}"
 
 
-def groups() -> list[dist.ProcessGroup]:
-    """Those that this rank is in, in the order in which all ranks have made them."""
-    return list(_world.pg_map)
-
-
 def open_groups() -> Opened:
     """Make each group's connections now, by a sum of ones over each of its backends. Collective.
 
@@ -47,7 +43,7 @@ def open_groups() -> Opened:
     if cuda:
         torch.cuda.synchronize()
     free, began = torch.cuda.mem_get_info()[0] if cuda else 0, time.perf_counter()
-    for group in groups():
+    for group in process_groups():
         backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"; of gloo alone also "cuda:gloo"
         for device in [one for one in ("cpu", "cuda") if f"{one}:{_BACKENDS[one]}" in backends]:
             ones = torch.ones(group.size(), device=device)  # on CUDA the current one
@@ -57,11 +53,11 @@ def open_groups() -> Opened:
             if (total := ones[0].item()) != group.size():
                 raise RuntimeError(f"{total:.0f} of the {group.size()} ranks of {group.group_desc} answered")
     seconds = time.perf_counter() - began
-    return Opened(len(groups()), seconds, max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0)
+    return Opened(len(process_groups()), seconds, max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0)
 
 
 def set_timeouts(seconds: float) -> None:
     """From now on collectives fail after ``seconds``, but those of saves and loads, which have their own."""
-    for group in groups():
+    for group in process_groups():
         if group.group_desc != SAVES:
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(group, timedelta(seconds=seconds))

@@ -8,10 +8,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
-from automoe.parallel.groups import groups
+from automoe.interop.torch_private import (
+    concatenate_meshes,
+    flatten_mesh,
+    process_groups,
+    set_group_timeout,
+    split_axis,
+)
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
 _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
@@ -57,10 +62,10 @@ class Meshes:
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None
-        made = len(groups())
-        group = self.default[tuple(axes)]._flatten("stage").get_group()  # torch makes it once
-        if self.timeout is not None and len(groups()) > made:
-            _set_pg_timeout(self.timeout, group)
+        made = len(process_groups())
+        group = flatten_mesh(self.default[tuple(axes)], "stage").get_group()  # torch makes it once
+        if self.timeout is not None and len(process_groups()) > made:
+            set_group_timeout(group, self.timeout)
         return group
 
     def ep_levels(self, gpus_per_node: int) -> list[dist.ProcessGroup]:
@@ -70,12 +75,11 @@ class Meshes:
         names, sizes = ("ep_nodes", "ep_node"), (self.shape.ep // per_node, per_node)
         if 1 in sizes:
             return [self.moe.get_group("ep")]
-        place = list(self.moe.mesh_dim_names or ()).index("ep")  # torch 2.11 takes no name
-        split = self.moe._unflatten(place, sizes, names)
+        split = split_axis(self.moe, "ep", sizes, names)
         levels = [split.get_group(name) for name in names]
         if self.timeout is not None:
             for group in levels:
-                _set_pg_timeout(self.timeout, group)
+                set_group_timeout(group, self.timeout)
         return levels
 
     @property
@@ -106,12 +110,12 @@ def build_meshes(shape: MeshShape, device: torch.device, timeout: timedelta | No
         return init_device_mesh(device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept))
 
     default, moe = view(DEFAULT_AXES), view(MOE_AXES)
-    fsdp = default["dp_shard", "cp"]._flatten("fsdp") if shape.cp > 1 else default["dp_shard"]
+    fsdp = flatten_mesh(default["dp_shard", "cp"], "fsdp") if shape.cp > 1 else default["dp_shard"]
     if shape.dp_replicate > 1:
-        fsdp = DeviceMesh._concatenate([default["dp_replicate"], fsdp])
+        fsdp = concatenate_meshes([default["dp_replicate"], fsdp])
     expert_fsdp = moe["ep_replicate", "ep_shard"] if shape.ep_replicate > 1 else moe["ep_shard"]
     if timeout is not None:
         for mesh in (default, moe, fsdp, expert_fsdp):
             for group in mesh.get_all_groups():
-                _set_pg_timeout(timeout, group)
+                set_group_timeout(group, timeout)
     return Meshes(shape, default, moe, fsdp, expert_fsdp, timeout)

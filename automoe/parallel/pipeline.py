@@ -5,7 +5,6 @@ Shapes: M micro-batches of B rows, S positions of this rank.
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,12 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from automoe.config.mesh_shape import DEFAULT_AXES
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
+from automoe.interop.torch_pipelining import (
+    BufferlessStage,
+    replaced_waits,
+    starts_sends_one_by_one,
+    unshard_every_stage_once,
+    wait_as_schedules_do,
+)
+from automoe.interop.torch_private import gloo_timeout
 from automoe.model.decoder import Decoder
 from automoe.model.loss import Loss
 from automoe.moe.local_shard import local_shard
@@ -34,9 +41,7 @@ SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
-# Torch keeps three stages of a rank gathered and gathers the others anew in every round of micro-batches: 39 times a
-# step, not 4, of DeepSeek-V3 with 4 stages a rank and 128 micro-batches. parallel.reshard=step is once a step.
-vars(schedules)["_add_unshard_reshard"] = partial(schedules._add_unshard_reshard, max_active_stages=sys.maxsize)
+unshard_every_stage_once()  # parallel.reshard=step frees them once a step
 
 Inputs = dict[str, Any]  # keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
 
@@ -193,12 +198,8 @@ class SingleStageRunner(StepRunner):
         return [counts | {name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
 
 
-class Stage(PipelineStage):
-    """A stage whose receive buffers live from the receive until their tensor has been used.
-
-    Torch's own makes one for every micro-batch of the step, for inputs and for gradients of outputs, and keeps them.
-    Here those are on the meta device, and take no memory; a real one is made when the tensor is about to be received.
-    Once it was handed on, an input lives as long as the backward pass of its micro-batch needs it.
+class Stage(BufferlessStage):
+    """A stage that keeps few of its sends waiting.
 
     Attributes:
         sends_itself: under a schedule that starts sends one by one and waits for them at the end of the step, which
@@ -232,48 +233,10 @@ class Stage(PipelineStage):
         _wait_for_sends(self._outputs_sent, 0)
         _wait_for_sends(self._gradients_sent, 0)
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_memory():
-            return super()._prepare_forward_infra(*args, **kwargs)
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_memory():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    @contextmanager
-    def _without_memory(self) -> Iterator[None]:
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
-
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
-        _move_buffers(recv_infos, self.device)
-        return super()._get_recv_ops(recv_infos)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        _move_buffers(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
-        for tensor in received:  # torch 2.11 decides once, in the first step, and that may be an evaluation
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                tensor.requires_grad_(self.has_backward)
-        return received
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_grads(bwd_chunk_id)
-        _move_buffers(self.grad_recv_info[bwd_chunk_id], torch.device("meta"))
-        return received
-
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
-        if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step, and the graph would keep the stage's input
-
 
 def _wait_for_sends(sent: deque[list[dist.Work]], kept: int) -> None:
     while len(sent) > kept:
-        schedules._wait_batch_p2p(sent.popleft())
+        wait_as_schedules_do(sent.popleft())
 
 
 def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
@@ -284,28 +247,16 @@ def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
 
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Over gloo schedules wait for a receive as long as for a collective: else, as was set when ``group`` was made.
+    """Make gloo's sends and receives honour the current timeout of ``group``, not the one that it was made with.
 
-    So do sends and receives with which stages agree whenever an evaluation begins, and the training after it. NCCL's
-    watchdog ends both, and a wait that is given a time would hold the host.
+    NCCL's watchdog ends both, and a wait that is given a time would hold the host.
     """
-    waits, send, recv = schedules._wait_batch_p2p, dist.send, dist.recv
-    options = group._get_backend(device).options if group is not None and device.type == "cpu" else None
-    if options is not None:  # torch's fake groups have none
-        schedules._wait_batch_p2p = lambda works: wait_for_ranks(works, options._timeout)
-        dist.send = lambda *args, **kwargs: wait_for_ranks([dist.isend(*args, **kwargs)], options._timeout)
-        dist.recv = lambda *args, **kwargs: wait_for_ranks([dist.irecv(*args, **kwargs)], options._timeout)
-    try:
+    timeout = gloo_timeout(group) if group is not None and device.type == "cpu" else None
+    if timeout is None:  # torch's fake groups have none
         yield
-    finally:
-        schedules._wait_batch_p2p, dist.send, dist.recv = waits, send, recv
-
-
-def _move_buffers(recv_infos: tuple[Any, ...], device: torch.device) -> None:
-    for info in recv_infos:
-        buffer = getattr(info, "buffer", None)  # what the first stage is given has none
-        if buffer is not None:
-            info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+        return
+    with replaced_waits(lambda works: wait_for_ranks(works, timeout())):
+        yield
 
 
 class PipelineRunner(StepRunner):
@@ -342,7 +293,7 @@ class PipelineRunner(StepRunner):
             scale_grads=False,
         )
         for one in stages:
-            one.sends_itself = isinstance(self.schedule, schedules._PipelineScheduleRuntime)
+            one.sends_itself = starts_sends_one_by_one(self.schedule)
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         loss = self._run(self.schedule.step, inputs)

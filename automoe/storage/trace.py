@@ -42,6 +42,10 @@ def listening(listener: Listener) -> Iterator[None]:
 
 def _profiler_range(name: str) -> AbstractContextManager[object]:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.autograd.profiler._is_profiler_enabled:
+    if torch is None:
+        return nullcontext()
+    from automoe.interop.torch_private import profiler_runs
+
+    if not profiler_runs():
         return nullcontext()
     return torch.profiler.record_function(name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import functools
 import gc
 import itertools
 import math
@@ -185,7 +184,9 @@ def _work(pipe: connection.Connection, stacks: Path) -> None:
     faulthandler.register(signal.SIGUSR1, stacks.open("a"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the pool
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    imported = torch_caches()
+    from automoe.interop.torch_private import cached_functions
+
+    imported = cached_functions()
     gc.freeze()  # what is imported by now stays: leave it out of the collection after each case
     while True:
         try:
@@ -226,36 +227,15 @@ def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> No
     init_ranks(launch, rank, world_size, rank, store)
 
 
-def torch_caches() -> list[Any]:
-    """Every ``functools`` cache of torch.distributed; their names change between releases."""
-    return [
-        found
-        for found in gc.get_objects()
-        if type(found) is functools._lru_cache_wrapper
-        and (getattr(found, "__module__", None) or "").startswith("torch.distributed.")
-    ]
-
-
 def leave_world(imported_caches: list[Any]) -> None:
     """Destroy every process group of this process, with all that remembers a mesh.
 
-    ``imported_caches`` are those of ``torch_caches()`` that a ``gc.freeze()`` has hidden since.
+    ``imported_caches`` are those of ``torch_private.cached_functions()`` that a ``gc.freeze()`` has hidden since.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from automoe.interop.torch_private import forget_meshes
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor answers operations from caches keyed by meshes that compare equal across cases but name
-    # groups that are gone.
-    _clear_sharding_prop_cache()
-    for cached in imported_caches + torch_caches():
-        cached.cache_clear()
-    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
-    clear_planners = getattr(redistribute, "clear_redistribute_planner_cache", None)
-    if clear_planners is not None:  # not in every torch release
-        clear_planners()
-    gc.collect()  # modules, hooks and schedules hold meshes in cycles
-    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
-        getattr(mesh, "_pg_registry", {}).clear()  # torch 2.11 keeps meshes that FSDP has seen, out of reach
+    forget_meshes(imported_caches)

@@ -8,13 +8,18 @@ import sys
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+
+# Modules that may name private parts of torch. They import nothing of the package, so that every room can use them.
+PRIVATE_TO_TORCH = ("automoe.interop.torch_private", "automoe.interop.torch_pipelining")
 
 # A module imports from its own layer and from those after it. The package itself is a version and two names found when
 # asked for.
@@ -30,7 +35,7 @@ LAYERS = (
     ("automoe.model",),
     ("automoe.moe",),
     ("automoe.kernels", "automoe.quantize"),
-    ("automoe.config", "automoe.storage"),
+    ("automoe.config", "automoe.storage", *PRIVATE_TO_TORCH),
     ("automoe.errors",),
 )
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
@@ -146,6 +151,115 @@ def test_the_rules_on_imports_find_what_breaks_them() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
     inside = ast.parse("def f():\n    import late\nif TYPE_CHECKING:\n    import never")
     assert [node.names[0].name for node in run_time_nodes(inside) if isinstance(node, ast.Import)] == ["late"]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def names_of_torch(tree: ast.AST) -> dict[str, str]:
+    """Names that a file imports from torch, and what each is: ``{"dist": "torch.distributed"}``."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    found[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def resolved(dotted: str) -> object:
+    """The object of a dotted name of torch; None if this torch has none."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None) if module else import_module(dotted)
+    except ImportError:
+        return None
+
+
+def own_names(trees: list[ast.AST]) -> set[str]:
+    """Private names that the package defines or assigns anywhere, so that they are not torch's."""
+    names = {
+        "_replace",
+        "_asdict",
+        "_fields",
+        "_exit",
+        "_current_frames",
+        "_lru_cache_wrapper",
+    }  # the standard library's
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names
+
+
+def private_uses(tree: ast.AST, own: set[str]) -> list[str]:
+    """Private parts of torch that a file names, overrides or sets, and public ones that it replaces."""
+    torch_names = names_of_torch(tree)
+    found = [f"imports {what}" for what in torch_names.values() if any(map(is_private, what.split(".")))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [f"imports {a.name}" for a in node.names if "torch._" in a.name]
+        elif isinstance(node, ast.Attribute):
+            root = ast.unparse(node).split(".")[0]
+            if is_private(node.attr) and (root in torch_names or node.attr not in own):
+                found.append(ast.unparse(node))
+            elif isinstance(node.ctx, ast.Store) and root in torch_names:
+                dotted = ".".join([torch_names[root], *ast.unparse(node).split(".")[1:]])
+                if callable(resolved(dotted)):  # a setting may be set
+                    found.append(f"replaces {ast.unparse(node)}")
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            target = ast.unparse(node.value)
+            if any(target.startswith(f"vars({name}") for name in torch_names):
+                found.append(f"replaces {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(str(name.value)) and name.value not in own:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base).split(".") for base in node.bases]
+            dotted = [".".join([torch_names[base[0]], *base[1:]]) for base in bases if base[0] in torch_names]
+            methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and is_private(one.name)]
+            found += [f"{node.name}.{m} overrides {d}.{m}" for d in dotted for m in methods if hasattr(resolved(d), m)]
+    return found
+
+
+def test_private_parts_of_torch_are_named_in_their_two_files_alone() -> None:
+    trees = {name: ast.parse(path.read_text()) for name, path in MODULES.items() if name not in PRIVATE_TO_TORCH}
+    own = own_names(list(trees.values()))
+    found = [f"{name}: {use}" for name, tree in trees.items() for use in private_uses(tree, own)]
+    assert not found, "\n".join(found)
+    for name in PRIVATE_TO_TORCH:
+        assert private_uses(ast.parse(MODULES[name].read_text()), set()), f"{name} names none and can go"
+        assert OWN[name] == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "use"),
+    [
+        ("import torch\ntorch._foreach_add_(x, 1)", "torch._foreach_add_"),
+        ("import torch.distributed as dist\ndist.distributed_c10d._world.pg_map", "dist.distributed_c10d._world"),
+        ("from torch.distributed import _functional_collectives as c", "torch.distributed._functional_collectives"),
+        ("def f():\n    import torch._dynamo", "torch._dynamo"),
+        ("from torch.distributed.tensor._utils import offset", "torch.distributed.tensor._utils.offset"),
+        ("group._get_backend(device)", "group._get_backend"),
+        ("getattr(mesh, '_pg_registry', {})", "_pg_registry"),
+        ("import torch.distributed as dist\ndist.send = mine", "replaces dist.send"),
+        ("from torch.distributed.pipelining import schedules as s\nvars(s)['step'] = mine", "replaces vars(s)['step']"),
+        ("from torch import nn\nclass M(nn.Module):\n    def _apply(self, fn): ...", "M._apply overrides torch.nn.Module._apply"),
+    ],
+)  # fmt: skip
+def test_a_private_part_of_torch_elsewhere_is_found(code: str, use: str) -> None:
+    assert any(use in found for found in private_uses(ast.parse(code), {"_mine"}))
+    clean = "import torch\nclass A:\n    def _mine(self): return torch.add(self._mine(), row._replace(x=1))"
+    assert private_uses(ast.parse(clean), {"_mine", "_replace"}) == []
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

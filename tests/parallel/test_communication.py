@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining import schedules
 from torch.nn.modules.module import register_module_forward_hook
 
 from automoe.config.context import gathers_latents
@@ -27,7 +27,7 @@ from automoe.config.schema import (
 )
 from automoe.data.loader import StepBatch
 from automoe.model.linear import Linear
-from automoe.parallel import pipeline
+from automoe.parallel.pipeline import SCHEDULES
 from automoe.verify.pool import RankPool
 from tests.support.communication import CommunicationLog, Message
 from tests.support.trajectories import run_trajectory
@@ -263,10 +263,10 @@ def test_weights_of_experts_are_asked_for_before_the_dispatch_that_the_host_wait
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 128), (7, 32), (2, 16)])
 def test_an_interleaved_pipeline_gathers_each_stage_once_a_step(stages: int, micro_batches: int) -> None:
     """Torch would, with four stages and 128 micro-batches on eight ranks, 39 times in place of 4."""
-    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    schedule = SCHEDULES["Interleaved1F1B"].__new__(SCHEDULES["Interleaved1F1B"])
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = 8, stages, micro_batches
     schedule.number_of_rounds, schedule.microbatches_per_round = micro_batches // 8, 8
     for rank in range(8):
         actions = schedule._calculate_single_rank_operations(rank)
-        lowered = pipeline.schedules._add_unshard_reshard([action for action in actions if action is not None])
+        lowered = schedules._add_unshard_reshard([action for action in actions if action is not None])
         assert sum(action.computation_type.name == "UNSHARD" for action in lowered) == stages

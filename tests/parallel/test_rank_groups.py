@@ -9,8 +9,8 @@ import torch.distributed as dist
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
+from automoe.interop.torch_private import process_groups
 from automoe.parallel.fake_world import fake_world
-from automoe.parallel.groups import groups
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
 
@@ -65,6 +65,7 @@ def test_the_plan_counts_the_groups_that_a_rank_is_in(shape: str | dict[str, int
     with fake_world(mesh.world_size - 1, mesh.world_size):
         build_meshes(mesh, torch.device("cpu"))
         made = [
-            (group.group_desc.removeprefix("mesh_").replace("default_pg", "world"), group.size()) for group in groups()
+            (group.group_desc.removeprefix("mesh_").replace("default_pg", "world"), group.size())
+            for group in process_groups()
         ]
     assert sorted(one for one in made if one[1] > 1) == sorted(mesh.process_groups())

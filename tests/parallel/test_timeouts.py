@@ -15,8 +15,9 @@ from torch.distributed.pipelining import schedules
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.gloo import use_one_worker
+from automoe.interop.torch_private import process_groups
 from automoe.parallel.agreement import Ranks
-from automoe.parallel.groups import groups, open_groups, set_timeouts
+from automoe.parallel.groups import open_groups, set_timeouts
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import receives_in_time
 from automoe.verify.pool import RankPool
@@ -50,13 +51,13 @@ def waits_of_groups(mesh: dict[str, int]) -> tuple[int, int, list[list[float]]]:
     Ranks(timeout_s=1800)
 
     def waits() -> list[float]:
-        backends = [group._get_backend(torch.device("cpu")) for group in groups()]
+        backends = [group._get_backend(torch.device("cpu")) for group in process_groups()]
         return [backend.options._timeout.total_seconds() for backend in backends]
 
     opened, before = open_groups(), waits()
     assert str(opened).startswith(f"{opened.count} process groups open in ")
     set_timeouts(7)
-    return opened.count, len(groups()), [before, waits()]
+    return opened.count, len(process_groups()), [before, waits()]
 
 
 def waits_for_a_receive(blocking: bool) -> tuple[float, float]:

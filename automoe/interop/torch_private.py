@@ -1,0 +1,369 @@
+"""Every private part of torch that automoe uses, apart from the pipeline's (``automoe.interop.torch_pipelining``).
+
+Each function says what it does, why no public function of torch does it, and which form the private name has in the
+releases that were tried: 2.11, 2.13, 2.14 and 2.15. ``tests/interop/test_torch_private.py`` has a test for each that
+fails when a release removes the name or changes its meaning. No other file names a private part of torch.
+
+Rooms from ``automoe.storage`` upwards import this module; it imports none of them. Parts of torch that take long to
+import, or that only some runs need, are imported in the function that uses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)  # before ``replace_gloo``; None on builds without it
+
+# Class of tensors that wait for their collective when an operation of torch first reads them. Public collectives return
+# such a wait as a ``Work`` beside the tensor, which autograd cannot carry. 2.11 to 2.15: ``AsyncCollectiveTensor``.
+AsyncTensor = functional.AsyncCollectiveTensor
+
+_all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
+)
+
+
+# ---- process groups ----
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of this rank in the order in which they were made.
+
+    torch has a public count of them (``get_pg_count``) and no list. 2.11 to 2.15: ``_world.pg_map``, a dict by group.
+    """
+    return list(distributed_c10d._world.pg_map)
+
+
+def group_members() -> dict[str, list[int]]:
+    """Return the global ranks of each group by the group's name, safe while another thread makes a group.
+
+    ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has ranks.
+    2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by group, local rank by global
+    rank).
+    """
+    world = distributed_c10d._world
+    return {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Make collectives of ``group`` fail after ``timeout`` from now on.
+
+    Publicly a timeout can only be given when a group is made, and DeviceMesh gives its groups torch's default.
+    2.11 to 2.15: ``distributed_c10d._set_pg_timeout(timeout, group)``.
+    """
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def gloo_timeout(group: dist.ProcessGroup) -> Callable[[], timedelta] | None:
+    """Return a function that tells the current timeout of a gloo group; None if ``group`` has no options (a fake one).
+
+    The options are public only when a group is made. 2.11 to 2.15: ``group._get_backend(device).options._timeout``,
+    which ``set_group_timeout`` changes.
+    """
+    options = group._get_backend(torch.device("cpu")).options
+    return None if options is None else lambda: options._timeout
+
+
+def gloo_group(
+    store: Any, rank: int, size: int, devices: list[Any], making: timedelta, timeout: timedelta, **others: Any
+) -> Any:
+    """Make a gloo group with one worker thread, which ``init_process_group`` has no argument for.
+
+    2.11 to 2.15: ``ProcessGroupGloo._Options`` with ``_threads``, ``_timeout`` and ``_devices``, and the group's
+    ``_set_default_timeout``. Releases from 2.14 on add options, such as ``enable_reconfigure``.
+
+    Args:
+        devices: of ``Gloo.create_device``.
+        making: timeout of the connections that ranks make now.
+        timeout: timeout of collectives.
+        others: further options by name.
+    """
+    options = Gloo._Options()
+    options._threads = 1
+    options._timeout = making
+    options._devices = devices
+    for name, value in others.items():
+        setattr(options, name, value)
+    group = Gloo(store, rank, size, options)
+    group._set_default_timeout(timeout)
+    return group
+
+
+def replace_gloo(made: Any) -> None:
+    """Make torch call ``made`` instead of ``ProcessGroupGloo`` whenever it makes a gloo group.
+
+    ``register_backend`` cannot replace a backend that is built in. 2.11 to 2.15: ``distributed_c10d`` looks
+    ``ProcessGroupGloo`` up among its own names, to make groups and to recognise them.
+    """
+    if Gloo is not None:
+        vars(distributed_c10d)["ProcessGroupGloo"] = made
+
+
+def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, pickled record) of the flight recorders of this process: gloo's, and NCCL's if torch has it.
+
+    torch's public door to them writes files when a watchdog ends the process. 2.11 to 2.15:
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
+
+    Args:
+        active: leave out collectives that have ended.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    for name, dump in (("flight", "_dump_fr_trace"), ("flight_nccl", "_dump_nccl_trace")):
+        if hasattr(c10d, dump):
+            yield name, getattr(c10d, dump)(True, False, active)
+
+
+def fake_store() -> Any:
+    """Return the store of torch's fake process group, and register that backend.
+
+    It has no public name. 2.11 to 2.15: ``torch.testing._internal.distributed.fake_pg.FakeStore``.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+# ---- differentiable collectives ----
+
+
+def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate every rank's ``x`` along ``dim``, differentiable and asynchronous.
+
+    ``torch.distributed.nn`` waits in every collective. ``torch.distributed._functional_collectives``:
+    ``all_gather_tensor_autograd`` in 2.11; ``all_gather_single_autograd`` since 2.13, which warns at the old name.
+    """
+    return _all_gather(x, dim, group)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum ``x`` over ranks and return this rank's part of ``dim``, differentiable and asynchronous.
+
+    ``torch.distributed._functional_collectives``: ``reduce_scatter_tensor_autograd`` in 2.11;
+    ``reduce_scatter_single_autograd`` since 2.13, which warns at the old name.
+    """
+    return _reduce_scatter(x, "sum", dim, group)
+
+
+def all_to_all(
+    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Exchange rows with every rank, differentiable and asynchronous.
+
+    2.11 to 2.15: ``torch.distributed._functional_collectives.all_to_all_single_autograd``.
+    """
+    return functional.all_to_all_single_autograd(x, output_splits, input_splits, group)
+
+
+# ---- meshes and DTensor ----
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a mesh of one axis ``name`` over all axes of ``mesh``. Collective when first called.
+
+    FSDP over two axes beside tensor parallelism needs a mesh of the same root; ``DeviceMesh.from_group`` makes a new
+    root. 2.11 to 2.15: ``DeviceMesh._flatten(name)``, which keeps the group it has made.
+    """
+    return mesh._flatten(name)
+
+
+def split_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return ``mesh`` with ``axis`` split into axes ``names`` of ``sizes``. Collective.
+
+    2.11 to 2.15: ``DeviceMesh._unflatten``; 2.11 takes an axis by its place only.
+    """
+    return mesh._unflatten(list(mesh.mesh_dim_names or ()).index(axis), sizes, names)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the axes of all ``meshes``, which have one root: HSDP over a flattened axis.
+
+    A slice of the root takes axes as they are, not flattened ones. 2.11 to 2.15: ``DeviceMesh._concatenate(list)``.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def offset_of_shard(tensor: Any) -> tuple[int, ...]:
+    """Return the index in a DTensor of the first element of this rank's shard.
+
+    The rule for strided placements is torch's. 2.11 to 2.15: ``torch.distributed.tensor._utils
+    .compute_local_shape_and_global_offset`` returns (shape, offset).
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Return True for the placement with which FSDP shards a dim that tp or etp has already sharded.
+
+    2.11 to 2.15: ``placement_types._StridedShard``, with ``dim`` as ``Shard``, of which it is no subclass.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def use_ring_attention() -> None:
+    """Make SDPA over DTensors sharded along the sequence run torch's ring attention, from now on.
+
+    The public ``context_parallel`` ends with a ``with`` block, before the backward pass that a pipeline runs later.
+    2.11 to 2.15: ``torch.distributed.tensor.experimental._attention._enable_context_parallel_dispatcher()``.
+    """
+    from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher
+
+    _enable_context_parallel_dispatcher()
+
+
+def cached_functions() -> list[Any]:
+    """Return every ``functools`` cache of torch.distributed that the garbage collector knows.
+
+    Their names change between releases, so that none is named here.
+    """
+    return [
+        found
+        for found in gc.get_objects()
+        if type(found) is functools._lru_cache_wrapper
+        and (getattr(found, "__module__", None) or "").startswith("torch.distributed.")
+    ]
+
+
+def forget_meshes(hidden: list[Any]) -> None:
+    """Empty what torch.distributed remembers of meshes whose groups are gone.
+
+    DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its groups have other
+    names. 2.11 to 2.15: ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
+    ``torch.distributed.tensor._redistribute.clear_redistribute_planner_cache`` and ``DeviceMesh._pg_registry``, which
+    keeps the groups of meshes that FSDP has seen.
+
+    Args:
+        hidden: result of ``cached_functions`` before a ``gc.freeze``, which hides them.
+    """
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for cached in hidden + cached_functions():
+        cached.cache_clear()
+    clear_redistribute_planner_cache()
+    gc.collect()  # modules, hooks and schedules hold meshes in cycles
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
+
+
+# ---- autograd, kernels, profiler ----
+
+
+def innermost_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    """Return the (pack, unpack) hooks that autograd would call now, or None.
+
+    torch.autograd.graph sets hooks and does not tell them. 2.11 to 2.15:
+    ``torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)``.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the storage object of ``tensor``, equal for tensors that share it.
+
+    ``data_ptr`` is 0 for every storage that was freed. 2.11 to 2.15: ``UntypedStorage._cdata``.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def foreach_add_(tensors: list[torch.Tensor], number: float) -> None:
+    """Add ``number`` to every tensor in one kernel. 2.11 to 2.15: ``torch._foreach_add_``, without a public name."""
+    torch._foreach_add_(tensors, number)
+
+
+def foreach_mul_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiply every tensor by a scalar tensor in one kernel. 2.11 to 2.15: ``torch._foreach_mul_``.
+
+    ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales by their whole DTensors.
+    """
+    torch._foreach_mul_(tensors, scale)
+
+
+def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the 2-norm of each tensor, summed in ``dtype``, in one kernel. 2.11 to 2.15: ``torch._foreach_norm``.
+
+    ``torch.nn.utils.get_total_norm`` sums in the gradients' dtype.
+    """
+    return torch._foreach_norm(tensors, 2, dtype=dtype)
+
+
+def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (normed x, 1 / root mean square of each row), where ``F.rms_norm`` returns the first alone.
+
+    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm(x, shape, weight, eps)``.
+    """
+    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+
+
+def fused_rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``x`` and ``weight``; ``scales`` is the second result of ``fused_rms_norm``.
+
+    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scales, weight, which gradients)``.
+    """
+    return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, scales, weight, [True, True])
+
+
+def profiler_runs() -> bool:
+    """Return True while a torch profiler records in this process; opening a range costs time even if none does.
+
+    2.11 to 2.15: ``torch.autograd.profiler._is_profiler_enabled``.
+    """
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+# ---- checkpoints ----
+
+
+def state_dict_stager(pin_memory: bool) -> Any:
+    """Return torch's copier of a state dict into CPU memory that it keeps for the next copy (``stage``).
+
+    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. 2.11 to 2.15:
+    ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory, share_memory)``.
+
+    Raises:
+        ImportError: torch has none.
+        TypeError: it takes other arguments.
+    """
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+    return StateDictStager(pin_memory=pin_memory, share_memory=False)
+
+
+def cache_plans_under(planner: Any, key: str) -> None:
+    """Make a ``DefaultSavePlanner`` with plan caching keep its plans under ``key`` instead of its class's name.
+
+    2.11 to 2.15: ``SavePlanner._cached_plans_key``, set by the constructor.
+    """
+    assert hasattr(planner, "_cached_plans_key"), "torch's save planner has no key of its cached plans"
+    planner._cached_plans_key = key
+
+
+def forget_cached_plans(key: str) -> None:
+    """Drop the save plans that are cached under ``key``.
+
+    2.11 to 2.15: the dicts of ``SavePlanner`` whose names begin with ``_cached_``, each by key.
+    """
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            cache.pop(key, None)

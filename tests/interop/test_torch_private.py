@@ -1,0 +1,444 @@
+"""Each private part of torch is there and means what the package takes it for, in the installed release.
+
+Tried: 2.11, 2.13, 2.14, 2.15. The release is in the name of every test, so that one which fails says which torch changed.
+``make smoke-floor`` and ``make smoke-latest`` run this file with the oldest and the newest release.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import pickle
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from automoe.checkpoint.planner import CachedPlanner
+from automoe.interop import torch_pipelining, torch_private
+from automoe.parallel.fake_world import fake_world
+from automoe.verify.pool import RankPool
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[f"torch-{torch.__version__}"], autouse=True)
+def release(request: pytest.FixtureRequest) -> None:
+    """Put the release into the name of every test."""
+
+
+@pytest.mark.parametrize("module", [torch_private, torch_pipelining])
+def test_every_private_part_has_a_test(module: ModuleType) -> None:
+    tree = ast.parse(Path(__file__).read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    public = {name for name in vars(module) if not name.startswith("_")}
+    own = {name for name in public if getattr(vars(module)[name], "__module__", None) == module.__name__}
+    assert own and own <= used, own - used
+    for name in own:
+        documented = inspect.getdoc(vars(module)[name]) or ""
+        assert "2.11" in documented or name == "cached_functions", f"{name} does not say in which releases"
+
+
+# ---- process groups ----
+
+
+def groups_and_members() -> tuple[bool, dict[str, list[int]], list[str]]:
+    pair, alone = dist.new_group(group_desc="pair"), dist.new_group([0], group_desc="alone")
+    mine = [dist.group.WORLD, pair, *([alone] if dist.get_rank() == 0 else [])]
+    found = torch_private.process_groups()
+    same = len(found) == len(mine) and all(one is other for one, other in zip(found, mine, strict=True))
+    return same, torch_private.group_members(), [group.group_name for group in mine]
+
+
+def test_groups_are_listed_in_the_order_of_their_making_with_their_ranks(ranks: RankPool) -> None:
+    for rank, (same, members, names) in enumerate(ranks.run(groups_and_members, 2)):
+        assert same
+        assert members == {name: ranks_of for name, ranks_of in zip(names, ([0, 1], [0, 1], [0]), strict=False)}, rank
+
+
+def a_changed_timeout() -> tuple[list[float], float]:
+    group = dist.new_group(timeout=timedelta(seconds=500))
+    current = torch_private.gloo_timeout(group)
+    assert current is not None
+    seconds = [current().total_seconds()]
+    torch_private.set_group_timeout(group, timedelta(seconds=1))
+    seconds.append(current().total_seconds())
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed ?out|timeout"):
+            dist.all_reduce(torch.ones(1), group=group)
+    return seconds, time.monotonic() - began
+
+
+def test_a_group_takes_another_timeout(ranks: RankPool) -> None:
+    (seconds, waited), _ = ranks.run(a_changed_timeout, 2)
+    assert seconds == [500, 1] and 0.5 < waited < 100
+
+
+def test_a_fake_group_answers_at_once_and_has_no_timeout() -> None:
+    dist.init_process_group("fake", store=torch_private.fake_store(), rank=5, world_size=64)
+    try:
+        dist.all_reduce(total := torch.ones(3))
+        assert total.tolist() == [1, 1, 1] and dist.get_rank() == 5
+        assert torch_private.gloo_timeout(dist.group.WORLD) is None
+    finally:
+        dist.destroy_process_group()
+
+
+def threads_of_groups() -> tuple[int, int, bool, float]:
+    gloo = torch_private.Gloo
+    store = dist.PrefixStore("one", dist.distributed_c10d._get_default_store())
+    devices = [gloo.create_default_device()]
+    making, later = timedelta(seconds=30), timedelta(seconds=7)
+    made = torch_private.gloo_group(store, dist.get_rank(), 2, devices, making, later)
+    calls = []
+    replaced = dist.distributed_c10d.ProcessGroupGloo
+
+    class Counting(type(replaced)):
+        def __call__(cls, *args, **kwargs):
+            calls.append(args)
+            return replaced(*args, **kwargs)
+
+    torch_private.replace_gloo(Counting("CountingGloo", (), {}))
+    try:
+        dist.new_group()
+    finally:
+        torch_private.replace_gloo(replaced)
+    return made.options._threads, gloo._Options()._threads, bool(calls), made.options._timeout.total_seconds()
+
+
+def test_gloo_groups_are_made_by_us_with_one_thread_where_torch_takes_two(ranks: RankPool) -> None:
+    assert ranks.run(threads_of_groups, 2) == [(1, 2, True, 7.0)] * 2
+
+
+def recorded() -> list[list[dict]]:
+    dist.all_reduce(torch.ones(1))
+    store, early = dist.distributed_c10d._get_default_store(), dist.get_rank() == 1
+    if early:
+        pending = dist.all_reduce(torch.ones(2), async_op=True)
+    found = [
+        pickle.loads(record)["entries"]
+        for active in (False, True)
+        for name, record in torch_private.flight_records(active)
+        if name == "flight"
+    ]
+    if early:
+        store.set("recorded", "yes")
+        pending.wait()
+    else:
+        store.wait(["recorded"])
+        dist.all_reduce(torch.ones(2))
+    return found
+
+
+def test_the_flight_recorder_tells_what_ended_and_what_goes_on(ranks: RankPool) -> None:
+    (_, one), (all_of_two, two) = ranks.run(recorded, 2)
+    names = [entry["profiling_name"] for entry in all_of_two]
+    assert "gloo:all_reduce" in names and len(two) <= len(names)
+    known = {"record_id", "process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "timeout_ms", "retired"}
+    assert all(known <= entry.keys() for entry in all_of_two)
+    for entries, pending in ((one, []), (two, ["gloo:all_reduce"])):
+        going_on = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+        assert [entry["profiling_name"] for entry in going_on] == pending
+
+
+# ---- differentiable collectives ----
+
+
+def collectives() -> list[list[float]]:
+    """Values and gradients on a rank of two, with warnings as errors: torch warns at names that it will drop."""
+    warnings.simplefilter("error")
+    rank, group = dist.get_rank(), dist.group.WORLD
+    x = torch.arange(4.0, requires_grad=True)
+    weights = torch.arange(1.0, 9.0) * (rank + 1)
+    gathered = torch_private.all_gather(x + 10 * rank, 0, group)
+    reduced = torch_private.reduce_scatter(x * (rank + 1), 0, group)
+    swapped = torch_private.all_to_all(x + 10 * rank, [1, 1] if rank == 0 else [3, 3], [1, 3], group)
+    assert all(isinstance(one, torch_private.AsyncTensor) for one in (gathered, reduced, swapped))
+    found = [gathered.trigger_wait().tolist(), reduced.trigger_wait().tolist(), swapped.trigger_wait().tolist()]
+    (gradient,) = torch.autograd.grad((gathered * weights).sum(), x)
+    return [*found, gradient.tolist()]
+
+
+def test_collectives_are_differentiable_and_asynchronous(ranks: RankPool) -> None:
+    first, second = ranks.run(collectives, 2)
+    assert first[0] == second[0] == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert (first[1], second[1]) == ([0, 3], [6, 9])
+    assert (first[2], second[2]) == ([0, 10], [1, 2, 3, 11, 12, 13])
+    assert (first[3], second[3]) == ([3, 6, 9, 12], [15, 18, 21, 24])
+
+
+# ---- meshes and DTensor ----
+
+
+def test_axes_are_flattened_split_and_put_together() -> None:
+    with fake_world(5, 8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = torch_private.flatten_mesh(mesh["b", "c"], "bc")
+        assert dist.get_process_group_ranks(flat.get_group()) == [4, 5, 6, 7]
+        assert torch_private.flatten_mesh(mesh["b", "c"], "bc").get_group() is flat.get_group()
+        both = torch_private.concatenate_meshes([mesh["a"], flat])
+        assert both.mesh_dim_names == ("a", "bc") and both.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        line = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "ep"))
+        split = torch_private.split_axis(line, "ep", (2, 2), ("nodes", "node"))
+        assert dist.get_process_group_ranks(split.get_group("nodes")) == [5, 7]
+        assert dist.get_process_group_ranks(split.get_group("node")) == [4, 5]
+
+
+def test_a_dim_that_two_axes_shard_is_strided_and_has_an_offset() -> None:
+    """FSDP shards, of a dim that tp has sharded, the slice of this rank."""
+    for rank, row in enumerate((0, 4, 2, 6)):  # coordinates (fsdp, tp) are (0, 0), (0, 1), (1, 0), (1, 1)
+        with fake_world(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+            layer = nn.Linear(3, 8, bias=False)
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+            weight = fully_shard(layer, mesh=mesh["fsdp"]).weight
+            assert isinstance(weight, DTensor) and weight.to_local().shape == (2, 3)
+            strided, plain = weight.placements
+            assert torch_private.is_strided_shard(strided) and strided.dim == 0
+            assert not torch_private.is_strided_shard(plain)
+            assert torch_private.offset_of_shard(weight) == (row, 0)
+        torch_private.forget_meshes([])
+
+
+def ring_handlers() -> bool:
+    torch_private.use_ring_attention()
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def test_attention_of_tensors_sharded_along_the_sequence_is_a_ring(ranks: RankPool) -> None:
+    assert ranks.run(ring_handlers, 1) == [True]
+
+
+def remembered() -> tuple[int, int, int]:
+    gc.unfreeze()  # the pool's ranks hide what was imported before the first case
+    mesh = init_device_mesh("cpu", (2,))
+    (distribute_tensor(torch.ones(4), mesh, [Shard(0)]) * 2).full_tensor()
+    sizes = [cached.cache_info().currsize for cached in torch_private.cached_functions()]
+    del mesh
+    torch_private.forget_meshes([])
+    left = [cached.cache_info().currsize for cached in torch_private.cached_functions()]
+    gc.freeze()
+    return len(sizes), sum(sizes), sum(left)
+
+
+def test_what_torch_remembers_of_meshes_is_emptied(ranks: RankPool) -> None:
+    for caches, before, after in ranks.run(remembered, 2):
+        assert caches > 0 and before > 0 and after == 0
+
+
+def a_product_on(axes: tuple[int, ...]) -> list[float]:
+    names = tuple(f"axis{i}" for i in range(len(axes)))
+    mesh: DeviceMesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
+    whole = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)] * len(axes))
+    return (whole * 2).full_tensor().tolist()
+
+
+def test_a_later_world_does_not_answer_from_the_caches_of_an_earlier_one(ranks: RankPool) -> None:
+    for axes in ((4,), (2, 2), (4,)):
+        assert ranks.run(a_product_on, 4, axes) == [[2.0 * i for i in range(8)]] * 4
+
+
+# ---- autograd, kernels, profiler ----
+
+
+def test_the_innermost_hooks_of_saved_tensors_are_known() -> None:
+    pack, unpack = (lambda x: x), (lambda x: x)
+    assert torch_private.innermost_saved_tensor_hooks() is None
+    with saved_tensors_hooks(lambda x: x, lambda x: x), saved_tensors_hooks(pack, unpack):
+        assert torch_private.innermost_saved_tensor_hooks() == (pack, unpack)
+    assert torch_private.innermost_saved_tensor_hooks() is None
+
+
+def test_a_storage_has_an_address_that_views_share_and_freeing_keeps() -> None:
+    x = torch.ones(4)
+    before = torch_private.storage_address(x)
+    assert torch_private.storage_address(x[1:].view(3, 1)) == before
+    assert torch_private.storage_address(x.clone()) != before
+    x.untyped_storage().resize_(0)
+    assert x.data_ptr() == 0 and torch_private.storage_address(x) == before
+
+
+def test_operations_on_many_tensors_at_once() -> None:
+    tensors = [torch.arange(3.0), torch.full((2, 2), 2.0)]
+    wide = torch_private.foreach_norm(tensors, torch.float64)
+    assert [one.dtype for one in wide] == [torch.float64] * 2
+    assert [one.item() for one in wide] == pytest.approx([5**0.5, 4.0], rel=1e-15)
+    torch_private.foreach_add_(tensors, 1)
+    torch_private.foreach_mul_(tensors, torch.tensor(2.0))
+    assert tensors[0].tolist() == [2, 4, 6] and tensors[1].tolist() == [[6, 6], [6, 6]]
+
+
+def test_the_fused_norm_returns_the_scales_that_its_backward_takes() -> None:
+    """CPUs have the forward pass alone; the values of the backward pass are those of ``tests/gpu``."""
+    x, weight, grad = torch.randn(5, 8), torch.rand(8), torch.randn(5, 8)
+    out, scales = torch_private.fused_rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, 1e-6))
+    torch.testing.assert_close(scales, (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    of_x, of_weight = torch_private.fused_rms_norm_backward(*(one.to("meta") for one in (grad, x, scales, weight)))
+    assert of_x.shape == x.shape and of_weight.shape == weight.shape
+
+
+def test_a_profiler_that_runs_is_noticed() -> None:
+    assert not torch_private.profiler_runs()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.profiler_runs()
+    assert not torch_private.profiler_runs()
+
+
+# ---- checkpoints ----
+
+
+def test_the_stager_copies_into_memory_that_it_keeps() -> None:
+    stager = torch_private.state_dict_stager(pin_memory=False)
+    weight = torch.arange(4.0)
+    first = stager.stage({"weight": weight}, non_blocking=False)["weight"]
+    place = first.data_ptr()
+    assert place != weight.data_ptr() and first.tolist() == [0, 1, 2, 3]
+    weight += 1
+    assert first.tolist() == [0, 1, 2, 3], "a copy, not a view"
+    second = stager.stage({"weight": weight}, non_blocking=False)["weight"]
+    assert second.data_ptr() == place and second.tolist() == [1, 2, 3, 4]
+
+
+def plans_by_key(folder: str) -> list[set[str]]:
+    found = []
+    for step in range(2):
+        planner = CachedPlanner("mine")  # calls cache_plans_under
+        torch_private.cache_plans_under(planner, "ours")
+        dcp.save({"weight": torch.ones(4)}, checkpoint_id=f"{folder}/{step}", planner=planner)
+    caches = {name: cache for name, cache in vars(SavePlanner).items() if name.startswith("_cached_")}
+    found.append({key for cache in caches.values() for key in cache})
+    torch_private.forget_cached_plans("ours")
+    found.append({key for cache in caches.values() for key in cache})
+    return found
+
+
+def test_plans_are_cached_under_a_key_of_ours_and_forgotten(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(plans_by_key, 2, str(tmp_path)) == [[{"ours"}, set()]] * 2
+
+
+# ---- pipelining ----
+
+
+def unsharded(lower) -> int:
+    """How often a rank with four stages gathers one in a step of 32 micro-batches on eight ranks."""
+    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = 8, 4, 32
+    schedule.number_of_rounds, schedule.microbatches_per_round = 4, 8
+    actions = schedule._calculate_single_rank_operations(0)
+    lowered = lower([action for action in actions if action is not None])
+    return sum(action.computation_type.name == "UNSHARD" for action in lowered)
+
+
+def test_stages_are_gathered_once_where_torch_would_gather_them_again() -> None:
+    ours = schedules._add_unshard_reshard
+    assert unsharded(ours) == 4 < unsharded(ours.func)
+    torch_pipelining.unshard_every_stage_once()
+    try:
+        assert unsharded(schedules._add_unshard_reshard) == 4
+    finally:
+        schedules._add_unshard_reshard = ours
+
+
+def test_interleaved_schedules_start_sends_one_by_one() -> None:
+    for kind, one_by_one in ((ScheduleInterleaved1F1B, True), (Schedule1F1B, False)):
+        assert torch_pipelining.starts_sends_one_by_one(kind.__new__(kind)) is one_by_one
+
+
+class Layer(nn.Module):
+    """tanh(x W) and on the last stage its mean square."""
+
+    def __init__(self, stage: int, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.weight, self.last = nn.Parameter(torch.randn(4, 4, dtype=torch.float64)), last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(x @ self.weight)
+        return out.square().mean().reshape(1) if self.last else out
+
+
+def pipeline(kind: str, stages_per_rank: int) -> tuple[list[list[float]], int, set[str], int]:
+    """An evaluation and two steps on two ranks: gradients by stage, waits, devices of buffers, most real ones at once."""
+    num_stages, rows, micro_batches = 2 * stages_per_rank, 2, 4
+    torch.set_default_dtype(torch.float64)
+    group = dist.new_group()
+    hidden = torch.empty(rows, 4, device="meta", requires_grad=True)
+    stages, most, waited = [], 0, []
+    for place in range(stages_per_rank):
+        number = dist.get_rank() + 2 * place
+        layer, last = Layer(number, number == num_stages - 1), number == num_stages - 1
+        out = torch.empty(1, device="meta", requires_grad=True) if last else hidden
+        given = hidden.detach() if number == 0 else hidden
+        make = torch_pipelining.BufferlessStage
+        stages.append(make(layer, number, num_stages, CPU, input_args=given, output_args=out, group=group))
+    infos = lambda: [  # noqa: E731
+        info.buffer
+        for stage in stages
+        for each in (stage.args_recv_info, stage.grad_recv_info)
+        for chunk in each.values()
+        for info in chunk
+        if getattr(info, "buffer", None) is not None
+    ]
+
+    def wait(works: list[dist.Work]) -> None:
+        nonlocal most
+        most = max(most, sum(buffer.device == CPU for buffer in infos()))
+        waited.extend(works)
+        for work in works:
+            work.wait()
+
+    kinds = {"1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+    run = kinds[kind](
+        stages if stages_per_rank > 1 else stages[0],
+        n_microbatches=micro_batches,
+        loss_fn=lambda loss, _: loss.sum(),
+        scale_grads=False,
+    )
+    torch.manual_seed(9)
+    x, target = torch.randn(rows * micro_batches, 4), torch.zeros(micro_batches)
+    first, last = dist.get_rank() == 0, dist.get_rank() == 1
+    with torch_pipelining.replaced_waits(wait):
+        assert schedules._wait_batch_p2p is wait
+        torch_pipelining.wait_as_schedules_do([])
+        for step in (run.eval, run.step, run.step):
+            step(*([x] if first else []), **({"target": target, "losses": []} if last else {}))
+    assert schedules._wait_batch_p2p is not wait and isinstance(stages[0], PipelineStage)
+    gradients = [stage.submod.weight.grad.flatten().tolist() for stage in stages]
+    return gradients, len(waited), {buffer.device.type for buffer in infos()}, most
+
+
+@pytest.mark.parametrize(("kind", "stages_per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2)])
+def test_a_pipeline_keeps_no_buffers_and_waits_as_we_say(ranks: RankPool, kind: str, stages_per_rank: int) -> None:
+    layers = [Layer(number, number == 2 * stages_per_rank - 1) for number in range(2 * stages_per_rank)]
+    torch.manual_seed(9)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    for _ in range(2):
+        for rows in x.split(2):
+            for layer in layers:
+                rows = layer(rows)
+            rows.sum().backward()
+    for rank, (gradients, waited, devices, most) in enumerate(ranks.run(pipeline, 2, kind, stages_per_rank)):
+        mine = [layer.weight.grad for layer in layers[rank::2]]
+        for found, expected in zip(gradients, mine, strict=True):
+            assert expected is not None and found == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+        assert waited > 0 and devices <= {"meta"}
+        received = 4 * stages_per_rank * 2 - (rank == 0) * 4 - (rank == 1) * 4
+        assert 0 < most < received, "torch's own stage has all of them at once"
