@@ -77,10 +77,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        run.note(str(loaded or "from random weights, since model.hf_path is not set"))
-        for line in loader.describe():
-            run.note(line)
-        run.show_row()  # which tokens are trained, and which are not
+        run.describe_start(loaded)  # the weights, the conversations and one row of them
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 

@@ -1,6 +1,9 @@
-"""Pretraining: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy pretrain``).
+"""Pretraining and fine-tuning: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy pretrain``).
 
     config + mesh -> meshes -> model parts -> optimizer -> loader -> steps -> checkpoint
+
+Fine-tuning is the same loop with other settings: ``model.hf_path`` names the weights to start from, and ``data=chat``
+packs whole conversations into rows, of which only the answers have labels.
 
 Every rank runs this file. Rank 0 alone prints and records.
 """
@@ -48,8 +51,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        if loaded is not None:
-            run.note(str(loaded))
+        run.describe_start(loaded)  # the weights; of conversations what is trained, and one row
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 

@@ -20,6 +20,7 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, SaveError
 from automoe.hf.headers import without_collection
+from automoe.hf.read import Loaded
 from automoe.model.adapters import describe_training, step_flops_per_token
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
@@ -113,10 +114,22 @@ class Run:
             self.note(f"already at step {state.step} of {config.train.steps}: nothing is left to train")
             self.note(f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over")
 
-    def show_row(self) -> None:
-        """Print a row of conversations as text, with the tokens set off that are trained; nothing of other data."""
+    def describe_start(self, loaded: Loaded | None) -> None:
+        """Print which weights the run starts from, and for conversations what became of them and one row as text.
+
+        Args:
+            loaded: what was read from ``model.hf_path``; None if the weights are random.
+        """
         loader = self.state.loader
-        if self.context.rank == 0 and loader is not None and loader.corpus.trained is not None:
+        assert loader is not None
+        conversations = loader.describe()
+        if loaded is not None:
+            self.note(str(loaded))
+        elif conversations:
+            self.note("from random weights, since model.hf_path is not set")
+        for line in conversations:
+            self.note(line)
+        if self.context.rank == 0 and loader.corpus.trained is not None:
             row = loader.row(0)
             tokens, labels, doc_ids = (one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids))
             self.console.row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
