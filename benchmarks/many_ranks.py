@@ -49,7 +49,7 @@ def parts_of_a_run() -> dict[str, tuple[float, float]]:
     ranks = Ranks(timeout_s=600)
     measure("agreement (Ranks.all)", lambda: ranks.all(lambda: {"file": "a" * 64}), ROUNDS)
     measure("same data on all ranks", lambda: same_on_all_ranks({"file": "a" * 64}, "the data"), ROUNDS)
-    measure("a step's exchange", lambda: max_over_ranks(0.0, 0.0, 1e9), ROUNDS)
+    measure("a step's exchange", lambda: max_over_ranks({"skip": 0.0, "stop": 0.0, "peak_memory_bytes": 1e9}), ROUNDS)
     statistics = torch.zeros(STATISTICS, dtype=torch.float64)
     measure("a step's statistics", lambda: dist.all_reduce(statistics), ROUNDS)
     return found

@@ -59,9 +59,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             with phase("step", state.step + 1):
                 batch = loader.next_step()
                 forced_ids = replayed_routing(config, batch, state.step)
-                inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+                inputs, num_label_tokens = prepare_inputs(batch, meshes, config, device, forced_ids)
                 stats = forward_backward(state, runner, inputs, config)
-                update = optimizer_step(state, stats, trained, meshes, config)
+                update = optimizer_step(state, stats, num_label_tokens, meshes, config, run.report)
 
             # record
             record = run.end_step(stats, update)

@@ -101,7 +101,6 @@ class Run:
         self.saver, self.console, self.note, self._log, self._trackers = saver, console, console.note, log, trackers
         self._hooks = hooks
         self._slow_ranks = SlowRanks(context, config.launch.probe_every, self.console.note)
-        state.asks = self._asks
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
@@ -149,11 +148,17 @@ class Run:
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
         """Stop the clock and return the step's record, its validation apart."""
         config, train, state = self.config, self.config.train, self.state
-        stops, clock, memory, *paces = update.answers
+        over_ranks = update.over_ranks
+        assert "stop" in over_ranks, "optimizer_step(..., run.report) tells this rank's values to the others"
         if self.state.step == self._first_step + 1:  # every rank has come to the update
             set_timeouts(config.launch.timeout_s)
-            (memory,) = max_over_ranks(_peak_memory_bytes(self.context.device))  # with the moments that the update made
-        self.stopping, self._save_is_due = bool(stops), self._save_is_due or bool(clock)
+            # The update allocated the optimizer's moments.
+            over_ranks = {
+                **over_ranks,
+                **max_over_ranks({"peak_memory_bytes": _peak_memory_bytes(self.context.device)}),
+            }
+        self.stopping = bool(over_ranks["stop"])
+        self._save_is_due = self._save_is_due or bool(over_ranks["save_due"])
         seconds = time.perf_counter() - self._began
         tokens_per_second = train.global_batch_size * train.seq_len / seconds
         if not update.skipped:  # the loss of such a step may be no number
@@ -166,7 +171,7 @@ class Run:
             "tokens": state.tokens,
             "tokens_per_second": tokens_per_second,
             "mfu": None,
-            "peak_memory_bytes": int(memory),
+            "peak_memory_bytes": int(over_ranks["peak_memory_bytes"]),
             "step_seconds": seconds,
             **stats.balance_losses,
             **stats.metrics,
@@ -182,14 +187,19 @@ class Run:
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
         if train.fp8 == "delayed":
-            (record["fp8_clipped_share"],) = max_over_ranks(update.fp8_clipped_share)
-        return record | self._slow_ranks.record(paces)
+            record |= max_over_ranks({"fp8_clipped_share": update.fp8_clipped_share})
+        return record | self._slow_ranks.record(over_ranks)
 
-    def _asks(self) -> list[float]:
-        """What ranks agree on in a step's exchange; of clocks rank 0's counts alone."""
-        clock = self.context.rank == 0 and self.saver.minutes_are_up()
-        memory = _peak_memory_bytes(self.context.device)
-        return [self.context.stop.requested, clock, memory, *self._slow_ranks.own()]
+    @property
+    def report(self) -> dict[str, float]:
+        """Values of this rank that the step's max-reduction combines over ranks; of clocks, only rank 0's counts."""
+        save_due = self.context.rank == 0 and self.saver.minutes_are_up()
+        return {
+            "stop": self.context.stop.requested,
+            "save_due": save_due,
+            "peak_memory_bytes": _peak_memory_bytes(self.context.device),
+            **self._slow_ranks.report(),
+        }
 
     def validates(self) -> bool:
         """Whether the step just taken is followed by a validation."""

@@ -100,7 +100,7 @@ class Sampler:
                 start = first + self.meshes.dp_rank * count
                 batch = _batch({n: rows[n] for n in numbers[start : start + count]}, rows[numbers[0]], count, length)
                 self.runner.evaluate(prepare_inputs(batch, self.meshes, self.config, self.device)[0])
-        tokens = max_over_ranks(*(float(token) for token in found.values()))
+        tokens = max_over_ranks(found)
         return {n: int(tokens[n]) for n in rows}
 
 

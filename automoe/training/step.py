@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Update:
         skipped: the step changed nothing; the same on every rank.
         skip_reason: why, if this rank saw a reason.
         fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went beyond.
-        answers: the largest of what any rank had to tell (``TrainState.asks``), the same on every rank.
+        over_ranks: maximum over all ranks of each value that ``Run.report`` names.
     """
 
     lr: float
@@ -56,13 +57,13 @@ class Update:
     skipped: bool
     skip_reason: str | None
     fp8_clipped_share: float
-    answers: Sequence[float] = ()
+    over_ranks: Mapping[str, float]
 
 
 def prepare_inputs(
     batch: StepBatch, meshes: Meshes, config: Config, device: torch.device, forced_ids: torch.Tensor | None = None
 ) -> tuple[Inputs, int]:
-    """What this rank feeds its model for one step, and the tokens trained in the whole global batch. Collective.
+    """Return this rank's inputs of one step, and the number of tokens with a label in the global batch. Collective.
 
     Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
     chunk's last position predicts. Counts are known before the first forward.
@@ -108,12 +109,20 @@ def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, conf
     return gather_stats(loss_share, parts, config, runner.take_reported())
 
 
-def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Meshes, config: Config) -> Update:
-    """Update the weights by the gradients, unless a rank has a reason against it, and count the step. Collective.
+def optimizer_step(
+    state: TrainState,
+    stats: StepStats,
+    num_label_tokens: int,
+    meshes: Meshes,
+    config: Config,
+    report: Mapping[str, float] = MappingProxyType({}),
+) -> Update:
+    """Clip, update and advance the step counter; skip the update on every rank if any rank asks for it. Collective.
 
     Args:
-        stats: of the step's ``forward_backward``.
-        trained: tokens of the global batch with a label, from ``prepare_inputs``.
+        stats: result of the step's ``forward_backward``.
+        num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
+        report: values of this rank (``Run.report``), which the exchange about skipping combines over ranks.
     """
     parts, train = list(state.parts.values()), config.train
     with phase("optimizer_step", state.step + 1):
@@ -123,8 +132,8 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
         # One exchange for all that ranks agree on; here the host has waited for the device anyway.
-        skip, *answers = max_over_ranks(reason is not None, *state.asks())
-        skipped = bool(skip)
+        over_ranks = max_over_ranks({"skip": reason is not None, **report})
+        skipped = bool(over_ranks["skip"])
         # Before the update, for which the host would have to wait otherwise.
         clipped_share = update_scales(parts, meshes, stepped=not skipped)
         if not skipped:
@@ -137,9 +146,9 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1
-        state.tokens += trained
+        state.tokens += num_label_tokens
         state.skipped = state.skipped + 1 if skipped else 0
-    return Update(lr, grad_norm, skipped, reason, clipped_share, answers)
+    return Update(lr, grad_norm, skipped, reason, clipped_share, over_ranks)
 
 
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
@@ -187,7 +196,7 @@ def validate(
     meshes: Meshes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
-    beside: Callable[[StepBatch], Inputs] = lambda batch: {},
+    extra_inputs: Callable[[StepBatch], Inputs] = lambda batch: {},
 ) -> Mapping[str, float]:
     """``val_loss``, mean nats a token, ``val_perplexity``, its exp, and ``val_bits_per_byte`` of text. Collective.
 
@@ -196,12 +205,12 @@ def validate(
     Of another loss than cross-entropy ``val_loss`` is its mean, and what it reports follows as ``val_NAME``.
 
     Args:
-        beside: what a loss takes besides, as the recipe adds it to the inputs of a step.
+        extra_inputs: returns inputs of the loss that the recipe adds to those of a batch.
     """
-    losses = _validation_losses(config, runner, loader, meshes, device, beside)
+    losses = _validation_losses(config, runner, loader, meshes, device, extra_inputs)
     if losses and optimizer is not None and config.optim.ema_decay:
         with averaged_weights(optimizer):
-            averaged = _validation_losses(config, runner, loader, meshes, device, beside)
+            averaged = _validation_losses(config, runner, loader, meshes, device, extra_inputs)
         losses["val_loss_ema"] = averaged["val_loss"]
     return losses
 
@@ -212,12 +221,12 @@ def _validation_losses(
     loader: Loader,
     meshes: Meshes,
     device: torch.device,
-    beside: Callable[[StepBatch], Inputs],
+    extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
     found = {}
     for source, name in enumerate(loader.names):
         batches = loader.validation_batches(config.train.val_batches, source)
-        sums = _validation_sums(config, runner, batches, meshes, device, beside)
+        sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
         if sums["count"]:
             found[name] = loader.weights[source], sums
     if not found:
@@ -243,22 +252,22 @@ def _validation_sums(
     batches: Iterator[StepBatch],
     meshes: Meshes,
     device: torch.device,
-    beside: Callable[[StepBatch], Inputs],
+    extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
     """Over all ranks: ``nats``, ``count`` of tokens or documents, ``bytes``, ``val_NAME`` of what the loss reports."""
     sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:
-        inputs, trained = prepare_inputs(batch, meshes, config, device)
-        share = runner.evaluate(inputs | beside(batch))
+        inputs, count = prepare_inputs(batch, meshes, config, device)
+        share = runner.evaluate(inputs | extra_inputs(batch))
         if getattr(runner.loss, "mean_over", "tokens") == "documents":
-            trained = int(inputs["token_counts"].documents)
+            count = int(inputs["token_counts"].documents)
         reported = runner.take_reported()
         loss, num_bytes, *more = sum_over_ranks(
             share, float(batch.num_bytes * reads_text), *reported.values(), device=device
         )
-        added = {"nats": loss * trained, "count": trained, "bytes": num_bytes}
-        added |= {f"val_{name}": value * trained for name, value in zip(reported, more, strict=True)}
+        added = {"nats": loss * count, "count": count, "bytes": num_bytes}
+        added |= {f"val_{name}": value * count for name, value in zip(reported, more, strict=True)}
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
     return sums
 
