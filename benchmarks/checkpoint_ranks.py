@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,10 @@ class Bench:
     def ours(self, async_save: bool) -> None:
         run_dir = self.fresh("ours")
         self.state.step = self.step = self.step + 1
-        store = CheckpointStore(self.settings, resolve_mesh(self.settings.mesh, None), run_dir)
+        settings = replace(self.settings, checkpoint=replace(self.settings.checkpoint, async_save=async_save))
+        store = CheckpointStore(settings, resolve_mesh(settings.mesh, None), run_dir)
         if async_save:
-            begin = lambda: store.begin(self.state)  # noqa: E731
+            begin = lambda: store.save(self.state)  # noqa: E731
             self.clock("async_begin_first", begin)
             self.clock("async_rest", lambda: store.poll(wait=True))
             self.state.step = self.step = self.step + 1

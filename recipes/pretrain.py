@@ -72,7 +72,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
             # save
             if run.saves():
-                run.saver.save(state, record.get("val_loss"), run.stopping)
+                store.save(state, record.get("val_loss"), run.stopping)
 
         # ------------------------------------------------------------ leave
         exports, paths = config.checkpoint.export_hf, {}

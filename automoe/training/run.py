@@ -1,4 +1,4 @@
-"""What is open for the length of a run: console, ``metrics.jsonl``, tracker, profiler and the saver of checkpoints."""
+"""What is open for the length of a run: console, ``metrics.jsonl``, tracker and profiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import resource
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from automoe.checkpoint.store import CheckpointStore, Resumed
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
-from automoe.errors import AutomoeError, SaveError
+from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
 from automoe.model.adapters import describe_training, step_flops_per_token
@@ -65,8 +65,8 @@ def open_run(
             opened.enter_context(without_collection())
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
         hooks = Hooks()
-        saver = Saver(store, config, console.note, console.warn, lambda folder: hooks.call("run.save", run, folder))
-        run = Run(config, shape, context, state, saver, resumed, console, log, trackers, hooks)
+        store.attach(console.note, console.warn, lambda folder: hooks.call("run.save", run, folder))
+        run = Run(config, shape, context, state, store, resumed, console, log, trackers, hooks)
         if context.world_size > 1:
             console.note(str(open_groups()))
         opened.push(run.close_record)
@@ -78,7 +78,6 @@ class Run:
     """The record of a run. Every rank has one and calls every method; rank 0 alone prints and writes.
 
     Attributes:
-        saver: of checkpoints.
         stopping: some rank was asked to stop: all leave after this step.
         objective: what the run came to so far: the newest validation loss, else the newest training loss.
         note: prints a line for the user.
@@ -90,7 +89,7 @@ class Run:
         shape: MeshShape,
         context: RunContext,
         state: TrainState,
-        saver: Saver,
+        store: CheckpointStore,
         resumed: Resumed | None,
         console: Console,
         log: MetricsLog | None,
@@ -98,7 +97,7 @@ class Run:
         hooks: Hooks,
     ) -> None:
         self.config, self.shape, self.context, self.state = config, shape, context, state
-        self.saver, self.console, self.note, self._log, self._trackers = saver, console, console.note, log, trackers
+        self.store, self.console, self.note, self._log, self._trackers = store, console, console.note, log, trackers
         self._hooks = hooks
         self._slow_ranks = SlowRanks(context, config.launch.probe_every, self.console.note)
         self._flops = step_flops_per_token(config)
@@ -138,7 +137,7 @@ class Run:
 
         Python's garbage is collected at the same steps on all ranks: where each does when it likes, all wait for each.
         """
-        self.saver.poll()
+        self.store.poll()
         every = self.config.launch.gc_every
         if every and self.state.step % every == 0:
             gc.collect(1)  # what a step leaves is young
@@ -183,7 +182,7 @@ class Run:
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
             record["mfu"], record["mfu_full_attention"] = mfu
-        record |= load_summary(stats.expert_counts) | self.saver.record(seconds)
+        record |= load_summary(stats.expert_counts) | self.store.record(seconds)
         if config.moe.capacity_factor:
             record["dropped_share"] = stats.dropped_share
         if train.fp8 == "delayed":
@@ -193,7 +192,7 @@ class Run:
     @property
     def report(self) -> dict[str, float]:
         """Values of this rank that the step's max-reduction combines over ranks; of clocks, only rank 0's counts."""
-        save_due = self.context.rank == 0 and self.saver.minutes_are_up()
+        save_due = self.context.rank == 0 and self.store.minutes_are_up()
         return {
             "stop": self.context.stop.requested,
             "save_due": save_due,
@@ -250,7 +249,7 @@ class Run:
         state, train = self.state, self.config.train
         over = state.skipped >= train.max_skipped
         if over or (state.step >= train.steps and not self._took_a_step()):
-            self.saver.poll(wait=True)  # what was saved before all this is not lost with the run
+            self.store.poll(wait=True)  # what was saved before all this is not lost with the run
             if not self._took_a_step() and self._fall_back():
                 return
             optim = self.config.optim
@@ -278,7 +277,7 @@ class Run:
     def _fall_back(self) -> bool:
         """Go back to the checkpoint before the one that was resumed; whether there is one."""
         before, earlier = self._resumed, self.state.step
-        self._resumed = before and self.saver.store.fall_back(self.state, before)
+        self._resumed = before and self.store.fall_back(self.state, before)
         if before is None or self._resumed is None:
             return False
         self._first_step, self._save_is_due = self.state.step, False
@@ -331,101 +330,6 @@ class Run:
             "skipped_documents": documents[:NAMED_DOCUMENTS],
             "num_skipped_documents": len(documents),
         }
-
-
-class Saver:
-    """Writes checkpoints, in the background where that is asked for; every rank calls every method.
-
-    A save that cannot be written (a full disk) is a warning, and training goes on. The last save of a run
-    has no later one to make up for it: it is written before the loop leaves, and a failure is an error.
-
-    Args:
-        note, warn: take a line for the user.
-        saved: takes the folder of every checkpoint that is there in full.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        config: Config,
-        note: Callable[[str], object],
-        warn: Callable[[str], object],
-        saved: Callable[[Path], object] = lambda folder: None,
-    ) -> None:
-        self.store, self.config, self.note, self.warn, self._saved = store, config, note, warn, saved
-        self.failures = 0  # saves that could not be written, since this process began
-        self._blocked_s = 0.0
-        self._began = time.monotonic()  # the newest save, or this process
-
-    def minutes_are_up(self) -> bool:
-        """Whether ``checkpoint.every_minutes`` have passed since the last save began, on this rank's clock."""
-        minutes = self.config.checkpoint.every_minutes
-        return minutes > 0 and time.monotonic() - self._began >= 60 * minutes
-
-    def poll(self, wait: bool = False) -> None:
-        """Report a background save that is over; call it once a step.
-
-        Args:
-            wait: for one that is not over, as a loop does that leaves without a last save.
-
-        Raises:
-            Exception: what ended that save, unless it was a write error.
-        """
-        if self.store.in_flight:
-            with self._blocking():
-                self._committed(self.store.poll(wait))
-
-    def save(self, state: TrainState, val_loss: float | None, stopping: bool) -> None:
-        """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after it.
-
-        A save that is still in flight is waited for.
-
-        Raises:
-            SaveError: the last checkpoint of the run could not be written, or is not finite.
-        """
-        self.poll(wait=True)
-        self._began = time.monotonic()
-        last = stopping or state.step == self.config.train.steps
-        with self._blocking(last):
-            if self.config.checkpoint.async_save and not last:
-                self.store.begin(state, val_loss)
-            else:
-                self._committed(self.store.save(state, val_loss))
-
-    def record(self, step_seconds: float) -> dict[str, Any]:
-        """Keys for a step's metrics: what saving cost the loop since the record before.
-
-        ``checkpoint_seconds`` the loop stood still, ``checkpoint_share`` of the time since then, whether a
-        save was in flight during the step, and how many saves have failed. Empty for a run that never saves.
-        """
-        if not self.config.checkpoint.saves:
-            return {}
-        blocked, self._blocked_s = self._blocked_s, 0.0
-        return {
-            "checkpoint_seconds": blocked,
-            "checkpoint_share": blocked / max(blocked + step_seconds, 1e-9),
-            "checkpoint_in_flight": self.store.in_flight,
-            "checkpoint_failures": self.failures,
-        }
-
-    def _committed(self, step_dir: Path | None) -> None:
-        if step_dir is not None:
-            self.note(f"checkpoint {step_dir}")
-            self._saved(step_dir)
-
-    @contextmanager
-    def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Times what the loop waits for; a save that could not be written, but the last, is a warning."""
-        started = time.perf_counter()
-        try:
-            yield
-        except SaveError as error:
-            if last:
-                raise
-            self.failures += 1
-            self.warn(f"{error}. Training goes on")
-        finally:
-            self._blocked_s += time.perf_counter() - started
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:
