@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
+from automoe.checkpoint.hashed_files import FileFacts, HashingFileSystem
 from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
 from automoe.checkpoint.newest import newest_valid, step_at
 from automoe.checkpoint.planner import CachedPlanner, forget_plans
@@ -41,7 +42,8 @@ from automoe.config.schema import Config
 from automoe.errors import CheckpointError, SaveError, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.parallel.agreement import Ranks, dcp_error, save_error
-from automoe.storage.files import FileFacts, HashingFileSystem, flush, set_aside
+from automoe.storage.files import flush, set_aside
+from automoe.storage.folder import name_folder
 from automoe.storage.trace import phase
 
 if TYPE_CHECKING:
@@ -274,7 +276,7 @@ class CheckpointStore:
                 # All of it anew, by all ranks: a flush that failed says nothing when it is repeated.
                 retried(lambda: self._write_files(tensors, content, temporary, step))
                 with phase("commit", step):
-                    self.ranks.lead(lambda: folders.commit(temporary, final), again=False)
+                    self.ranks.lead(lambda: name_folder(temporary, final), again=False)
                 with phase("write_latest", step):
                     self.ranks.lead(lambda: folders.point_to(self.folder, final.name))
                 self._warn(self.ranks.lead(lambda: folders.retain(self.folder, final.name, self.config.checkpoint)))

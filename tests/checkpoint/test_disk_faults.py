@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
+from automoe.checkpoint.hashed_files import HashingStream, is_as_written
 from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.reader import StepReader
 from automoe.checkpoint.store import CheckpointStore
@@ -28,7 +29,6 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError, SaveError
 from automoe.moe.local_shard import local_shard
 from automoe.parallel.agreement import Ranks
-from automoe.storage.files import HashingStream, is_as_written
 from automoe.verify.pool import RankError, RankPool
 
 TWO = dict(dp_shard=2, ep=2)
