@@ -47,7 +47,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(parts, optimizer, loader)
     resumed = store.load_latest(state)
-    sampler = Sampler(config, parts, runner, loader.tokenizer, meshes, device)
+    sampler = Sampler(config, runner, loader.tokenizer, meshes, device)
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
