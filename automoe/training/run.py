@@ -1,11 +1,10 @@
-"""What is open for the length of a run: console, ``metrics.jsonl``, tracker and profiler."""
+"""What surrounds the steps of a run: when to validate, save, stop or go back, and what each step records."""
 
 from __future__ import annotations
 
 import gc
 import math
 import resource
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,16 +20,15 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
-from automoe.model.adapters import describe_training, step_flops_per_token
-from automoe.observe.console import Console
-from automoe.observe.metrics import MetricsLog, last_objective, load_summary
+from automoe.model.adapters import step_flops_per_token
+from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row
-from automoe.observe.trackers import Trackers, make_trackers
 from automoe.parallel.groups import open_groups, set_timeouts
 from automoe.storage.trace import phase
 from automoe.training.context import RunContext
 from automoe.training.hooks import Hooks
+from automoe.training.record import RunRecord
 from automoe.training.samples import Sampler
 from automoe.training.slow_ranks import SlowRanks
 from automoe.training.stats import StepStats, max_over_ranks
@@ -48,38 +46,30 @@ def open_run(
     store: CheckpointStore,
     resumed: Resumed | None,
 ) -> Iterator[Run]:
-    """A ``Run``; what is open in it is closed on every way out, so one that dies keeps its record and its trace."""
-    console = Console(config, shape, enabled=context.rank == 0)
-    console.start(resume_step=state.step)
-    for line in describe_training(config):
-        for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns
-            console.note(part)
+    """Open a ``Run``, and close it on every way out, so that a run that dies keeps its record and its trace."""
+    record = RunRecord(config, shape, context, state.step, resumed)
     with ExitStack() as opened:
-        log = trackers = None
-        if context.rank == 0:
-            # Another run's record is not this one's.
-            record_ends = resumed.step if resumed and resumed.own else None
-            log = MetricsLog(context.run_dir, record_ends, console.warn)
-            trackers = make_trackers(config, context.run_dir, record_ends, console.warn)
         if config.launch.gc_every:
             opened.enter_context(without_collection())
         opened.enter_context(profile_steps(config, context.run_dir, context.rank))
         hooks = Hooks()
-        store.attach(console.note, console.warn, lambda folder: hooks.call("run.save", run, folder))
-        run = Run(config, shape, context, state, store, resumed, console, log, trackers, hooks)
+        store.attach(record.note, record.warn, lambda folder: hooks.call("run.save", run, folder))
+        run = Run(config, shape, context, state, store, resumed, record, hooks)
         if context.world_size > 1:
-            console.note(str(open_groups()))
-        opened.push(run.close_record)
+            record.note(str(open_groups()))
+        opened.push(lambda error, *_: record.close("failed" if error else "done"))
         hooks.call("run.start", run)
         yield run
 
 
 class Run:
-    """The record of a run. Every rank has one and calls every method; rank 0 alone prints and writes.
+    """The decisions of a run around its steps: when to validate, save, stop or go back, and what to record.
+
+    Every rank has one and calls every method; only rank 0 prints and writes.
 
     Attributes:
-        stopping: some rank was asked to stop: all leave after this step.
-        objective: what the run came to so far: the newest validation loss, else the newest training loss.
+        stopping: a rank was asked to stop: all ranks leave after this step.
+        objective: the result so far: the newest validation loss, else the newest training loss.
         note: prints a line for the user.
     """
 
@@ -91,19 +81,16 @@ class Run:
         state: TrainState,
         store: CheckpointStore,
         resumed: Resumed | None,
-        console: Console,
-        log: MetricsLog | None,
-        trackers: Trackers | None,
+        record: RunRecord,
         hooks: Hooks,
     ) -> None:
         self.config, self.shape, self.context, self.state = config, shape, context, state
-        self.store, self.console, self.note, self._log, self._trackers = store, console, console.note, log, trackers
-        self._hooks = hooks
-        self._slow_ranks = SlowRanks(context, config.launch.probe_every, self.console.note)
+        self.store, self.note, self._record, self._hooks = store, record.note, record, hooks
+        self._slow_ranks = SlowRanks(context, config.launch.probe_every, record.note)
         self._flops = step_flops_per_token(config)
         self._peak_flops = _peak_flops(config, context.device)
         self._began = 0.0
-        self._answers: tuple[list[dict[str, str]], float] | None = None
+        self._samples: tuple[list[dict[str, str]], float] | None = None
         self._resumed, self._first_step, self._save_is_due = resumed, state.step, False
         self.stopping = False
         self.objective: float | None = None
@@ -130,12 +117,12 @@ class Run:
         if self.context.rank == 0 and loader.corpus.trained is not None:
             row = loader.row(0)
             tokens, labels, doc_ids = (one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids))
-            self.console.row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
+            self._record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
-        """Start the step's clock; a background save that failed is reported here.
+        """Start the step's clock, and report a background save that is over.
 
-        Python's garbage is collected at the same steps on all ranks: where each does when it likes, all wait for each.
+        Garbage is collected at the same steps on all ranks; if each rank chose its own moment, all would wait each time.
         """
         self.store.poll()
         every = self.config.launch.gc_every
@@ -145,7 +132,7 @@ class Run:
         self._began = time.perf_counter()
 
     def end_step(self, stats: StepStats, update: Update) -> dict[str, Any]:
-        """Stop the clock and return the step's record, its validation apart."""
+        """Stop the step's clock and return its record, without a validation."""
         config, train, state = self.config, self.config.train, self.state
         over_ranks = update.over_ranks
         assert "stop" in over_ranks, "optimizer_step(..., run.report) tells this rank's values to the others"
@@ -178,7 +165,7 @@ class Run:
         }
         if update.skipped:
             record |= self._skip_record(update)
-            self.console.warn(f"step {state.step} skipped: {_skip_text(record)}")
+            self._record.warn(f"step {state.step} skipped: {_skip_text(record)}")
         if self._peak_flops:
             mfu = self._flops.mfu(tokens_per_second / self.shape.world_size, self._peak_flops)
             record["mfu"], record["mfu_full_attention"] = mfu
@@ -201,22 +188,22 @@ class Run:
         }
 
     def validates(self) -> bool:
-        """Whether the step just taken is followed by a validation."""
+        """Return True if a validation follows the step just taken."""
         train, step = self.config.train, self.state.step
         return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
 
     def sample(self, sampler: Sampler) -> None:
-        """Let the model answer ``observe.samples``; ``write`` shows the answers below the step. Collective."""
+        """Generate answers to ``observe.samples``, which ``write`` shows below the step. Collective."""
         if sampler.texts:
             began = time.perf_counter()
-            self._answers = sampler.generate(), time.perf_counter() - began
+            self._samples = sampler.generate(), time.perf_counter() - began
 
     def saves(self) -> bool:
-        """Whether the state is to be saved: every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``,
-        at the end and when asked to stop.
+        """Return True if the state should be saved now.
 
-        A step that was skipped is not the newest to go on from: the next one that is taken is saved in its place. Where
-        none was taken since the start or the resume there is nothing to save.
+        A save is due every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, after the last step and when
+        the run was asked to stop. If the step was skipped, the next step that is taken is saved instead. Nothing is
+        saved before the first step that was taken since the start or the resume.
         """
         state, checkpoint = self.state, self.config.checkpoint
         if not checkpoint.saves:
@@ -230,22 +217,22 @@ class Run:
         return due
 
     def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
-        """Print, record and track a step's record, in which a validation is by now, with what plugins measure.
+        """Print, write and track a step's record, with its validation and the numbers of plugins.
 
-        Where every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the state goes back
-        to the checkpoint before.
+        If every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the state goes back to
+        the checkpoint before.
 
         Raises:
-            AutomoeError: it is the last of ``train.max_skipped`` skipped steps in a row, or of a run that took none.
+            AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the run.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
-            self.console.step(record)
+            self._record.show_step(record)
             record = {**record, **self._hooks.numbers(self, record)}
-            if self._log is not None and self._trackers is not None:
-                self._log.write(record, stats.expert_counts)
-                self._trackers.log(record)
-            self._write_answers()
+            self._record.write_step(record, stats.expert_counts)
+            if self._samples is not None:
+                self._record.write_samples(self.state.step, *self._samples)
+                self._samples = None
         state, train = self.state, self.config.train
         over = state.skipped >= train.max_skipped
         if over or (state.step >= train.steps and not self._took_a_step()):
@@ -262,20 +249,12 @@ class Run:
                 f"{gave_up if self.context.fell_back else ''}"
             )
 
-    def _write_answers(self) -> None:
-        if self._answers is not None:
-            (samples, seconds), self._answers = self._answers, None
-            self.console.samples(samples, seconds)
-            if self._log is not None and self._trackers is not None:
-                self._log.write_samples(self.state.step, samples)
-                self._trackers.texts(self.state.step, "samples", samples)
-
     def _took_a_step(self) -> bool:
-        """Whether an update was made since the start, the resume or the last fall back."""
+        """Return True if a step was taken since the start, the resume or the last fall back."""
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Go back to the checkpoint before the one that was resumed; whether there is one."""
+        """Go back to the checkpoint before the one that was resumed; return False if there is none."""
         before, earlier = self._resumed, self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
         if before is None or self._resumed is None:
@@ -284,21 +263,12 @@ class Run:
         self.context.fell_back.append(
             f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
         )
-        self.console.warn(f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end")
-        if self._log is not None and self._trackers is not None:
-            self._log.close()
-            self._log = MetricsLog(self.context.run_dir, self.state.step, self.console.warn)
-            self._trackers.rewind(self.state.step)
+        self._record.warn(f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end")
+        self._record.rewind(self.state.step)
         return True
 
-    def close_record(self, error: object, *_: object) -> None:
-        """Write what of the record waits, on every way out; ``error`` is what ended the run, None where nothing did."""
-        if self._log is not None and self._trackers is not None:
-            self._log.close()
-            self._trackers.finish("failed" if error else "done")
-
     def check_result(self) -> None:
-        """After the last step: refuse to call a run done whose result is no number; an export may take its time.
+        """Raise if the last step's loss is not finite, and allow a long timeout for the export.
 
         Raises:
             AutomoeError: the last validation or training loss is not finite.
@@ -313,14 +283,10 @@ class Run:
     def finish(self, paths: Mapping[str, str | Path]) -> None:
         """Close the record and print the summary, with the ``paths`` of results by their names."""
         self._hooks.call("run.finish", self)
-        if self._log is not None and self._trackers is not None:
-            self._log.close()
-            self._trackers.finish("preempted" if self.context.preempted else "done")
-            paths = {**paths, **self._trackers.places}
-        self.console.finish(paths)
+        self._record.finish("preempted" if self.context.preempted else "done", paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
-        """What the record of a skipped step also says: the reason, and the batch by rows and documents."""
+        """Return what the record of a skipped step adds: the reason, and the rows and documents of its batch."""
         loader = self.state.loader
         assert loader is not None
         first, last, documents = loader.last_batch()
@@ -333,7 +299,7 @@ class Run:
 
 
 def _skip_text(record: Mapping[str, Any]) -> str:
-    """A skipped step's record in a line."""
+    """Return the reason, rows and documents of a skipped step as one line."""
     (first, last), names = record["skipped_rows"], record["skipped_documents"]
     more = record["num_skipped_documents"] - 3
     listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
@@ -341,7 +307,7 @@ def _skip_text(record: Mapping[str, Any]) -> str:
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of one rank's device: as configured, else from torchtitan's table; None if unknown."""
+    """Return the device's dense bf16 FLOP/s: as configured, else from torchtitan's table; None if unknown."""
     if config.cluster.peak_flops:
         return config.cluster.peak_flops
     if device.type != "cuda":

@@ -131,7 +131,7 @@ _RUN = [
     ("run.py", "over = state.skipped >= train.max_skipped", "over = state.skipped > train.max_skipped", STREAK),
     ("weights.py", "return parts, load_hf(parts", "return parts, None and load_hf(parts", LLAMA),
     ("run.py", '"lr": update.lr', '"lr": config.optim.lr', QWEN),
-    ("run.py", "resumed.step if resumed and resumed.own else None", "None", STREAK),
+    ("automoe/training/record.py", "resumed.step if resumed and resumed.own else None", "None", STREAK),
     ("stats.py", "table[:, -1] / chosen.sum(1)", "table[:, -1] / chosen.sum()", ["tests/parallel/test_padding.py"]),
     ("stats.py", "layer.router.load.totals.zero_()", "pass", QWEN),
 ]
