@@ -119,18 +119,23 @@ class Decoder(nn.Module):
             x = block(x, context, local_tokens)
         if not self.predicts:
             return x
-        if next_token_at is not None:
-            return self._next_tokens(x, next_token_at)
         row = self.runtime.comms.context
-        return self._predict(
-            x, labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
-        )
+        inputs = labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
+        return self._predict(x, inputs, next_token_at)
 
-    def _predict(self, x_BsH: torch.Tensor, inputs: LossInputs | None) -> torch.Tensor:
-        """Logits, or with labels the loss, of hidden states from the last layer."""
+    def _predict(
+        self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return next tokens, logits, or with labels the loss, of hidden states from the last layer."""
         assert self.norm is not None
         sequence, weight_VH = self.runtime.comms.sequence, local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
+        if next_token_at is not None:
+            tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
+            if next_token_at.any():
+                rows_NH = x_BSH[next_token_at]
+                tokens_BS[next_token_at] = greedy_tokens(rows_NH, weight_VH, self.first_id, sequence)
+            return tokens_BS
         if inputs is None:
             return nn.functional.linear(x_BSH, weight_VH)
         x_TH, labels_T = x_BSH.flatten(0, 1), inputs.labels.flatten()
@@ -141,15 +146,6 @@ class Decoder(nn.Module):
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
-
-    def _next_tokens(self, x_BsH: torch.Tensor, wanted_BS: torch.Tensor) -> torch.Tensor:
-        assert self.norm is not None
-        sequence, weight_VH = self.runtime.comms.sequence, local_shard(self.head_weight)
-        x_BSH = sequence.all_gather(self.norm(x_BsH))
-        tokens_BS = torch.full_like(wanted_BS, IGNORE, dtype=torch.int64)
-        if wanted_BS.any():
-            tokens_BS[wanted_BS] = greedy_tokens(x_BSH[wanted_BS], weight_VH, self.first_id, sequence)
-        return tokens_BS
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -122,7 +122,7 @@ class Run:
     def begin_step(self) -> None:
         """Start the step's clock, and report a background save that is over.
 
-        Garbage is collected at the same steps on all ranks; if each rank chose its own moment, all would wait each time.
+        Garbage is collected at the same steps on all ranks: if each chose its own moment, all would wait each time.
         """
         self.store.poll()
         every = self.config.launch.gc_every

@@ -57,7 +57,7 @@ class Engine:
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """Return the token that follows each row. Every data-parallel rank runs equally many rows, some of them copies."""
+        """Return the token that follows each row. Every data-parallel rank runs as many rows, some of them copies."""
         train, shape = self.config.train, self.meshes.shape
         # A pipeline's shapes are fixed.
         count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
@@ -123,7 +123,7 @@ def _stops(config: Config) -> list[int]:
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
-    """Return ``rows``, and ``filler`` up to ``count`` rows, of ``length`` tokens; the last token of each has a label."""
+    """Return ``rows``, filled up to ``count`` rows, in ``length`` columns; the last token of each has a label."""
     rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
     labels, doc_ids = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)

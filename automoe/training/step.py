@@ -97,9 +97,9 @@ def prepare_inputs(
 
 
 def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, config: Config) -> StepStats:
-    """Run all micro-batches of the next step, and gather what they report. Collective.
+    """Run forward and backward of all micro-batches of the next step, and sum what they report. Collective.
 
-    Gradients are added to those that parameters have; ``optimizer_step`` leaves none.
+    Gradients are added to those that parameters have already; ``optimizer_step`` clears them.
     """
     parts = state.parts.values()
     if config.lora.dropout:
@@ -152,7 +152,7 @@ def optimizer_step(
 
 
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
-    """The loss above which a step is a spike, in nats; infinite while there is too little to compare with.
+    """Return the loss, in nats, above which a step is a spike; infinite until the window is full.
 
     ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Median and median absolute deviation do not
     move with single outliers, as a mean and a standard deviation would. ``spike_factor=6`` is far out.
@@ -169,7 +169,7 @@ def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
 
 
 def reason_to_skip(loss: float, norm: float, recent: Sequence[float], train: TrainConfig) -> str | None:
-    """Why the step that gave ``loss`` and gradient norm ``norm`` should change nothing; None if it should."""
+    """Return why the step with this loss and gradient norm should be skipped; None if it should be taken."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"
     threshold = spike_threshold(recent, train)
@@ -182,7 +182,7 @@ def reason_to_skip(loss: float, norm: float, recent: Sequence[float], train: Tra
 
 
 def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
-    """Add the loss of a step that was taken, and forget those that no longer count. In place."""
+    """Append the loss of a step that was taken, and drop losses outside the window. In place."""
     if train.spike_factor:
         recent.append(loss)
         del recent[: -train.spike_window]
@@ -198,37 +198,35 @@ def validate(
     optimizer: torch.optim.Optimizer | None = None,
     extra_inputs: Callable[[StepBatch], Inputs] = lambda batch: {},
 ) -> Mapping[str, float]:
-    """``val_loss``, mean nats a token, ``val_perplexity``, its exp, and ``val_bits_per_byte`` of text. Collective.
+    """Return the losses of the validation data, for the record of a step; empty without such data. Collective.
 
-    Empty without validation data. Of several sources each has a ``val_loss.NAME``; the numbers above are those of their
-    mixture, by weight. With ``optim.ema_decay``, ``val_loss_ema`` is the mixture's with the averages of ``optimizer``.
-    Of another loss than cross-entropy ``val_loss`` is its mean, and what it reports follows as ``val_NAME``.
+    ``val_loss`` is in nats a token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is there for text. With
+    several sources, these are means by weight, and each source adds a ``val_loss.NAME``. With ``optim.ema_decay``,
+    ``val_loss_ema`` is the ``val_loss`` of the averaged weights. For another loss than cross-entropy, ``val_loss`` is
+    its mean, and each number that it reports is added as ``val_NAME``.
 
     Args:
         extra_inputs: returns inputs of the loss that the recipe adds to those of a batch.
     """
-    losses = _validation_losses(config, runner, loader, meshes, device, extra_inputs)
-    if losses and optimizer is not None and config.optim.ema_decay:
+
+    def losses() -> dict[str, float]:
+        found = {}
+        for source, name in enumerate(loader.names):
+            batches = loader.validation_batches(config.train.val_batches, source)
+            sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
+            if sums["count"]:
+                found[name] = loader.weights[source], sums
+        return _mean_losses(found, runner.loss is None)
+
+    record = losses()
+    if record and optimizer is not None and config.optim.ema_decay:
         with averaged_weights(optimizer):
-            averaged = _validation_losses(config, runner, loader, meshes, device, extra_inputs)
-        losses["val_loss_ema"] = averaged["val_loss"]
-    return losses
+            record["val_loss_ema"] = losses()["val_loss"]
+    return record
 
 
-def _validation_losses(
-    config: Config,
-    runner: StepRunner,
-    loader: Loader,
-    meshes: Meshes,
-    device: torch.device,
-    extra_inputs: Callable[[StepBatch], Inputs],
-) -> dict[str, float]:
-    found = {}
-    for source, name in enumerate(loader.names):
-        batches = loader.validation_batches(config.train.val_batches, source)
-        sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
-        if sums["count"]:
-            found[name] = loader.weights[source], sums
+def _mean_losses(found: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool) -> dict[str, float]:
+    """Return the keys of a validation from each source's weight and sums; nothing if no source has any."""
     if not found:
         return {}
     total = sum(sums["count"] for _, sums in found.values())
@@ -238,7 +236,7 @@ def _validation_losses(
         mixed = {key: mixed.get(key, 0.0) + factor * value for key, value in sums.items()}
     nats, count, text_bytes = (mixed.pop(key) for key in ("nats", "count", "bytes"))
     record = {"val_loss": nats / count}
-    if runner.loss is None:
+    if is_cross_entropy:
         record["val_perplexity"] = perplexity(nats / count)
         if text_bytes:  # synthetic ids have none
             record["val_bits_per_byte"] = nats / math.log(2) / text_bytes
@@ -254,7 +252,7 @@ def _validation_sums(
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Over all ranks: ``nats``, ``count`` of tokens or documents, ``bytes``, ``val_NAME`` of what the loss reports."""
+    """Sum over all ranks: ``nats``, ``count`` of tokens or documents, ``bytes``, and ``val_NAME`` that a loss reports."""
     sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:
@@ -273,7 +271,7 @@ def _validation_sums(
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
+    """Copy a CPU tensor to ``device`` without waiting for a GPU, for which it is pinned."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()
