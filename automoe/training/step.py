@@ -252,7 +252,7 @@ def _validation_sums(
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Sum over all ranks: ``nats``, ``count`` of tokens or documents, ``bytes``, and ``val_NAME`` that a loss reports."""
+    """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``, ``val_NAME`` of the loss."""
     sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:
