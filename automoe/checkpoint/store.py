@@ -230,7 +230,7 @@ class CheckpointStore:
             self._blocked_s += time.perf_counter() - started
 
     def _check_finite(self, state: TrainState) -> None:
-        """Every checkpoint is one that training can go on from, and so older ones may be deleted."""
+        """Raise ``SaveError`` if a tensor of ``state`` is not finite: older checkpoints are deleted for this one."""
         with phase("check_finite", state.step):
             found = self.ranks.all(state.not_finite)
         if names := [f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]]:
@@ -253,7 +253,7 @@ class CheckpointStore:
         return checkpoint_identity(model.hf_path, self.ranks)
 
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
-        """The manifest but for the files, of this moment."""
+        """Return the content of the manifest as of now, without the list of files."""
         return {
             "step": state.step,
             "counters": state.counters(),
@@ -263,11 +263,11 @@ class CheckpointStore:
         } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
-        """The mesh that the random generators of a checkpoint belong to: those of a rank mean nothing on another."""
+        """Return the mesh that the random generators belong to: a rank's generators mean nothing on another mesh."""
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
-        """Write, flush, list, commit, name, delete what is not kept: each by all ranks or by none."""
+        """Write the files, commit the step, replace ``LATEST`` and delete old steps: each on all ranks or on none."""
         final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
         try:
             with phase("save", step):
@@ -286,7 +286,7 @@ class CheckpointStore:
         return final
 
     def _write_files(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path, step: int) -> None:
-        """A whole step in ``target``, made anew and flushed; it has no name yet."""
+        """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
         files = self._write_tensors(tensors, target, step)
 
         def finish() -> None:
@@ -297,7 +297,7 @@ class CheckpointStore:
             self.ranks.lead(finish, again=False)
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
-        """All ranks' files, flushed, in ``target``, made anew: name -> size and digest, on every rank."""
+        """Write and flush all ranks' files in a new folder ``target``; return size and digest by file name, on every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
@@ -340,7 +340,7 @@ class CheckpointStore:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """What the disk refuses as an error for people."""
+        """Turn an error of the disk into a ``CheckpointError`` that says what to do."""
         try:
             yield
         except OSError as error:
