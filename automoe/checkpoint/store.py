@@ -297,7 +297,7 @@ class CheckpointStore:
             self.ranks.lead(finish, again=False)
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
-        """Write and flush all ranks' files in a new folder ``target``; return size and digest by file name, on every rank."""
+        """Write and flush all ranks' files in a new folder; return size and digest by file name, on every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
