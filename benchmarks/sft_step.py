@@ -75,7 +75,6 @@ def sft_config(size: dict[str, int], checkpoint: Path, rows: int, seq_len: int) 
     data = DataConfig(kind="stdlib_chat", on_long="drop", val_fraction=0.0, tokenizer="byte")
     data.chat.template = "plain"
     return Config(
-        recipe="finetune",
         mesh=MeshConfig(dp_shard=1),
         model=replace(model(**size), hf_path=str(checkpoint)),
         train=TrainConfig(steps=STEPS, seq_len=seq_len, global_batch_size=rows, micro_batch_size=rows, val_every=0),
@@ -85,7 +84,7 @@ def sft_config(size: dict[str, int], checkpoint: Path, rows: int, seq_len: int) 
 
 
 class Ours:
-    """The steps of ``recipes/finetune.py`` on one rank."""
+    """The steps of ``recipes/pretrain.py`` on one rank."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.device = config, torch.device("cpu")

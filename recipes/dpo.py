@@ -73,14 +73,11 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     optimizer = build_optimizer(list(parts.values()), config.optim, train.seed)
     state = TrainState(parts, optimizer, loader)
     resumed = store.load_latest(state)
-    sampler = Sampler(config, parts, runner, loader.tokenizer, meshes, device)
+    sampler = Sampler(config, runner, loader.tokenizer, meshes, device)
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        run.note(str(loaded or "from random weights, since model.hf_path is not set"))
-        for line in loader.describe():
-            run.note(line)
-        run.show_row()  # which tokens are trained, and which are not
+        run.describe_start(loaded)  # the weights, the conversations and one row of them
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 
@@ -88,9 +85,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             with phase("step", state.step + 1):
                 batch = loader.next_step()
                 forced_ids = replayed_routing(config, batch, state.step)
-                inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+                inputs, num_label_tokens = prepare_inputs(batch, meshes, config, device, forced_ids)
                 stats = forward_backward(state, runner, inputs | reference.inputs(batch), config)
-                update = optimizer_step(state, stats, trained, meshes, config)
+                update = optimizer_step(state, stats, num_label_tokens, meshes, config, run.report)
 
             # record
             record = run.end_step(stats, update)
@@ -101,7 +98,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
             # save
             if run.saves():
-                run.saver.save(state, record.get("val_loss"), run.stopping)
+                store.save(state, record.get("val_loss"), run.stopping)
 
         # ------------------------------------------------------------ leave
         exports, paths = config.checkpoint.export_hf, {}

@@ -1,6 +1,9 @@
-"""Pretraining: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy pretrain``).
+"""Pretraining and fine-tuning: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy pretrain``).
 
     config + mesh -> meshes -> model parts -> optimizer -> loader -> steps -> checkpoint
+
+Fine-tuning is the same loop with other settings: ``model.hf_path`` names the weights to start from, and ``data=chat``
+packs whole conversations into rows, of which only the answers have labels.
 
 Every rank runs this file. Rank 0 alone prints and records.
 """
@@ -44,12 +47,11 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     same_on_all_ranks(loader.fingerprint(), "the training data")
     state = TrainState(parts, optimizer, loader)
     resumed = store.load_latest(state)
-    sampler = Sampler(config, parts, runner, loader.tokenizer, meshes, device)
+    sampler = Sampler(config, runner, loader.tokenizer, meshes, device)
 
     # ---------------------------------------------------------------- the loop
     with open_run(config, shape, context, state, store, resumed) as run:
-        if loaded is not None:
-            run.note(str(loaded))
+        run.describe_start(loaded)  # the weights; of conversations what is trained, and one row
         while state.step < train.steps and not run.stopping:
             run.begin_step()
 
@@ -57,9 +59,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             with phase("step", state.step + 1):
                 batch = loader.next_step()
                 forced_ids = replayed_routing(config, batch, state.step)
-                inputs, trained = prepare_inputs(batch, meshes, config, device, forced_ids)
+                inputs, num_label_tokens = prepare_inputs(batch, meshes, config, device, forced_ids)
                 stats = forward_backward(state, runner, inputs, config)
-                update = optimizer_step(state, stats, trained, meshes, config)
+                update = optimizer_step(state, stats, num_label_tokens, meshes, config, run.report)
 
             # record
             record = run.end_step(stats, update)
@@ -70,7 +72,7 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
 
             # save
             if run.saves():
-                run.saver.save(state, record.get("val_loss"), run.stopping)
+                store.save(state, record.get("val_loss"), run.stopping)
 
         # ------------------------------------------------------------ leave
         exports, paths = config.checkpoint.export_hf, {}

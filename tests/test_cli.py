@@ -9,7 +9,7 @@ import pytest
 import automoe
 from automoe import cli
 from automoe.cli import bash_completion
-from automoe.config.shipped import shipped_folder
+from automoe.config.shipped import find_recipe, shipped_folder
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,11 +116,14 @@ def test_a_recipe_is_listed_and_copied_and_nothing_is_overwritten(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recipe", "list"]) == 0
-    assert "pretrain" in capsys.readouterr().out.splitlines()
+    listed = capsys.readouterr().out.splitlines()
+    assert "pretrain" in listed and "finetune" not in listed, "one recipe is listed under one name"
+    assert find_recipe("finetune") == find_recipe("pretrain") == shipped_folder("recipes") / "pretrain.py"
     shipped = (shipped_folder("recipes") / "pretrain.py").read_text()
     for words, path, name in (
         (["pretrain"], Path("recipes/pretrain.py"), "pretrain"),
         (["pretrain", "own/loop.py"], Path("own/loop.py"), "own/loop.py"),
+        (["finetune"], Path("recipes/finetune.py"), "finetune"),
     ):
         assert cli.main(["recipe", "copy", *words]) == 0
         assert f"copied to {path}; run it with: automoe train recipe={name}\n" == capsys.readouterr().out
@@ -129,6 +132,7 @@ def test_a_recipe_is_listed_and_copied_and_nothing_is_overwritten(
         assert cli.main(["recipe", "copy", *words]) == 2
         assert f"recipe={path}: this file exists" in capsys.readouterr().err
         assert path.read_text() == "mine"
+    assert find_recipe("finetune") == tmp_path / "recipes" / "finetune.py"
     assert cli.main(["recipe", "copy", "pretrian"]) == 2
     assert "recipe=pretrian: no such shipped recipe. There are: " in capsys.readouterr().err
 

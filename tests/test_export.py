@@ -14,6 +14,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from automoe.checkpoint.hashed_files import FileFacts
 from automoe.checkpoint.manifest import read_manifest, write_manifest
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
@@ -27,7 +28,6 @@ from automoe.export import export_run, main
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts, materialize
-from automoe.storage.files import FileFacts
 from automoe.training.weights import export_weights
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole

@@ -14,7 +14,7 @@ from automoe.checkpoint.manifest import MANIFEST, read_manifest, verify_step
 from automoe.config.schema import CheckpointConfig
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
-from automoe.storage.files import flush, write_durably
+from automoe.storage.files import flush, replace_durably, write_durably
 
 FOLDER, LATEST = "checkpoints", "LATEST"
 _UNREADABLE: Mapping[str, Any] = {}  # known by its identity
@@ -50,22 +50,13 @@ def promised_step(folder: Path) -> str | None:
 
 def point_to(folder: Path, name: str) -> None:
     """Make ``LATEST`` name a step, in one go."""
-    scratch = folder / f".{LATEST}"
-    write_durably(scratch, f"{name}\n")
-    os.replace(scratch, folder / LATEST)
-    flush(folder)
+    replace_durably(folder / LATEST, f"{name}\n")
 
 
 def clean(folder: Path) -> None:
     """Remove what a killed run left half written or half deleted; the caller holds the run directory's lock."""
     for abandoned in folder.glob(".tmp-*"):
         _delete(abandoned)
-
-
-def commit(temporary: Path, final: Path) -> None:
-    """Give a flushed directory its name; from here on it is a checkpoint."""
-    temporary.rename(final)
-    flush(final.parent)
 
 
 def remove(step_dir: Path) -> None:

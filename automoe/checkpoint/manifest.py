@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from automoe import __version__
+from automoe.checkpoint.hashed_files import FileFacts, is_as_written
 from automoe.config.convert import config_to_dict
 from automoe.config.frozen import GOES_ON, describe, flat
 from automoe.config.schema import Config, ModelConfig
 from automoe.errors import CheckpointError
 from automoe.parallel.agreement import Ranks
-from automoe.storage.files import FileFacts, is_as_written, write_durably
+from automoe.storage.files import write_durably
 
 MANIFEST = "manifest.json"
 FORMAT = 3

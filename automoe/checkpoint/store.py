@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint moves the tensors (and reshards them on load); it is not a commit protocol.
 So a step is written to ``.tmp-step-N`` by all ranks, each flushing and hashing its own files, listed in a
-manifest with sizes and SHA-256, renamed to ``step-N``, and only then named by ``LATEST``. An existing step
+manifest with sizes and digests, renamed to ``step-N``, and only then named by ``LATEST``. An existing step
 is never written into.
 
 The rename commits: the newest step that verifies is the one to resume from. ``LATEST`` says which one
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from automoe.checkpoint import folder as folders
 from automoe.checkpoint.generators import of_this_rank, rng_state, set_rng_state
-from automoe.checkpoint.manifest import changed_settings, check_base, check_model, verify_step, write_manifest
+from automoe.checkpoint.hashed_files import FileFacts, HashingFileSystem
+from automoe.checkpoint.manifest import changed_settings, check_base, check_model, write_manifest
+from automoe.checkpoint.newest import newest_valid, step_at
 from automoe.checkpoint.planner import CachedPlanner
 from automoe.checkpoint.reader import StepReader
 from automoe.config.convert import config_to_dict
@@ -40,7 +43,8 @@ from automoe.errors import CheckpointError, SaveError, retried
 from automoe.hf.identity import checkpoint_identity
 from automoe.interop.torch_private import forget_cached_plans, state_dict_stager
 from automoe.parallel.agreement import Ranks, dcp_error, save_error
-from automoe.storage.files import FileFacts, HashingFileSystem, flush, set_aside
+from automoe.storage.files import flush, set_aside
+from automoe.storage.folder import name_folder
 from automoe.storage.trace import phase
 
 if TYPE_CHECKING:
@@ -77,6 +81,9 @@ class CheckpointStore:
         self._plans = uuid.uuid4().hex
         self._stager: Any = None
         self._in_flight: Future[Path] | None = None
+        self.failures = 0  # saves that could not be written, since this process began
+        self._blocked_s = 0.0
+        self.attach(self._say, self._warn, lambda step_dir: None)
 
     def check(self) -> None:
         """Find out what would stop a save or a resume, before anything large is loaded.
@@ -95,33 +102,54 @@ class CheckpointStore:
 
     # ---------------------------------------------------------------- saving
 
-    def save(self, state: TrainState, val_loss: float | None = None) -> Path:
-        """Write ``state`` and return its directory; it is there in full or not at all.
+    def attach(
+        self, note: Callable[[str], object], warn: Callable[[str], object], saved: Callable[[Path], object]
+    ) -> None:
+        """Report to a run from now on, and start the clock of ``checkpoint.every_minutes``.
 
-        A step that is there already is left as it is.
+        Args:
+            note, warn: take a line for the user.
+            saved: takes the folder of every checkpoint that has been committed.
+        """
+        self._note, self._warn_user, self._saved = note, warn, saved
+        self._began = time.monotonic()
+
+    def minutes_are_up(self) -> bool:
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began, on this rank's clock."""
+        minutes = self.config.checkpoint.every_minutes
+        return minutes > 0 and time.monotonic() - self._began >= 60 * minutes
+
+    def save(self, state: TrainState, val_loss: float | None = None, stopping: bool = False) -> Path | None:
+        """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after this save.
+
+        A checkpoint is committed in full or not at all, and a step that exists already is left as it is. A save that is
+        still in flight is waited for. A save that cannot be written (a full disk) is a warning and training goes on,
+        but no later save can make up for the last one of a run: its failure is an error.
 
         Args:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
+            stopping: the loop leaves after this save, as it does after the last step.
+
+        Returns:
+            The directory of the checkpoint; None if the save goes on in the background, or failed.
 
         Raises:
-            SaveError: it cannot be written, on whichever rank, or is not finite; on every rank alike.
+            SaveError: the last checkpoint of the run could not be written, or is not finite; on every rank alike.
         """
-        assert self._in_flight is None, "poll(wait=True) ends the save in flight"
-        self._check_finite(state)
-        tensors = self._saved(state) | of_this_rank(rng_state())
-        return self._write(tensors, self._content(state, val_loss), state.step)
+        self.poll(wait=True)
+        self._began = time.monotonic()
+        last = stopping or state.step == self.config.train.steps
+        with self._blocking(last):
+            self._check_finite(state)
+            if not self.config.checkpoint.async_save or last:
+                tensors = self._saved_tensors(state) | of_this_rank(rng_state())
+                return self._committed(self._write(tensors, self._content(state, val_loss), state.step))
+            self._begin(state, val_loss)
+        return None
 
-    def begin(self, state: TrainState, val_loss: float | None = None) -> None:
-        """Copy ``state`` to CPU memory and write it in the background; ``poll`` says how it ended.
-
-        One save is in flight at a time. The copy stays allocated for the next save.
-
-        Raises:
-            SaveError: it is not finite; on every rank alike.
-        """
-        assert self._in_flight is None, "poll(wait=True) ends the save in flight"
-        self._check_finite(state)
-        tensors = self._saved(state)
+    def _begin(self, state: TrainState, val_loss: float | None) -> None:
+        """Copy ``state`` to CPU memory and write it in the background. The copy stays allocated for the next save."""
+        tensors = self._saved_tensors(state)
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
             self._stager = _new_stager(pin_memory=on_cuda)
@@ -136,34 +164,74 @@ class CheckpointStore:
         executor.shutdown(wait=False)
 
     def poll(self, wait: bool = False) -> Path | None:
-        """The directory of a background save that is over on all ranks; None while it is written, or if there is none.
+        """Report a background save that is over on all ranks, and return its directory; call it once a step.
 
         Args:
-            wait: until it is over.
+            wait: until the save is over, as a loop does that leaves without a last save.
+
+        Returns:
+            None while the save is being written, if it failed, or if there is none.
 
         Raises:
-            SaveError: it could not be written; on every rank in the same call.
-            Exception: whatever else went wrong in it.
+            Exception: what ended the save, in the same call on every rank, unless it was a write error.
         """
         if self._in_flight is None:
             return None
-        if not wait:
-            # What all ranks see, and not this one alone: a rank that went ahead would leave the others in a poll.
-            done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
-            if self.ranks.size > 1:
-                dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the group that the save itself uses
-            if not done.item():
-                return None
-        over, self._in_flight = self._in_flight, None
-        return over.result()
+        with self._blocking():
+            if not wait:
+                # What all ranks see, and not this one alone: a rank that went ahead would leave the others in a poll.
+                done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
+                if self.ranks.size > 1:
+                    dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the group that the save itself uses
+                if not done.item():
+                    return None
+            over, self._in_flight = self._in_flight, None
+            return self._committed(over.result())
+        return None
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was begun whose end ``poll`` has not returned yet."""
+        """True from the start of a background save until ``poll`` has reported its end."""
         return self._in_flight is not None
 
+    def record(self, step_seconds: float) -> dict[str, Any]:
+        """Return keys for a step's metrics: what saving cost the loop since the record before.
+
+        ``checkpoint_seconds`` is the time that the loop stood still, ``checkpoint_share`` its share of the time since
+        then, ``checkpoint_in_flight`` whether a save was in flight during the step, and ``checkpoint_failures`` the
+        number of failed saves of this process. Empty for a run that never saves.
+        """
+        if not self.config.checkpoint.saves:
+            return {}
+        blocked, self._blocked_s = self._blocked_s, 0.0
+        return {
+            "checkpoint_seconds": blocked,
+            "checkpoint_share": blocked / max(blocked + step_seconds, 1e-9),
+            "checkpoint_in_flight": self.in_flight,
+            "checkpoint_failures": self.failures,
+        }
+
+    def _committed(self, step_dir: Path) -> Path:
+        self._note(f"checkpoint {step_dir}")
+        self._saved(step_dir)
+        return step_dir
+
+    @contextmanager
+    def _blocking(self, last: bool = False) -> Iterator[None]:
+        """Count the time that the loop waits; warn about a save that could not be written, unless it is the last."""
+        started = time.perf_counter()
+        try:
+            yield
+        except SaveError as error:
+            if last:
+                raise
+            self.failures += 1
+            self._warn_user(f"{error}. Training goes on")
+        finally:
+            self._blocked_s += time.perf_counter() - started
+
     def _check_finite(self, state: TrainState) -> None:
-        """Every checkpoint is one that training can go on from, and so older ones may be deleted."""
+        """Raise ``SaveError`` if a tensor of ``state`` is not finite: older checkpoints are deleted for this one."""
         with phase("check_finite", state.step):
             found = self.ranks.all(state.not_finite)
         if names := [f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]]:
@@ -173,8 +241,8 @@ class CheckpointStore:
                 "checkpoints stay. Lower optim.lr, or raise optim.warmup_steps"
             )
 
-    def _saved(self, state: TrainState) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: of a frozen model that ``model.hf_path`` holds, only what is trained."""
+    def _saved_tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint: all, or only the trained ones if ``model.hf_path`` holds the frozen."""
         return state.tensors(frozen=self.base is None)
 
     @cached_property
@@ -186,7 +254,7 @@ class CheckpointStore:
         return checkpoint_identity(model.hf_path, self.ranks)
 
     def _content(self, state: TrainState, val_loss: float | None) -> dict[str, Any]:
-        """The manifest but for the files, of this moment."""
+        """Return the content of the manifest as of now, without the list of files."""
         return {
             "step": state.step,
             "counters": state.counters(),
@@ -196,11 +264,11 @@ class CheckpointStore:
         } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
-        """The mesh that the random generators of a checkpoint belong to: those of a rank mean nothing on another."""
+        """Return the mesh that the random generators belong to: a rank's generators mean nothing on another mesh."""
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
-        """Write, flush, list, commit, name, delete what is not kept: each by all ranks or by none."""
+        """Write the files, commit the step, replace ``LATEST`` and delete old steps: each on all ranks or on none."""
         final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
         try:
             with phase("save", step):
@@ -209,7 +277,7 @@ class CheckpointStore:
                 # All of it anew, by all ranks: a flush that failed says nothing when it is repeated.
                 retried(lambda: self._write_files(tensors, content, temporary, step))
                 with phase("commit", step):
-                    self.ranks.lead(lambda: folders.commit(temporary, final), again=False)
+                    self.ranks.lead(lambda: name_folder(temporary, final), again=False)
                 with phase("write_latest", step):
                     self.ranks.lead(lambda: folders.point_to(self.folder, final.name))
                 self._warn(self.ranks.lead(lambda: folders.retain(self.folder, final.name, self.config.checkpoint)))
@@ -219,7 +287,7 @@ class CheckpointStore:
         return final
 
     def _write_files(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path, step: int) -> None:
-        """A whole step in ``target``, made anew and flushed; it has no name yet."""
+        """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
         files = self._write_tensors(tensors, target, step)
 
         def finish() -> None:
@@ -230,7 +298,7 @@ class CheckpointStore:
             self.ranks.lead(finish, again=False)
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
-        """All ranks' files, flushed, in ``target``, made anew: name -> size and digest, on every rank."""
+        """Write and flush all ranks' files in a new folder; return size and digest by file name, on every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
@@ -273,7 +341,7 @@ class CheckpointStore:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """What the disk refuses as an error for people."""
+        """Turn an error of the disk into a ``CheckpointError`` that says what to do."""
         try:
             yield
         except OSError as error:
@@ -286,11 +354,11 @@ class CheckpointStore:
             self.ranks.lead(self._start_over, again=False)
             return None
         self.ranks.lead(lambda: folders.clean(self.folder))
-        found, own = self._newest_valid(self.folder, own=True), True
+        found, own = newest_valid(self.folder, self.ranks, self._warn, own=True), True
         if resume != "auto":
             source = Path(resume).expanduser()
             if found is None:
-                found, own = self._from_path(source), False
+                found, own = step_at(source, self.run_dir, self.ranks, self._warn), False
             elif self.run_dir.resolve() != source.resolve():
                 self._warn(
                     f"{self.run_dir} has checkpoints of its own and goes on from {found[0].name}; "
@@ -339,66 +407,23 @@ class CheckpointStore:
         generators = {name: here[name] for name in names if name in here}
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
-        tensors = {name: tensor for name, tensor in self._saved(state).items() if name not in absent}
+        tensors = {name: tensor for name, tensor in self._saved_tensors(state).items() if name not in absent}
         reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
         if state.begin_averages(absent):
             self._warn(f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights")
         set_rng_state(generators)
-
-    def _newest_valid(self, folder: Path, own: bool) -> tuple[Path, dict[str, Any]] | None:
-        """The newest step that verifies and its manifest; None where there is none at all.
-
-        The own folder is left as if that step were the newest of all.
-        """
-        steps, promised = self.ranks.lead(lambda: (folders.committed_steps(folder), folders.promised_step(folder)))
-        if promised is not None and promised not in steps:
-            self._warn(
-                f"{folder / folders.LATEST} names {promised!r}, which is not there; looking for the newest checkpoint "
-                "that is"
-            )
-        damaged: list[str] = []
-        for name in reversed(steps):
-            manifest, problem = verify_step(folder / name, self.ranks)
-            if problem is None:
-                break
-            damaged.append(f"{name} ({problem})")
-            self._warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before")
-        else:
-            if damaged or promised is not None:
-                listed = "; ".join(damaged) or f"{folders.LATEST} names {promised!r}, and there is none"
-                raise CheckpointError(
-                    f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
-                    "or start over with checkpoint.resume=never, which sets the folder aside"
-                )
-            return None
-        if own:
-            newer = steps[steps.index(name) + 1 :]
-            for warning in self.ranks.lead(lambda: _make_newest(folder, name, newer, promised), again=False):
-                self._warn(warning)
-        return folder / name, manifest
-
-    def _from_path(self, source: Path) -> tuple[Path, dict[str, Any]]:
-        """The step that ``checkpoint.resume=PATH`` names, verified; nothing there is changed."""
-        steps = self.ranks.lead(lambda: folders.source_steps(str(source), self.run_dir))
-        if steps != [source]:
-            found = self._newest_valid(steps[0].parent, own=False)
-            assert found is not None, "source_steps saw a committed step"
-            return found
-        manifest, problem = verify_step(source, self.ranks)
-        if problem is not None:
-            raise CheckpointError(
-                f"checkpoint.resume={source} is damaged ({problem}). Name another step, or the run directory "
-                "to take its newest valid one"
-            )
-        return source, manifest
 
     def _start_over(self) -> None:
         if self.folder.exists() and any(self.folder.iterdir()):
             set_aside(self.folder, folders.FOLDER)
 
     def _warn(self, text: str | None) -> None:
-        if text is not None and self.ranks.rank == 0:
-            print(f"warning: {text}", flush=True)
+        if text is not None:
+            self._say(f"warning: {text}")
+
+    def _say(self, text: str) -> None:
+        if self.ranks.rank == 0:
+            print(text, flush=True)
 
 
 def _new_stager(pin_memory: bool) -> Any:
@@ -421,10 +446,3 @@ def _give_up(temporary: Path, folder: Path) -> str | None:
     except OSError:  # the disk that failed the save may not even list what it has
         return "what was there before"
     return steps[-1] if steps else None
-
-
-def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
-    warnings = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
-    if promised != name:
-        folders.point_to(folder, name)
-    return warnings

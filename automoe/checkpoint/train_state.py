@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ class TrainState:
         tokens: tokens trained so far (labels that count), over all ranks.
         skipped: steps in a row that were skipped.
         recent_losses: what the next step's loss is compared with (``automoe.training.step``).
-        asks: what this rank has to tell the others at each step's exchange: as many numbers on every rank.
     """
 
     parts: dict[int, Decoder]
@@ -35,7 +34,6 @@ class TrainState:
     tokens: int = 0
     skipped: int = 0
     recent_losses: list[float] = field(default_factory=list)
-    asks: Callable[[], Sequence[float]] = tuple
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """This rank's parameters, in a fixed order."""

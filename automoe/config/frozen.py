@@ -17,6 +17,7 @@ from automoe.config.recipe_args import SECTION, default_args
 from automoe.config.schema import Config, MeshConfig, tokenizer_of
 from automoe.config.shipped import own_recipe
 from automoe.errors import ConfigError
+from automoe.storage.files import replace_file
 
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
@@ -99,9 +100,7 @@ def read_mapping(text: str | bytes) -> dict[str, Any]:
 def save_config(config: Config, run_dir: str | Path) -> Path:
     """Write ``run_dir/config.yaml`` in one step (a reader sees the old file or the new one)."""
     path = Path(run_dir) / CONFIG_FILE
-    scratch = path.with_name(f".{CONFIG_FILE}.{os.getpid()}")
-    scratch.write_text(dump_config(config))
-    os.replace(scratch, path)
+    replace_file(path, dump_config(config))
     return path
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from automoe.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_ALIASES = {"finetune": "pretrain"}  # fine-tuning is the same loop over conversations
 
 
 def shipped_folder(name: str) -> Path:
@@ -28,8 +29,8 @@ def list_recipes() -> list[str]:
 def find_recipe(recipe: str) -> Path | str:
     """The file that ``recipe`` names, or the dotted name of an importable module.
 
-    ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped file. ``my.py`` is
-    a path.
+    ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped file. ``finetune`` is
+    another name of the shipped ``pretrain``. ``my.py`` is a path.
 
     Raises:
         ConfigError: there is no such file or module.
@@ -37,7 +38,7 @@ def find_recipe(recipe: str) -> Path | str:
     if recipe.endswith(".py"):
         files = [Path(recipe).expanduser().absolute()]
     elif recipe.isidentifier():
-        files = [folder / f"{recipe}.py" for folder in (Path.cwd() / "recipes", shipped_folder("recipes"))]
+        files = [Path.cwd() / "recipes" / f"{recipe}.py", _shipped_recipe(recipe)]
     else:
         files = []
     for file in files:
@@ -54,6 +55,10 @@ def find_recipe(recipe: str) -> Path | str:
         f"no such recipe (looked from {Path.cwd()})",
         f"Name one of {', '.join(list_recipes())}, a file such as my_recipe.py, or an importable module",
     )
+
+
+def _shipped_recipe(name: str) -> Path:
+    return shipped_folder("recipes") / f"{_ALIASES.get(name, name)}.py"
 
 
 def own_recipe(recipe: str) -> Path | str | None:
@@ -109,7 +114,7 @@ def copy_recipe(name: str, to: str | None = None) -> Path:
     Raises:
         ConfigError: no such recipe, or the file exists already.
     """
-    if name not in list_recipes():
+    if _shipped_recipe(name).stem not in list_recipes():
         raise ConfigError("recipe", name, "no such shipped recipe", f"There are: {', '.join(list_recipes())}")
     path = Path("recipes", f"{name}.py") if to is None else Path(to).expanduser()
     if path.suffix != ".py":
@@ -117,5 +122,5 @@ def copy_recipe(name: str, to: str | None = None) -> Path:
     if path.exists() or path.is_symlink():
         raise ConfigError("recipe", path, "this file exists, and a copy would overwrite it", "Name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(shipped_folder("recipes") / f"{name}.py", path)
+    shutil.copyfile(_shipped_recipe(name), path)
     return path

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
@@ -22,6 +19,7 @@ from automoe.hf.families.family import HFConfig
 from automoe.hf.families.registry import family_of, read_hf_config
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.untrusted import copy_file, is_there, open_inside
+from automoe.storage.folder import flush_folder, name_folder, remove_folder, restore_folder
 from automoe.storage.lock_file import open_lock
 
 if TYPE_CHECKING:
@@ -96,13 +94,11 @@ def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
     """``folder`` made, until ``held`` closes; before, what a killed export left is cleared away or put back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held.enter_context(_alone(path))
-    old = _old(path)
-    if not os.path.lexists(path) and os.path.lexists(old):  # killed between the two renames
-        os.rename(old, path)
+    restore_folder(path)
     check_target(path, overwrite)
-    _remove(folder)
+    remove_folder(folder)
     folder.mkdir()
-    held.callback(_remove, folder)
+    held.callback(remove_folder, folder)
 
 
 @contextmanager
@@ -126,57 +122,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _commit(folder: Path, path: Path, overwrite: bool) -> None:
-    """Everything in the working folder onto the disk, then its name; what was there before goes last."""
-    from automoe.storage.files import flush
-
-    for file in folder.iterdir():
-        flush(file)
-    flush(folder)
+    flush_folder(folder)
     check_target(path, overwrite)  # again: what was there at the beginning says nothing
-    old = _old(path)
-    if not path.exists():
-        os.rename(folder, path)
-    elif not exchange(folder, path):
-        _remove(old)
-        os.rename(path, old)
-        try:
-            os.rename(folder, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-    flush(path.parent)
-    _remove(old)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Two names in a folder change places in one step of the file system; False where it or the system has none.
-
-    Raises:
-        OSError: it has, and refuses.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    at_working_directory, exchanged = -100, 2
-    if rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchanged) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(error, os.strerror(error), str(other))
-
-
-def _old(path: Path) -> Path:
-    """Where the older export is between two renames."""
-    return path.with_name(f".{path.name}.old")
-
-
-def _remove(path: Path) -> None:
-    """A folder with all it holds, or a link to one, if it is there."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path, ignore_errors=True)
+    name_folder(folder, path)
 
 
 def write_settings(

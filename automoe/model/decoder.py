@@ -14,12 +14,12 @@ from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear
-from automoe.model.loss import LossInputs, cross_entropy_sum, token_losses
+from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import first_of_rank
 from automoe.moe.layer import MoE
 from automoe.moe.local_shard import local_shard
-from automoe.moe.tokens import TokenCounts, Tokens, num_documents
+from automoe.moe.tokens import IGNORE, TokenCounts, Tokens, num_documents
 
 
 class Decoder(nn.Module):
@@ -81,6 +81,7 @@ class Decoder(nn.Module):
         forced_ids: torch.Tensor | None = None,
         row_ids: torch.Tensor | None = None,
         not_padding: torch.Tensor | None = None,
+        next_token_at: torch.Tensor | None = None,
         **given: torch.Tensor,
     ) -> torch.Tensor:
         """Run this part.
@@ -91,11 +92,13 @@ class Decoder(nn.Module):
             token_counts: of the global batch, which the losses are divided by. Default: this micro-batch's own.
             positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults: positions are the
                 index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a row is one document.
+            next_token_at: [B, S] bool, alike on all ranks that share the vocabulary: positions to generate from.
             given: [B, ...] what the loss takes besides.
 
         Returns:
             [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
-            labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy in nats.
+            labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy in nats;
+            with ``next_token_at``, [B, S] the likeliest next tokens, ``IGNORE`` at other positions.
         """
         if index is None:
             index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -117,15 +120,22 @@ class Decoder(nn.Module):
         if not self.predicts:
             return x
         row = self.runtime.comms.context
-        return self._predict(
-            x, labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
-        )
+        inputs = labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
+        return self._predict(x, inputs, next_token_at)
 
-    def _predict(self, x_BsH: torch.Tensor, inputs: LossInputs | None) -> torch.Tensor:
-        """Logits, or with labels the loss, of hidden states from the last layer."""
+    def _predict(
+        self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return next tokens, logits, or with labels the loss, of hidden states from the last layer."""
         assert self.norm is not None
         sequence, weight_VH = self.runtime.comms.sequence, local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
+        if next_token_at is not None:
+            tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
+            if next_token_at.any():
+                rows_NH = x_BSH[next_token_at]
+                tokens_BS[next_token_at] = greedy_tokens(rows_NH, weight_VH, self.first_id, sequence)
+            return tokens_BS
         if inputs is None:
             return nn.functional.linear(x_BSH, weight_VH)
         x_TH, labels_T = x_BSH.flatten(0, 1), inputs.labels.flatten()

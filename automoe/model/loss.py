@@ -5,6 +5,7 @@ Letters: T tokens, H hidden, V vocabulary (this rank's part of it), B rows, S po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from automoe.config.rules_kernels import chunk_tokens
 from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE, TokenCounts
 
+NO_TOKEN = -1  # instead of a next token, where its logits are NaN
 ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # ``chunk_loss``, or what computes the same
 
 
@@ -180,6 +182,25 @@ def token_losses(
     Arguments as of ``cross_entropy_sum``. A step takes a third of the head's products more than with that.
     """
     return _TokenLosses.apply(x_TH, weight_VH, labels_T, first_id, vocab)
+
+
+def greedy_tokens(
+    x_NH: torch.Tensor, weight_VH: torch.Tensor, first_id: int = 0, vocab: Communicator = SINGLE_RANK
+) -> torch.Tensor:
+    """Return the likeliest next token of each position, [N]; the first of equally likely ones, ``NO_TOKEN`` for NaN.
+
+    Arguments as of ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
+    """
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    logits_NV = x_NH @ weight_VH.T
+    place_N1 = logits_NV.argmax(-1, keepdim=True)
+    best_N1 = logits_NV.gather(1, place_N1).to(wide)
+    is_nan_N1 = vocab.all_reduce_max(best_N1.isnan().to(wide)) > 0
+    best_N1 = best_N1.nan_to_num(nan=math.inf, posinf=math.inf)
+    last = torch.iinfo(torch.int64).max
+    first_N1 = torch.where(best_N1 == vocab.all_reduce_max(best_N1), place_N1 + first_id, last)
+    tokens_N1 = -vocab.all_reduce_max(-first_N1)
+    return tokens_N1.masked_fill(is_nan_N1, NO_TOKEN).squeeze(1)
 
 
 @dataclass(frozen=True)

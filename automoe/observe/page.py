@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import os
 from pathlib import Path
 from typing import Any
+
+from automoe.storage.files import replace_file
 
 MESH_CAPTION = "The same ranks in both views: each keeps its place, and the colours show who works with whom"
 
@@ -21,9 +22,7 @@ def render(template: str, **values: Any) -> str:
 
 def write_page(path: Path, page: str) -> Path:
     """Write ``page`` at once: a browser that reloads never sees half of it."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(page, encoding="utf-8")
-    os.replace(scratch, path)
+    replace_file(path, page)
     return path
 
 

@@ -151,9 +151,19 @@ class StepRunner(ABC):
         all tp ranks but the first, which have the same.
         """
 
-    @abstractmethod
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        """Forward alone, no gradient, nothing counted; the loss share as ``train``."""
+        """Run a forward pass without gradients or counting; returns this rank's share of the loss, as ``train``."""
+        shares = self.outputs(inputs)
+        if shares is None or not self.reports_loss:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return shares.to(torch.float64).sum()
+
+    @abstractmethod
+    def outputs(self, inputs: Inputs) -> torch.Tensor | None:
+        """Run a forward pass without gradients or counting.
+
+        Returns what the last stage returns, joined over micro-batches; None on ranks without the last stage.
+        """
 
     def take_reported(self) -> dict[str, torch.Tensor]:
         """This rank's shares of what the loss has reported since the last call, by every name that it may report."""
@@ -184,12 +194,12 @@ class SingleStageRunner(StepRunner):
         return total * self.reports_loss
 
     @torch.no_grad()
-    def evaluate(self, inputs: Inputs) -> torch.Tensor:
+    def outputs(self, inputs: Inputs) -> torch.Tensor:
         self.part.eval()
-        losses = [self.part(micro_batch.pop("tokens"), **micro_batch).sum() for micro_batch in self._split(inputs)]
+        found = [self.part(micro_batch.pop("tokens"), **micro_batch) for micro_batch in self._split(inputs)]
         self.part.train()
         _reshard([self.part])
-        return torch.stack(losses).to(torch.float64).sum() * self.reports_loss
+        return torch.cat(found)
 
     def _split(self, inputs: Inputs) -> list[Inputs]:
         size = self.config.train.micro_batch_size
@@ -296,30 +306,30 @@ class PipelineRunner(StepRunner):
             one.sends_itself = starts_sends_one_by_one(self.schedule)
 
     def train(self, inputs: Inputs) -> torch.Tensor:
-        loss = self._run(self.schedule.step, inputs)
-        self.shared.sum()
-        return loss
-
-    def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        for part in self.parts.values():
-            part.eval()
-        loss = self._run(self.schedule.eval, inputs)
-        for part in self.parts.values():
-            part.train()
-        _reshard(self.parts.values())
-        return loss
-
-    def _run(self, run, inputs: Inputs) -> torch.Tensor:
-        kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
         losses: list[torch.Tensor] = []
-        tokens, labels = [inputs["tokens"]] if self.first else [], inputs["labels"] if self.last else None
-        with receives_in_time(self.stages[0].group, self.device):
-            run(*tokens, target=labels, losses=losses, **kwargs)
-            for stage in self.stages:
-                stage.finish_sends()
+        self._run(self.schedule.step, inputs, losses)
+        self.shared.sum()
         if not losses or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(losses).detach().to(torch.float64).sum()
+
+    def outputs(self, inputs: Inputs) -> torch.Tensor | None:
+        for part in self.parts.values():
+            part.eval()
+        found = self._run(self.schedule.eval, inputs, [])
+        for part in self.parts.values():
+            part.train()
+        _reshard(self.parts.values())
+        return found
+
+    def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
+        kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
+        tokens, labels = [inputs["tokens"]] if self.first else [], inputs["labels"] if self.last else None
+        with receives_in_time(self.stages[0].group, self.device):
+            found = run(*tokens, target=labels, losses=losses, **kwargs)
+            for stage in self.stages:
+                stage.finish_sends()
+        return found
 
 
 def _reshard(parts) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from automoe.errors import AutomoeError, retried
+from automoe.storage.folder import flush_folder
 from automoe.storage.lock_file import open_lock
 from automoe.storage.sealed import read_json, replace_json
 
@@ -80,9 +81,7 @@ def open_entry(
 def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
     files = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
     replace_json(folder / _META, {"entry": name, "facts": facts, "files": files})
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    flush_folder(folder)
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:

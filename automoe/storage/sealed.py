@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automoe.errors import retried
+from automoe.storage.files import replace_file
 
 SEAL = "crc32"
 _SEAL = re.compile(rb',\s*"crc32": (\d+)\s*\}\s*\Z')
@@ -51,17 +49,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file in one step: a reader sees the old one or the new one."""
-    # Machines that share the directory number their processes alike.
-    scratch = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    text = sealed(content, indent=1) + "\n"
-
-    def write() -> None:
-        scratch.write_text(text)
-        os.replace(scratch, path)
-
-    try:
-        retried(write)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
+    """Replace a file by a sealed object, in one step (``files.replace_file``)."""
+    replace_file(path, sealed(content, indent=1) + "\n")

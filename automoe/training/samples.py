@@ -1,18 +1,14 @@
-"""What the model says to fixed prompts while it is trained (``observe.samples``), on the mesh that it is trained on.
+"""Answers of the model to fixed prompts while it is trained (``observe.samples``), on the mesh that it is trained on.
 
-A new token is a validation pass over rows that hold the prompts and what was said so far: the likeliest token behind
-each is read where the loss would be. So every mesh that can validate can speak, whatever it cuts, with the same tokens;
-there is no cache of keys, and a token costs a forward pass.
+Each new token is a forward pass over rows that hold the prompts and their answers so far, as in a validation; there is
+no cache of keys and values. So every mesh that can validate can generate, with the same tokens.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -23,8 +19,7 @@ from automoe.data.loader import StepBatch
 from automoe.data.prompts import encoded_prompts
 from automoe.data.tokenizer import Tokenizer
 from automoe.hf.folder import write_settings
-from automoe.model.decoder import Decoder
-from automoe.moe.communicators import Communicator
+from automoe.model.loss import NO_TOKEN
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.mesh import Meshes
@@ -33,17 +28,61 @@ from automoe.storage.trace import phase
 from automoe.training.stats import max_over_ranks
 from automoe.training.step import prepare_inputs
 
-NO_TOKEN = -1  # behind a row whose logits are NaN
 _ROUNDED = 64  # rows are as long as they must be, in steps of this many tokens a rank
+
+
+class Engine:
+    """Generates greedily with the model as it is being trained, on its mesh.
+
+    Args:
+        runner: runs this rank's pipeline stages.
+    """
+
+    def __init__(self, config: Config, runner: StepRunner, meshes: Meshes, device: torch.device) -> None:
+        self.config, self.runner, self.meshes, self.device = config, runner, meshes, device
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]) -> list[list[int]]:
+        """Return the tokens that follow each prompt, the one that ended it included. Collective.
+
+        An answer ends with a token of ``stops``, with ``NO_TOKEN`` where the logits are NaN, or after ``max_tokens``.
+        """
+        rows = dict(enumerate(prompts))
+        running = list(rows)
+        for _ in range(max_tokens):
+            if not running:
+                break
+            for n, token in self._next_tokens({n: rows[n] for n in running}).items():
+                rows[n] = [*rows[n], token]
+            running = [n for n in running if rows[n][-1] not in (*stops, NO_TOKEN)]
+        return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
+
+    def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
+        """Return the token that follows each row. Every data-parallel rank runs as many rows, some of them copies."""
+        train, shape = self.config.train, self.meshes.shape
+        # A pipeline's shapes are fixed.
+        count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
+        unit = _ROUNDED * 2 * shape.cp * shape.tp
+        length = -(-max(map(len, rows.values())) // unit) * unit
+        length = train.seq_len if shape.pp > 1 else min(length, train.seq_len)
+        numbers, found = list(rows), dict.fromkeys(rows, NO_TOKEN)
+        for first in range(0, len(numbers), count * shape.dp):
+            start = first + self.meshes.dp_rank * count
+            own = numbers[start : start + count]
+            batch = _batch([rows[n] for n in own], rows[numbers[0]], count, length)
+            inputs, _ = prepare_inputs(batch, self.meshes, self.config, self.device)
+            tokens = self.runner.outputs(inputs | {"next_token_at": inputs["labels"] != IGNORE})
+            if tokens is not None:  # of the last stage; a cp rank without the row's end has no token
+                for n, token in zip(own, tokens.amax(1).tolist(), strict=False):
+                    found[n] = max(token, NO_TOKEN)
+        return {n: int(token) for n, token in max_over_ranks(found).items()}
 
 
 class Sampler:
     """Greedy answers to ``observe.samples``, as ``transformers`` generates them from an export; none without prompts.
 
-    Every rank makes one and calls ``generate``. Text goes on where the prompt ends.
+    Every rank makes one and calls ``generate``.
 
     Args:
-        parts: this rank's pipeline stages, which ``runner`` runs.
         tokenizer: the loader's.
 
     Raises:
@@ -51,57 +90,27 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        config: Config,
-        parts: dict[int, Decoder],
-        runner: StepRunner,
-        tokenizer: Tokenizer,
-        meshes: Meshes,
-        device: torch.device,
+        self, config: Config, runner: StepRunner, tokenizer: Tokenizer, meshes: Meshes, device: torch.device
     ) -> None:
-        self.config, self.parts, self.runner, self.tokenizer = config, parts, runner, tokenizer
-        self.meshes, self.device = meshes, device
+        self.config, self.tokenizer = config, tokenizer
+        self.engine = Engine(config, runner, meshes, device)
         self.texts: list[str] = []
         if config.observe.samples:
             self.texts, self._prompts = Ranks().lead(lambda: encoded_prompts(config, tokenizer))
             self._stops = Ranks().lead(lambda: _stops(config))
 
     def generate(self) -> list[dict[str, str]]:
-        """``prompt`` and ``text`` of each, on every rank; the token that ends an answer is left out. Collective."""
-        rows = {n: list(prompt) for n, prompt in enumerate(self._prompts)} if self.texts else {}
-        speaking = list(rows)
+        """Return ``prompt`` and ``text`` of each, on every rank, without the token that ends an answer. Collective."""
+        if not self.texts:
+            return []
         with phase("sample"):
-            for _ in range(self.config.observe.sample_tokens):
-                for n, token in self._next({n: rows[n] for n in speaking}).items():
-                    rows[n].append(token)
-                speaking = [n for n in speaking if rows[n][-1] not in (*self._stops, NO_TOKEN)]
-                if not speaking:
-                    break
-        said = (rows[n][len(self._prompts[n]) :] for n in rows)
-        texts = (self._spell(ids) for ids in said)
+            answers = self.engine.generate(self._prompts, self.config.observe.sample_tokens, self._stops)
+        texts = map(self._decode, answers)
         return [{"prompt": prompt, "text": text} for prompt, text in zip(self.texts, texts, strict=True)]
 
-    def _spell(self, ids: list[int]) -> str:
-        """The text of an answer; a model whose logits are NaN says no more."""
+    def _decode(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NO_TOKEN) else ids)
         return f"{text}[NaN: no next token]" if ids[-1] == NO_TOKEN else text
-
-    def _next(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """The token behind each row. Every data-parallel rank runs as many rows, some of them for company."""
-        train, shape, found = self.config.train, self.meshes.shape, dict.fromkeys(range(len(self.texts)), NO_TOKEN)
-        # A pipeline's shapes are fixed.
-        count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
-        unit = _ROUNDED * 2 * shape.cp * shape.tp
-        length = -(-max(map(len, rows.values())) // unit) * unit
-        length = train.seq_len if shape.pp > 1 else min(length, train.seq_len)
-        numbers = list(rows)
-        with _asking(self.parts.values(), found):
-            for first in range(0, len(numbers), count * shape.dp):
-                start = first + self.meshes.dp_rank * count
-                batch = _batch({n: rows[n] for n in numbers[start : start + count]}, rows[numbers[0]], count, length)
-                self.runner.evaluate(prepare_inputs(batch, self.meshes, self.config, self.device)[0])
-        tokens = max_over_ranks(*(float(token) for token in found.values()))
-        return {n: int(tokens[n]) for n in rows}
 
 
 def _stops(config: Config) -> list[int]:
@@ -113,52 +122,13 @@ def _stops(config: Config) -> list[int]:
     return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
-def _batch(asked: dict[int, list[int]], company: list[int], count: int, length: int) -> StepBatch:
-    """``count`` rows of ``length`` tokens; the label of each asked row's last token is its number."""
-    rows = [*asked.values(), *[company] * (count - len(asked))]
+def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
+    """Return ``rows``, filled up to ``count`` rows, in ``length`` columns; the last token of each has a label."""
+    rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
     labels, doc_ids = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = torch.tensor(row)
         doc_ids[place, : len(row)] = 0
-    for place, (number, row) in enumerate(asked.items()):
-        labels[place, len(row) - 1] = number
+        labels[place, len(row) - 1] = 0
     return StepBatch(tokens, labels, torch.arange(length).expand(count, -1).contiguous(), doc_ids, 0, 0)
-
-
-@contextmanager
-def _asking(parts: Iterable[Decoder], found: dict[int, int]) -> Iterator[None]:
-    """In place of the loss, the likeliest token behind each position with a label goes to ``found`` of that label."""
-
-    def ask(
-        x_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        labels_T: torch.Tensor,
-        first_id: int,
-        vocab: Communicator,
-        wanted: bool,
-    ) -> tuple[torch.Tensor, None]:
-        asked_T = labels_T != IGNORE
-        wide = torch.promote_types(x_TH.dtype, torch.float32)
-        if asked_T.any():  # alike on all ranks that share the vocabulary
-            logits_NV = x_TH[asked_T] @ weight_VH.T
-            place_N1 = logits_NV.argmax(-1, keepdim=True)
-            best_N1 = logits_NV.gather(1, place_N1).to(wide)
-            no_number_N1 = vocab.all_reduce_max(best_N1.isnan().to(wide)) > 0
-            best_N1 = best_N1.nan_to_num(nan=math.inf, posinf=math.inf)
-            first_N1 = torch.where(
-                best_N1 == vocab.all_reduce_max(best_N1), place_N1 + first_id, torch.iinfo(torch.int64).max
-            )
-            tokens_N1 = -vocab.all_reduce_max(-first_N1)  # of equally likely ones the first
-            tokens_N1 = tokens_N1.masked_fill(no_number_N1, NO_TOKEN)
-            found.update(zip(labels_T[asked_T].tolist(), tokens_N1.flatten().tolist(), strict=True))
-        return torch.zeros((), dtype=wide, device=x_TH.device), None
-
-    own = [(part, part.runtime, part.loss) for part in parts]
-    for part, runtime, _ in own:
-        part.runtime, part.loss = replace(runtime, chunk_loss=ask), None
-    try:
-        yield
-    finally:
-        for part, runtime, loss in own:
-            part.runtime, part.loss = runtime, loss

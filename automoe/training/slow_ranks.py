@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -24,16 +24,17 @@ IN_A_ROW = 3  # timings with the same rank that far behind, before it is named
 
 
 class SlowRanks:
-    """Times the product every ``every`` steps; ranks hear of it in an exchange that the step makes anyway. Collective.
+    """Times the product every ``every`` steps; the step's max-reduction tells every rank the times of all. Collective.
 
     Args:
-        every: 0 times nothing, nor does a run of one rank.
-        name: takes a line about a rank that stays behind, once for each.
+        every: steps from one timing to the next; 0 times nothing, nor does a run of one rank.
+        name: takes a line about a rank that stays behind, once for each such rank.
     """
 
     def __init__(self, context: RunContext, every: int, name: Callable[[str], object]) -> None:
         self._context, self._name = context, name
         self._every = every if context.world_size > 1 else 0
+        self._names = [f"probe_seconds.{rank}" for rank in range(context.world_size)]
         self._hosts = [socket.gethostname()] * context.world_size
         if self._every:
             dist.all_gather_object(self._hosts, socket.gethostname())
@@ -57,21 +58,27 @@ class SlowRanks:
                 torch.mm(factor, factor)
         self._marks.append(self._now())
 
-    def own(self) -> list[float]:
-        """Seconds of this rank in its place, zero in those of the others; nothing in a step without a timing.
+    def report(self) -> dict[str, float]:
+        """Return this rank's seconds under its name, and 0 for every other rank; empty in a step without a timing.
 
-        Call it where the host has waited for the device since ``begin_step``.
+        Call it after the host has waited for the device since ``begin_step``.
         """
         if not self._marks:
-            return []
-        seconds = [0.0] * self._context.world_size
+            return {}
+        seconds = dict.fromkeys(self._names, 0.0)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         on_cuda = self._context.device.type == "cuda"
-        seconds[self._context.rank] = min(a.elapsed_time(b) / 1000 if on_cuda else b - a for a, b in pairs)
+        own = min(a.elapsed_time(b) / 1000 if on_cuda else b - a for a, b in pairs)
+        seconds[self._names[self._context.rank]] = own
         return seconds
 
-    def record(self, seconds: Sequence[float]) -> dict[str, Any]:
-        """Keys for the step's metrics, of every rank's ``seconds``; a rank that stays behind is named."""
+    def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
+        """Return keys for the step's metrics, and print a line about a rank that stays behind.
+
+        Args:
+            over_ranks: maxima over all ranks of what ``report`` returned; other names may be among them.
+        """
+        seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:
             return {}
         middle, slowest = median(seconds), max(range(len(seconds)), key=seconds.__getitem__)

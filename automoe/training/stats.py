@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from automoe.config.schema import Config
 from automoe.errors import DataError
 from automoe.model.decoder import Decoder
 from automoe.moe.balance import LOSSES, LoadCounter, update_expert_bias
+
+Name = TypeVar("Name")  # of a value
 
 
 @dataclass
@@ -104,11 +106,15 @@ def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[
     return sums.tolist()
 
 
-def max_over_ranks(*values: float) -> list[float]:
-    """Each value's maximum over all ranks, in float64; travels over the CPU backend."""
-    maxima = torch.tensor(values, dtype=torch.float64)
+def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
+    """Return the maximum of each named value over all ranks, in float64. One all-reduce over the CPU backend.
+
+    Args:
+        values: the same names in the same order on every rank.
+    """
+    maxima = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    return maxima.tolist()
+    return dict(zip(values, maxima.tolist(), strict=True))
 
 
 def same_on_all_ranks(value: Any, what: str) -> None:

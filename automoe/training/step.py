@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Update:
         skipped: the step changed nothing; the same on every rank.
         skip_reason: why, if this rank saw a reason.
         fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went beyond.
-        answers: the largest of what any rank had to tell (``TrainState.asks``), the same on every rank.
+        over_ranks: maximum over all ranks of each value that ``Run.report`` names.
     """
 
     lr: float
@@ -56,13 +57,13 @@ class Update:
     skipped: bool
     skip_reason: str | None
     fp8_clipped_share: float
-    answers: Sequence[float] = ()
+    over_ranks: Mapping[str, float]
 
 
 def prepare_inputs(
     batch: StepBatch, meshes: Meshes, config: Config, device: torch.device, forced_ids: torch.Tensor | None = None
 ) -> tuple[Inputs, int]:
-    """What this rank feeds its model for one step, and the tokens trained in the whole global batch. Collective.
+    """Return this rank's inputs of one step, and the number of tokens with a label in the global batch. Collective.
 
     Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
     chunk's last position predicts. Counts are known before the first forward.
@@ -96,9 +97,9 @@ def prepare_inputs(
 
 
 def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, config: Config) -> StepStats:
-    """Run all micro-batches of the next step, and gather what they report. Collective.
+    """Run forward and backward of all micro-batches of the next step, and sum what they report. Collective.
 
-    Gradients are added to those that parameters have; ``optimizer_step`` leaves none.
+    Gradients are added to those that parameters have already; ``optimizer_step`` clears them.
     """
     parts = state.parts.values()
     if config.lora.dropout:
@@ -108,12 +109,20 @@ def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, conf
     return gather_stats(loss_share, parts, config, runner.take_reported())
 
 
-def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Meshes, config: Config) -> Update:
-    """Update the weights by the gradients, unless a rank has a reason against it, and count the step. Collective.
+def optimizer_step(
+    state: TrainState,
+    stats: StepStats,
+    num_label_tokens: int,
+    meshes: Meshes,
+    config: Config,
+    report: Mapping[str, float] = MappingProxyType({}),
+) -> Update:
+    """Clip, update and advance the step counter; skip the update on every rank if any rank asks for it. Collective.
 
     Args:
-        stats: of the step's ``forward_backward``.
-        trained: tokens of the global batch with a label, from ``prepare_inputs``.
+        stats: result of the step's ``forward_backward``.
+        num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
+        report: values of this rank (``Run.report``), which the exchange about skipping combines over ranks.
     """
     parts, train = list(state.parts.values()), config.train
     with phase("optimizer_step", state.step + 1):
@@ -123,8 +132,8 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
         # One exchange for all that ranks agree on; here the host has waited for the device anyway.
-        skip, *answers = max_over_ranks(reason is not None, *state.asks())
-        skipped = bool(skip)
+        over_ranks = max_over_ranks({"skip": reason is not None, **report})
+        skipped = bool(over_ranks["skip"])
         # Before the update, for which the host would have to wait otherwise.
         clipped_share = update_scales(parts, meshes, stepped=not skipped)
         if not skipped:
@@ -137,13 +146,13 @@ def optimizer_step(state: TrainState, stats: StepStats, trained: int, meshes: Me
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1
-        state.tokens += trained
+        state.tokens += num_label_tokens
         state.skipped = state.skipped + 1 if skipped else 0
-    return Update(lr, grad_norm, skipped, reason, clipped_share, answers)
+    return Update(lr, grad_norm, skipped, reason, clipped_share, over_ranks)
 
 
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
-    """The loss above which a step is a spike, in nats; infinite while there is too little to compare with.
+    """Return the loss, in nats, above which a step is a spike; infinite until the window is full.
 
     ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Median and median absolute deviation do not
     move with single outliers, as a mean and a standard deviation would. ``spike_factor=6`` is far out.
@@ -160,7 +169,7 @@ def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
 
 
 def reason_to_skip(loss: float, norm: float, recent: Sequence[float], train: TrainConfig) -> str | None:
-    """Why the step that gave ``loss`` and gradient norm ``norm`` should change nothing; None if it should."""
+    """Return why the step with this loss and gradient norm should be skipped; None if it should be taken."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"
     threshold = spike_threshold(recent, train)
@@ -173,7 +182,7 @@ def reason_to_skip(loss: float, norm: float, recent: Sequence[float], train: Tra
 
 
 def remember(loss: float, recent: list[float], train: TrainConfig) -> None:
-    """Add the loss of a step that was taken, and forget those that no longer count. In place."""
+    """Append the loss of a step that was taken, and drop losses outside the window. In place."""
     if train.spike_factor:
         recent.append(loss)
         del recent[: -train.spike_window]
@@ -187,39 +196,37 @@ def validate(
     meshes: Meshes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
-    beside: Callable[[StepBatch], Inputs] = lambda batch: {},
+    extra_inputs: Callable[[StepBatch], Inputs] = lambda batch: {},
 ) -> Mapping[str, float]:
-    """``val_loss``, mean nats a token, ``val_perplexity``, its exp, and ``val_bits_per_byte`` of text. Collective.
+    """Return the losses of the validation data, for the record of a step; empty without such data. Collective.
 
-    Empty without validation data. Of several sources each has a ``val_loss.NAME``; the numbers above are those of their
-    mixture, by weight. With ``optim.ema_decay``, ``val_loss_ema`` is the mixture's with the averages of ``optimizer``.
-    Of another loss than cross-entropy ``val_loss`` is its mean, and what it reports follows as ``val_NAME``.
+    ``val_loss`` is in nats a token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is there for text. With
+    several sources, these are means by weight, and each source adds a ``val_loss.NAME``. With ``optim.ema_decay``,
+    ``val_loss_ema`` is the ``val_loss`` of the averaged weights. For another loss than cross-entropy, ``val_loss`` is
+    its mean, and each number that it reports is added as ``val_NAME``.
 
     Args:
-        beside: what a loss takes besides, as the recipe adds it to the inputs of a step.
+        extra_inputs: returns inputs of the loss that the recipe adds to those of a batch.
     """
-    losses = _validation_losses(config, runner, loader, meshes, device, beside)
-    if losses and optimizer is not None and config.optim.ema_decay:
+
+    def losses() -> dict[str, float]:
+        found = {}
+        for source, name in enumerate(loader.names):
+            batches = loader.validation_batches(config.train.val_batches, source)
+            sums = _validation_sums(config, runner, batches, meshes, device, extra_inputs)
+            if sums["count"]:
+                found[name] = loader.weights[source], sums
+        return _mean_losses(found, runner.loss is None)
+
+    record = losses()
+    if record and optimizer is not None and config.optim.ema_decay:
         with averaged_weights(optimizer):
-            averaged = _validation_losses(config, runner, loader, meshes, device, beside)
-        losses["val_loss_ema"] = averaged["val_loss"]
-    return losses
+            record["val_loss_ema"] = losses()["val_loss"]
+    return record
 
 
-def _validation_losses(
-    config: Config,
-    runner: StepRunner,
-    loader: Loader,
-    meshes: Meshes,
-    device: torch.device,
-    beside: Callable[[StepBatch], Inputs],
-) -> dict[str, float]:
-    found = {}
-    for source, name in enumerate(loader.names):
-        batches = loader.validation_batches(config.train.val_batches, source)
-        sums = _validation_sums(config, runner, batches, meshes, device, beside)
-        if sums["count"]:
-            found[name] = loader.weights[source], sums
+def _mean_losses(found: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool) -> dict[str, float]:
+    """Return the keys of a validation from each source's weight and sums; nothing if no source has any."""
     if not found:
         return {}
     total = sum(sums["count"] for _, sums in found.values())
@@ -229,7 +236,7 @@ def _validation_losses(
         mixed = {key: mixed.get(key, 0.0) + factor * value for key, value in sums.items()}
     nats, count, text_bytes = (mixed.pop(key) for key in ("nats", "count", "bytes"))
     record = {"val_loss": nats / count}
-    if runner.loss is None:
+    if is_cross_entropy:
         record["val_perplexity"] = perplexity(nats / count)
         if text_bytes:  # synthetic ids have none
             record["val_bits_per_byte"] = nats / math.log(2) / text_bytes
@@ -243,28 +250,28 @@ def _validation_sums(
     batches: Iterator[StepBatch],
     meshes: Meshes,
     device: torch.device,
-    beside: Callable[[StepBatch], Inputs],
+    extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Over all ranks: ``nats``, ``count`` of tokens or documents, ``bytes``, ``val_NAME`` of what the loss reports."""
+    """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``, ``val_NAME`` of the loss."""
     sums: dict[str, float] = {"count": 0.0}
     reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
     for batch in batches:
-        inputs, trained = prepare_inputs(batch, meshes, config, device)
-        share = runner.evaluate(inputs | beside(batch))
+        inputs, count = prepare_inputs(batch, meshes, config, device)
+        share = runner.evaluate(inputs | extra_inputs(batch))
         if getattr(runner.loss, "mean_over", "tokens") == "documents":
-            trained = int(inputs["token_counts"].documents)
+            count = int(inputs["token_counts"].documents)
         reported = runner.take_reported()
         loss, num_bytes, *more = sum_over_ranks(
             share, float(batch.num_bytes * reads_text), *reported.values(), device=device
         )
-        added = {"nats": loss * trained, "count": trained, "bytes": num_bytes}
-        added |= {f"val_{name}": value * trained for name, value in zip(reported, more, strict=True)}
+        added = {"nats": loss * count, "count": count, "bytes": num_bytes}
+        added |= {f"val_{name}": value * count for name, value in zip(reported, more, strict=True)}
         sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
     return sums
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the CPU on ``device``; a GPU is not waited for, which pinned memory alone allows."""
+    """Copy a CPU tensor to ``device`` without waiting for a GPU, for which it is pinned."""
     tensor = tensor.contiguous()
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()

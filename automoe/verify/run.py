@@ -171,7 +171,7 @@ def _for_a_cpu(config: Config) -> Config:
         kernels = replace(kernels, rope="torch")
     if config.data.is_preference:  # meshes are compared by the cross-entropy of rows, which conversations have too
         config = replace(
-            config, recipe="finetune", recipe_args={}, data=DataConfig(kind="stdlib_chat", on_long="truncate")
+            config, recipe="pretrain", recipe_args={}, data=DataConfig(kind="stdlib_chat", on_long="truncate")
         )
         config.data.chat.template = "plain"
     return replace(

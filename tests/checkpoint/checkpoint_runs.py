@@ -33,7 +33,6 @@ from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_parts, materialize
 from automoe.parallel.pipeline import build_runner
-from automoe.training.run import Saver
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import whole
@@ -88,7 +87,7 @@ class Run:
             run and those that it saved.
         counters: step -> what the state holds besides tensors.
         said: standard output of rank 0.
-        notes, warnings: what the saver said on this rank.
+        notes, warnings: what the store said on this rank.
         in_flight: steps that began while a save was being written.
     """
 
@@ -124,14 +123,14 @@ def run_rank(
     until: int,
     save_at: Collection[int] = (),
     fault: str = "",
-    before_step: Callable[[int, Saver], None] | None = None,
+    before_step: Callable[[int, CheckpointStore], None] | None = None,
 ) -> Run:
     """One rank of ``run``.
 
     Args:
         save_at: steps after which the state is saved.
         fault: in the language of ``fault_points``.
-        before_step: called before each step with its number and the saver, after the saver was polled.
+        before_step: called before each step with its number and the store, after the store was polled.
     """
     with faults(fault):
         return _run_rank(config, run_dir, until, save_at, before_step)
@@ -142,11 +141,11 @@ def _run_rank(
     run_dir: Path,
     until: int,
     save_at: Collection[int],
-    before_step: Callable[[int, Saver], None] | None,
+    before_step: Callable[[int, CheckpointStore], None] | None,
 ) -> Run:
     state, meshes, runner = build_state(config, run_dir)
     store, seen, said = open_store(config, run_dir), Run(), io.StringIO()
-    saver = Saver(store, config, seen.notes.append, seen.warnings.append)
+    store.attach(seen.notes.append, seen.warnings.append, lambda step_dir: None)
     with contextlib.redirect_stdout(said):
         resumed = store.load_latest(state)
     seen.resumed_at = resumed.step if resumed else None
@@ -157,14 +156,14 @@ def _run_rank(
             seen.states[state.step] = {name: whole(tensor) for name, tensor in state.tensors().items()}
             seen.counters[state.step] = state.counters()
         if state.step in save_at and state.step > first:
-            saver.save(state, None, stopping=False)
+            store.save(state, None, stopping=False)
         if state.step == until:
-            saver.poll(wait=True)
+            store.poll(wait=True)
             seen.said = said.getvalue()
             return seen
-        saver.poll()
+        store.poll()
         if before_step is not None:
-            before_step(state.step + 1, saver)
+            before_step(state.step + 1, store)
         if store.in_flight:
             seen.in_flight.append(state.step + 1)
         inputs, trained = prepare_inputs(state.loader.next_step(), meshes, config, torch.device("cpu"))

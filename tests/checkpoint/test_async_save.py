@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
+from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import CheckpointError
-from automoe.training.run import Saver
 from automoe.verify.pool import RankError, RankPool
 from tests.support.fault_points import faults
 
 TWO = dict(dp_shard=2, ep=2)
 
 
-def touch_before(path: Path, at: int, step: int, saver: Saver) -> None:
+def touch_before(path: Path, at: int, step: int, store: CheckpointStore) -> None:
     if step == at:
         path.touch()
 
@@ -65,15 +65,16 @@ def poll_until_over(text: Path, run_dir: Path, fault: str) -> tuple[int, list[st
     settings = config(text, async_save=True, dp_shard=2)
     state, _, _ = build_state(settings, run_dir)
     said: list[str] = []
-    saver = Saver(open_store(settings, run_dir), settings, said.append, said.append)
+    store = open_store(settings, run_dir)
+    store.attach(said.append, said.append, lambda step_dir: None)
     with faults(fault):
-        saver.save(state, None, stopping=False)
+        store.save(state, None, stopping=False)
         polls = 0
-        while saver.store.in_flight:
+        while store.in_flight:
             time.sleep(0.05 * dist.get_rank())  # ranks do not come at the same time
-            saver.poll()
+            store.poll()
             polls += 1
-    assert saver.failures == len(said)
+    assert store.failures == len(said)
     return polls, said
 
 
@@ -118,27 +119,27 @@ def test_the_last_save_is_not_left_in_the_background(ranks: RankPool, text: Path
 
 def save_first_and_last(settings: Config, run_dir: Path) -> list[bool]:
     state, _, _ = build_state(settings, run_dir)
-    saver = Saver(open_store(settings, run_dir), settings, print, print)
+    store = open_store(settings, run_dir)
     in_flight = []
     for step, stopping in ((1, False), (2, False), (3, True)):
         state.step = step
-        saver.save(state, None, stopping)
-        in_flight.append(saver.store.in_flight)
+        store.save(state, None, stopping)
+        in_flight.append(store.in_flight)
     assert (run_dir / "checkpoints" / "step-3").is_dir()
     return in_flight
 
 
 def record_costs(settings: Config, run_dir: Path) -> list[dict[str, Any]]:
     state, _, _ = build_state(settings, run_dir)
-    saver = Saver(open_store(settings, run_dir), settings, print, print)
-    records = [saver.record(1.0)]
+    store = open_store(settings, run_dir)
+    records = [store.record(1.0)]
     release = run_dir / "release"
     with faults(f"hold:at=save_begin:until={release}"):
-        saver.save(state, None, stopping=False)
-        records.append(saver.record(1.0))
+        store.save(state, None, stopping=False)
+        records.append(store.record(1.0))
         release.touch()
-        saver.poll(wait=True)
-    return [*records, saver.record(1.0)]
+        store.poll(wait=True)
+    return [*records, store.record(1.0)]
 
 
 def test_what_a_save_costs_the_loop_is_recorded(ranks: RankPool, text: Path, tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_what_a_save_costs_the_loop_is_recorded(ranks: RankPool, text: Path, tmp
 
 
 def record_nothing(settings: Config, run_dir: Path) -> dict[str, Any]:
-    return Saver(open_store(settings, run_dir), settings, print, print).record(1.0)
+    return open_store(settings, run_dir).record(1.0)
 
 
 def refusals(settings: Config, run_dir: Path) -> list[str]:

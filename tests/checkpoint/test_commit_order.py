@@ -77,11 +77,8 @@ def save_twice(settings: Config, run_dir: Path, log: Path) -> None:
     with recorded(log):
         for step in (1, 2):
             state.step = step
-            if settings.checkpoint.async_save:
-                store.begin(state)
-                store.poll(wait=True)
-            else:
-                store.save(state)
+            store.save(state)
+            store.poll(wait=True)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in the loop", "in the background"])

@@ -21,22 +21,22 @@ import pytest
 import torch.distributed as dist
 from checkpoint_runs import build_state, config, open_store, run, run_ranks
 
+from automoe.checkpoint.hashed_files import HashingStream, is_as_written
 from automoe.checkpoint.manifest import damage
 from automoe.checkpoint.reader import StepReader
+from automoe.checkpoint.store import CheckpointStore
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, SaveError
 from automoe.moe.local_shard import local_shard
 from automoe.parallel.agreement import Ranks
-from automoe.storage.files import HashingStream, is_as_written
-from automoe.training.run import Saver
 from automoe.verify.pool import RankError, RankPool
 
 TWO = dict(dp_shard=2, ep=2)
 
 
-def no_large_files(rank: int, full_in: int, step: int, saver: Saver) -> None:
+def no_large_files(rank: int, full_in: int, step: int, store: CheckpointStore) -> None:
     """In step ``full_in``, its save included, no file of ``rank`` may grow past 20 kB: writes fail in the kernel."""
-    saver.poll(wait=True)  # a save in flight belongs to the step before
+    store.poll(wait=True)  # a save in flight belongs to the step before
     soft = 20_000 if step == full_in and dist.get_rank() == rank else resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 
@@ -124,21 +124,22 @@ def save_what_is_not_finite(settings: Config, run_dir: Path) -> list[str]:
     """Warnings of saves whose state has, on rank 1, a parameter or a moment that is not finite; then of a last one."""
     state, _, _ = build_state(settings, run_dir)
     said: list[str] = []
-    saver = Saver(open_store(settings, run_dir), settings, said.append, said.append)
+    store = open_store(settings, run_dir)
+    store.attach(said.append, said.append, lambda step_dir: None)
     names = [name for name in sorted(state.tensors()) if ".exp_avg." in name or name.startswith("model.layers")]
     for state.step, (name, value) in enumerate([(names[0], math.nan), (names[-1], -math.inf)], 1):
         tensor = local_shard(state.tensors()[name])
         before = tensor.clone()
         if dist.get_rank() == 1:
             tensor.view(-1)[0] = value
-        saver.save(state, None, stopping=False)
+        store.save(state, None, stopping=False)
         tensor.copy_(before)
     state.step = 3
-    saver.save(state, None, stopping=True)
+    store.save(state, None, stopping=True)
     local_shard(state.tensors()[names[0]]).fill_(math.nan)
     state.step = 4
     with pytest.raises(SaveError, match="of step 4 was not saved: its numbers are not finite"):
-        saver.save(state, None, stopping=True)
+        store.save(state, None, stopping=True)
     return said
 
 
@@ -330,10 +331,10 @@ def save_last(text: Path, run_dir: Path) -> None:
     """A rank that saves at its end on a disk that fills up then."""
     settings = config(text)
     state, _, _ = build_state(settings, run_dir)
-    saver = Saver(open_store(settings, run_dir), settings, print, print)
+    store = open_store(settings, run_dir)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     try:
-        saver.save(state, None, stopping=True)
+        store.save(state, None, stopping=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 

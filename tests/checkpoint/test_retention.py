@@ -13,7 +13,6 @@ from checkpoint_runs import build_state, config, open_store, refusal
 from automoe.checkpoint.folder import superfluous
 from automoe.checkpoint.manifest import damage
 from automoe.config.schema import CheckpointConfig, Config
-from automoe.training.run import Saver
 from automoe.verify.pool import RankPool
 from tests.support.fault_points import faults
 
@@ -130,19 +129,18 @@ def damage_what_was_just_written(settings: Config, run_dir: Path) -> tuple[list[
     """Step 2 loses its end between LATEST and the deletion of step 1; then a new run resumes."""
     state, _, _ = build_state(settings, run_dir)
     store = open_store(settings, run_dir)
-    saver = Saver(store, settings, print, print)
     state.step = 1
-    saver.save(state, None, stopping=True)
+    store.save(state, None, stopping=True)
     release, latest = run_dir / "release", store.folder / "LATEST"
     with faults(f"hold:at=latest_written:until={release}"):
         state.step = 2
-        saver.save(state, None, stopping=False)
+        store.save(state, None, stopping=False)
         while latest.read_text() != "step-2\n":
             time.sleep(0.01)
         (shard,) = (store.folder / "step-2").glob("*.distcp")
         os.truncate(shard, 1000)
         release.touch()
-        saver.poll(wait=True)
+        store.poll(wait=True)
     left = sorted(path.name for path in store.folder.iterdir())
     state.step = 0
     resumed = store.load_latest(state)

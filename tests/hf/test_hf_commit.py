@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from automoe.errors import CheckpointError
-from automoe.hf import folder
+from automoe.hf import folder as hf_folder
 from automoe.hf.folder import new_folder
 from automoe.parallel.agreement import Ranks
+from automoe.storage import folder
 
 ALONE = Ranks(alone=True)
 EXPORT_FOREVER = """
@@ -88,7 +89,8 @@ def test_killed_between_two_renames_where_no_exchange_is_known(
             raise Killed
 
         patch.setattr(os, "rename", killed_after)
-        patch.setattr(folder, "_remove", lambda path: None)  # nothing runs after a kill
+        for module in (folder, hf_folder):  # nothing runs after a kill
+            patch.setattr(module, "remove_folder", lambda path: None)
         with pytest.raises(Killed):
             export(path, "new")
     assert not path.exists()
@@ -160,7 +162,7 @@ def test_a_disk_that_fails_after_the_exchange_undoes_nothing(tmp_path: Path, mon
             failed.append(flushed)
             raise OSError(errno.ESTALE, "Stale file handle", str(flushed))
 
-    monkeypatch.setattr("automoe.storage.files.flush", flush)
+    monkeypatch.setattr("automoe.storage.folder.flush", flush)
     with pytest.raises(CheckpointError, match="Stale file handle"), new_folder(path, True, Ranks(alone=True)) as folder:
         (folder / "config.json").write_text("new")
     assert failed and (path / "config.json").read_text() == "new"

@@ -53,7 +53,7 @@ def train(config: Config, kind: str) -> Numbers:
         stats = forward_backward(state, runner, inputs | reference.inputs(batch), config)
         norm = optimizer_step(state, stats, trained, meshes, config).grad_norm
         records.append({"loss": stats.loss, "norm": norm} | stats.metrics)
-    records.append(dict(validate(config, runner, loader, meshes, CPU, beside=reference.inputs)))
+    records.append(dict(validate(config, runner, loader, meshes, CPU, extra_inputs=reference.inputs)))
     return reference.log_probs, records, {name: whole(p) for name, p in named_parameters(parts).items()}
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from pretrain_runs import config
 
+from automoe.checkpoint import store as checkpoint_store
 from automoe.checkpoint.manifest import read_manifest
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config
@@ -149,7 +150,7 @@ def by_the_clock(settings: Config, rank: int = 0) -> list[str]:
         begun(self)
 
     begun, clock = Run.begin_step, SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: now)
-    with mock.patch.object(training_run, "time", clock), mock.patch.object(Run, "begin_step", begin_step):
+    with mock.patch.object(checkpoint_store, "time", clock), mock.patch.object(Run, "begin_step", begin_step):
         run(settings, rank=rank)
     return checkpoints(settings)
 

@@ -138,8 +138,8 @@ def faults(text: str | None = None) -> Iterator[None]:
         if not (asked_for := {fault.at for fault in parse(os.environ.get(VARIABLE, ""))}):
             yield
             return
+        from automoe.checkpoint.hashed_files import HashingStream
         from automoe.checkpoint.store import CheckpointStore
-        from automoe.storage.files import HashingStream
 
         saving: Any = None  # the store of the save in progress, and its step
 

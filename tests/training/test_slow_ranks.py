@@ -32,9 +32,9 @@ def timings(slow_in: tuple[int, ...], every: int, steps: int) -> tuple[list[dict
         watched, records = SlowRanks(context, every, lines.append), []
         for step in range(1, steps + 1):
             watched.begin_step(step)
-            own = watched.own()
+            own = watched.report()
             assert len(own) == (context.world_size if step % every == 0 else 0)
-            records.append(watched.record(max_over_ranks(*own) if own else []))
+            records.append(watched.record(max_over_ranks(own) if own else {}))
     return records, lines
 
 
@@ -49,6 +49,10 @@ def test_a_rank_that_stays_behind_is_named_once_with_its_host(ranks: RankPool) -
     assert heard[0] == heard[3], "all ranks hear the same"
 
 
+def named(seconds: list[float]) -> dict[str, float]:
+    return {f"probe_seconds.{rank}": value for rank, value in enumerate(seconds)}
+
+
 def test_a_moment_names_nobody() -> None:
     context = RunContext(0, 3, 0, torch.device("cpu"), Path())
     lines: list[str] = []
@@ -56,14 +60,14 @@ def test_a_moment_names_nobody() -> None:
         watched = SlowRanks(context, 1, lines.append)
     slow, even = [1.0, 1.0, 1.5], [1.0, 1.1, 1.0]
     for seconds in (slow, slow, even, slow, slow, [1.0, 1.5, 1.0], slow):
-        assert watched.record(seconds)["probe_seconds_max"] == max(seconds)
+        assert watched.record(named(seconds))["probe_seconds_max"] == max(seconds)
     assert not lines
     for seconds in (slow, slow, slow):
-        watched.record(seconds)
+        watched.record(named(seconds))
     assert len(lines) == 1 and slow_ranks.IN_A_ROW == 3
 
 
 def test_one_rank_alone_times_nothing() -> None:
     watched = SlowRanks(RunContext(0, 1, 0, torch.device("cpu"), Path()), 1, print)
     watched.begin_step(1)
-    assert watched.own() == [] and watched.record([]) == {}
+    assert watched.report() == {} and watched.record({}) == {}

@@ -1,0 +1,79 @@
+"""Which checkpoint of a folder, or of a path, a run starts from: the newest one that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from automoe.checkpoint import folder as folders
+from automoe.checkpoint.manifest import verify_step
+from automoe.errors import CheckpointError
+from automoe.parallel.agreement import Ranks
+from automoe.storage.files import set_aside
+
+
+def newest_valid(
+    folder: Path, ranks: Ranks, warn: Callable[[str], object], own: bool
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest step that verifies and its manifest; None if the folder holds no step. Collective.
+
+    Args:
+        own: the folder is the run's own: damaged newer steps are set aside, so that the step found is the newest.
+
+    Raises:
+        CheckpointError: there are steps, and none of them verifies.
+    """
+    steps, promised = ranks.lead(lambda: (folders.committed_steps(folder), folders.promised_step(folder)))
+    if promised is not None and promised not in steps:
+        warn(
+            f"{folder / folders.LATEST} names {promised!r}, which is not there; looking for the newest checkpoint "
+            "that is"
+        )
+    damaged: list[str] = []
+    for name in reversed(steps):
+        manifest, problem = verify_step(folder / name, ranks)
+        if problem is None:
+            break
+        damaged.append(f"{name} ({problem})")
+        warn(f"checkpoint {folder / name} is damaged ({problem}); trying the one before")
+    else:
+        if damaged or promised is not None:
+            listed = "; ".join(damaged) or f"{folders.LATEST} names {promised!r}, and there is none"
+            raise CheckpointError(
+                f"{folder} holds no checkpoint that can be trusted: {listed}. Restore one from a copy, "
+                "or start over with checkpoint.resume=never, which sets the folder aside"
+            )
+        return None
+    if own:
+        newer = steps[steps.index(name) + 1 :]
+        for warning in ranks.lead(lambda: _make_newest(folder, name, newer, promised), again=False):
+            warn(warning)
+    return folder / name, manifest
+
+
+def step_at(source: Path, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]) -> tuple[Path, dict[str, Any]]:
+    """Return the step that ``checkpoint.resume=PATH`` names, verified, and its manifest. Nothing there is changed.
+
+    Raises:
+        CheckpointError: the step is damaged, or there is none.
+    """
+    steps = ranks.lead(lambda: folders.source_steps(str(source), run_dir))
+    if steps != [source]:
+        found = newest_valid(steps[0].parent, ranks, warn, own=False)
+        assert found is not None, "source_steps saw a committed step"
+        return found
+    manifest, problem = verify_step(source, ranks)
+    if problem is not None:
+        raise CheckpointError(
+            f"checkpoint.resume={source} is damaged ({problem}). Name another step, or the run directory "
+            "to take its newest valid one"
+        )
+    return source, manifest
+
+
+def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
+    warnings = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
+    if promised != name:
+        folders.point_to(folder, name)
+    return warnings

@@ -1,0 +1,76 @@
+"""Folders that are filled under a working name and then given their own in one step, whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from automoe.storage.files import flush
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the files in a folder, which has no folders in it, and their names to the disk."""
+    for file in folder.iterdir():
+        flush(file)
+    flush(folder)
+
+
+def name_folder(working: Path, path: Path) -> None:
+    """Rename a flushed folder to ``path`` in one step that has reached the disk when this returns.
+
+    A folder that has the name already is replaced, and deleted last.
+    """
+    old = _old(path)
+    if not path.exists():
+        os.rename(working, path)
+    elif not exchange(working, path):
+        remove_folder(old)
+        os.rename(path, old)
+        try:
+            os.rename(working, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+    flush(path.parent)
+    remove_folder(old)
+
+
+def restore_folder(path: Path) -> None:
+    """Undo half of a ``name_folder`` that was killed between its two renames."""
+    old = _old(path)
+    if not os.path.lexists(path) and os.path.lexists(old):
+        os.rename(old, path)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step of the file system; return False if it or the system has no such step.
+
+    Raises:
+        OSError: there is such a step, and it failed.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    at_working_directory, exchanged = -100, 2
+    if rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchanged) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), str(other))
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder with all it holds, or a link to one, if it is there."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _old(path: Path) -> Path:
+    """Return where the older folder is between two renames."""
+    return path.with_name(f".{path.name}.old")

@@ -1,0 +1,82 @@
+"""The record of a run on rank 0: console, ``metrics.jsonl``, samples and trackers."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automoe.checkpoint.store import Resumed
+from automoe.config.mesh_shape import MeshShape
+from automoe.config.schema import Config
+from automoe.model.adapters import describe_training
+from automoe.observe.console import Console
+from automoe.observe.metrics import MetricsLog
+from automoe.observe.trackers import make_trackers
+from automoe.observe.trackers.base import Outcome
+from automoe.training.context import RunContext
+
+
+class RunRecord:
+    """Prints, writes and tracks what a run reports. Every rank has one; those of other ranks do nothing.
+
+    Args:
+        step: the run goes on after this step.
+        resumed: the checkpoint that it goes on from. A run of its own directory continues the record there.
+    """
+
+    def __init__(
+        self, config: Config, shape: MeshShape, context: RunContext, step: int, resumed: Resumed | None
+    ) -> None:
+        self._run_dir = context.run_dir
+        self._console = Console(config, shape, enabled=context.rank == 0)
+        self.note, self.warn, self.show_row = self._console.note, self._console.warn, self._console.row
+        self._console.start(resume_step=step)
+        for line in describe_training(config):
+            for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns
+                self.note(part)
+        self._log = self._trackers = None
+        if context.rank == 0:
+            # Another run's record is not this one's.
+            record_ends = resumed.step if resumed and resumed.own else None
+            self._log = MetricsLog(context.run_dir, record_ends, self.warn)
+            self._trackers = make_trackers(config, context.run_dir, record_ends, self.warn)
+
+    def show_step(self, record: Mapping[str, Any]) -> None:
+        """Print a step."""
+        self._console.step(record)
+
+    def write_step(self, record: Mapping[str, Any], expert_counts: torch.Tensor) -> None:
+        """Write a step to ``metrics.jsonl`` and the trackers."""
+        if self._log is not None and self._trackers is not None:
+            self._log.write(record, expert_counts)
+            self._trackers.log(record)
+
+    def write_samples(self, step: int, samples: list[dict[str, str]], seconds: float) -> None:
+        """Print, write and track the answers to ``observe.samples``, which took ``seconds``."""
+        self._console.samples(samples, seconds)
+        if self._log is not None and self._trackers is not None:
+            self._log.write_samples(step, samples)
+            self._trackers.texts(step, "samples", samples)
+
+    def rewind(self, step: int) -> None:
+        """Remove every step after ``step``, to which the run has gone back."""
+        if self._log is not None and self._trackers is not None:
+            self._log.close()
+            self._log = MetricsLog(self._run_dir, step, self.warn)
+            self._trackers.rewind(step)
+
+    def close(self, outcome: Outcome) -> None:
+        """Write what has not been written yet and tell the trackers how the run ended."""
+        if self._log is not None and self._trackers is not None:
+            self._log.close()
+            self._trackers.finish(outcome)
+
+    def finish(self, outcome: Outcome, paths: Mapping[str, str | Path]) -> None:
+        """Close the record and print the summary, with the ``paths`` of results by their names."""
+        self.close(outcome)
+        places = self._trackers.places if self._trackers is not None else {}
+        self._console.finish({**paths, **places})
