@@ -22,7 +22,7 @@ from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.identity import checkpoint_folder
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.read import load_hf, show_progress
-from automoe.hf.rewrite import compare_rewritten, plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import compare_rewritten, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import export_dtype
 from automoe.hf.upcycle import upcycled
 from automoe.hf.verify import compare_with_dense, verify_with_transformers
@@ -194,7 +194,7 @@ def _rewrite(
 ) -> Written:
     """``catalog`` written at ``path`` as ``config`` in the layout ``keys``, and proven."""
     jobs = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
-    num_bytes = sum(stored.data.num_bytes for stored in catalog.sources.values())
+    num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:
         with show_progress(catalog.folder.name, num_bytes) as advance:
             done = rewrite_tensors(jobs, catalog, folder, max_shard_bytes, advance)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
@@ -32,14 +32,36 @@ BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", 
 _LFS_MARK = b"version https://git-lfs.github.com"
 
 
+Encoding = Literal["plain", "fp8", "mxfp4"]
+
+
 class StoredTensor(NamedTuple):
-    """Where one tensor lies: file name, dtype as safetensors spells it (``BF16``), shape, its bytes in the file."""
+    """One tensor as a checkpoint's files hold it.
+
+    Attributes:
+        file: name of its file.
+        dtype: as safetensors spells it (``BF16``).
+        shape: shape of the stored numbers or codes.
+        start, num_bytes: its bytes in the file.
+        scales: scales of quantized codes.
+        encoding: how codes and scales make numbers.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    scales: StoredTensor | None = None
+    encoding: Encoding = "plain"
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the dequantized tensor; MXFP4 stores the transpose [..., C, R / 32, 16] of [..., R, C]."""
+        if self.encoding != "mxfp4":
+            return self.shape
+        *lead, rows, groups, half = self.shape
+        return *lead, 2 * groups * half, rows
 
 
 @contextmanager

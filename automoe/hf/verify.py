@@ -24,8 +24,8 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
 from automoe.hf.headers import switched_off
 from automoe.hf.keys import hf_tensors
-from automoe.hf.read import Range, Reader, load_hf, num_not_finite
-from automoe.hf.rewrite import not_exported, plan_rewrite, rewrite_tensors
+from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
+from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
@@ -94,7 +94,7 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
     """Every number that this rank holds, bit for bit, against the range of the file it belongs to."""
     squares: dict[str, list[float]] = {}  # of a quantized tensor: of errors, of numbers
 
-    def compare(one: Range, source: torch.Tensor, target: torch.Tensor) -> None:
+    def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         if odd := num_not_finite(source):
             raise not_exported(catalog.folder, one.key, odd)
         if fp8 and one.source.encoding == "fp8":
