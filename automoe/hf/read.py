@@ -33,7 +33,7 @@ from automoe.hf.upcycle import Upcycling
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
-from automoe.quantize.packed import is_packed, pack_fp8, pack_nf4, unpack
+from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
 
 CHUNK_BYTES = 2 << 20  # read at once where numbers are converted on the way: the only scratch memory
 DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progress is shown in between
@@ -136,10 +136,7 @@ def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], i
 
 def _not_finite(ranges: list[ReadItem]) -> dict[tuple[Any, ...], int]:
     """Count NaN and infinite numbers of the items, by place in the checkpoint: (key, matrices, rows, columns)."""
-    shards = {id(one.shard): one.shard for one in ranges}
-    odd = {known for known, shard in shards.items() if is_packed(shard.local) or not is_finite(shard.local)}
-    parts = [one for one in ranges if id(one.shard) in odd]
-    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in parts}
+    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in ranges}
     return {place: count for place, count in counts.items() if count}
 
 

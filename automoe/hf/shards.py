@@ -158,7 +158,7 @@ def config_of(parts: Parts) -> ModelConfig:
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in the model's order; no adapters."""
+    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
         for name, parameter in part.named_parameters():

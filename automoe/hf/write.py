@@ -46,12 +46,13 @@ def to_hf(
 
     Args:
         model: the model, or this rank's pipeline stages of it.
-        dtype: ``keep`` (those of the checkpoint at hf_path, bfloat16 where that is quantized; else the parameters'
-            own), ``bfloat16`` or ``float32``, or torch's own name of these two; buffers keep theirs.
-        fp8: the matrices of layers as block-FP8, like DeepSeek-V3's own checkpoint.
+        dtype: dtype of parameters: ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is quantized; without
+            one the parameters' own), ``bfloat16`` or ``float32``, or torch's own name of these; buffers keep theirs.
+        fp8: store the matrices of layers in block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
-        tokenizer: that trained it: ``byte``, a directory whose files are copied, or ``none``; None: that of hf_path.
-        chat: of conversations that trained it: generation stops where its answers end.
+        tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or ``none``; default:
+            that of hf_path.
+        chat: chat template of the training; its end of an answer stops generation.
         overwrite: replace a checkpoint directory that is there.
         verify: compare every number with the model, and the whole with transformers (``verify_hf``).
 
@@ -67,7 +68,7 @@ def to_hf(
     keys = family_of(config).keys
     quantization = fp8_config(config, keys) if fp8 else None
     out_dtype = export_dtype(dtype)
-    # The weights that training started from say what ``keep`` keeps: parameters are wider while they are trained.
+    # ``keep`` takes the dtypes of the weights that training started from: parameters are wider while they are trained.
     source = None
     if dtype == "keep" and config.hf_path is not None:
         upcycling = upcycled_model(config)[1] if config.upcycle else None
