@@ -235,7 +235,9 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     own, found = _is_own(tokenizer, source), []
     if source is not None and own and is_there(source, "generation_config.json"):
         found.append((source, "generation_config.json"))
-    place = source if own else None if tokenizer in ("byte", NO_TOKENIZER) else local_folder(str(tokenizer))
+    place = source if own else None
+    if not own and tokenizer not in ("byte", NO_TOKENIZER):
+        place = local_folder(str(tokenizer))
     if place is not None:
         if not place.is_dir():
             raise ConfigError("tokenizer", place, "there is no such directory", "Name one with a tokenizer's files")
@@ -261,7 +263,8 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     file, stop_id = folder / "generation_config.json", chat.stop_id()
     settings = json.loads(file.read_text(encoding="utf-8"))
     known = settings.get("eos_token_id")
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    if not isinstance(known, list):
+        known = [] if known is None else [known]
     if stop_id not in known:  # a base model's: generation would not stop where answers end
         _write_json(file, settings | {"eos_token_id": [stop_id, *known]})
 

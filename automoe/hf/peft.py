@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from automoe.config.hub import id_and_commit, local_folder
@@ -24,7 +23,7 @@ from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
 from automoe.hf.keys import KeyMap, hf_pieces
-from automoe.hf.shards import Parts, as_parts, config_of
+from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.model.decoder import Decoder
 from automoe.parallel.agreement import Ranks
 
@@ -90,7 +89,7 @@ def to_peft(
             raise CheckpointError(
                 "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
             )
-        ranks.all(lambda: _write_stage(parts, tensors, folder))
+        ranks.all(lambda: _write_stage(parts, tensors, folder, ranks.rank))
         written = ranks.lead(lambda: _finish(folder, config, lora, keys))
     return WrittenAdapter(path, *written, base=lora.base)
 
@@ -105,13 +104,12 @@ def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
     """Write the adapters of this rank's pipeline stages, if it is the first of their ranks."""
     from safetensors.torch import save_file
 
-    meshes = [p.device_mesh.mesh for part in parts.values() for p in part.parameters() if isinstance(p, DTensor)]
-    first = int(max(meshes, key=torch.Tensor.numel).min()) if meshes else 0
-    if first == (dist.get_rank() if dist.is_initialized() else 0):
+    first = stage_ranks(parameter for part in parts.values() for parameter in part.parameters())[0]
+    if rank == first:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / f"stage-{first}.safetensors")
 

@@ -119,8 +119,8 @@ def load_hf(
     not_finite: dict[str, int] = {}
     for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():  # of copies, one
         not_finite[key] = not_finite.get(key, 0) + count
-    shown = written(path) if isinstance(path, str) else path
-    return Loaded(Path(shown), sum(read), max(seconds), upcycling, not_finite)
+    source = written(path) if isinstance(path, str) else path
+    return Loaded(Path(source), sum(read), max(seconds), upcycling, not_finite)
 
 
 def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:

@@ -24,7 +24,7 @@ from automoe.hf.files import DTYPES, Entries, Written, entries_of, file_names, s
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.hf.read import Reader, num_not_finite
-from automoe.hf.shards import LocalShard
+from automoe.hf.shards import LocalShard, stage_ranks
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
 
@@ -70,17 +70,15 @@ def plan_writes(
     """
     plan: list[WriteItem] = []
     load: dict[int, int] = {}
-    # All ranks of the largest mesh that a tensor lies on hold the same stages; without a mesh the first rank writes.
-    meshes = [shard.tensor.device_mesh.mesh for shard in shards if isinstance(shard.tensor, DTensor)]
-    stage_ranks = tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
+    stage = stage_ranks(shard.tensor for shard in shards)
     for shard in shards:
         by_key: dict[str, list[Piece]] = {}
         for piece in () if shard.copy else hf_pieces(shard.name, shard.shape, keys):
             by_key.setdefault(piece.key, []).append(piece)
         for key, pieces in by_key.items():
-            holders = stage_ranks
+            holders = stage
             if isinstance(shard.tensor, DTensor):
-                holders = _holders(shard.tensor, pieces[0], first=stage_ranks[0])
+                holders = _holders(shard.tensor, pieces[0], first=stage[0])
             writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
             quantized = fp8 and is_quantized_in_fp8(key, pieces[0].shape, keys)
             stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])

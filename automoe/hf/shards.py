@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
@@ -155,6 +156,12 @@ def as_parts(parts: Parts | Decoder) -> Parts:
 def config_of(parts: Parts) -> ModelConfig:
     """Return the full model's configuration, which every stage carries."""
     return next(iter(parts.values())).config
+
+
+def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return the ranks of the largest mesh, which hold the same stages as this rank; the first rank without a mesh."""
+    meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    return tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
