@@ -37,11 +37,11 @@ from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.hf.catalog import check_catalog, open_catalog
 from automoe.hf.families.registry import family_of, model_config_from_hf
-from automoe.hf.files import file_names, header_bytes, item_of, split, write_files, write_index
+from automoe.hf.files import entries_of, file_names, header_bytes, split, write_files, write_index
 from automoe.hf.folder import write_settings
 from automoe.hf.keys import fp8_config, hf_pieces, hf_tensors, is_quantized_in_fp8
 from automoe.hf.read import Reader, load_hf
-from automoe.hf.rewrite import plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import plan_rewrite, rewrite_tensors
 from automoe.hf.shards import local_shards
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_parts
@@ -80,7 +80,7 @@ def write_checkpoints(root: Path, config: ModelConfig) -> dict[str, Path]:
     fp8.mkdir()
     tensors = hf_tensors(config, family_of(config).keys)
     dtypes = {key: torch.float32 if key.endswith("bias") else torch.bfloat16 for key in tensors}
-    items = [item_of(key, size, dtypes[key]) for key, size in tensors.items()]
+    items = [entries_of(key, size, dtypes[key]) for key, size in tensors.items()]
     limit = sum(entry.num_bytes for item in items for entry in item) // 8 + MIB
     bins = split(items, limit)
     names = file_names(len(bins))
@@ -100,7 +100,7 @@ def write_headers(folder: Path) -> int:
     config = compose_config("config", ["model=dsv3_671b"]).model
     keys = family_of(config).keys
     items = [
-        item_of(key, size, torch.bfloat16, is_quantized_in_fp8(key, size, keys))
+        entries_of(key, size, torch.bfloat16, is_quantized_in_fp8(key, size, keys))
         for key, size in hf_tensors(config, keys).items()
     ]
     bins = split(items, 4 << 30)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from automoe import convert
 from automoe.errors import ConfigError
-from automoe.hf import api, rewrite, verify
+from automoe.hf import api, save_plan, verify
 from automoe.hf.api import convert_hf
 from automoe.hf.keys import INDEX_FILE
 from tests.support.hf_models import save_small_hf
@@ -77,12 +77,12 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Every expert's tensor is read when it is written, not its layer's."""
     save_small_hf("qwen3_moe", tmp_path / "in", save_original_format=False)
     events: list[str] = []
-    real_read, real_write = rewrite._assemble, rewrite.write_files
+    real_read, real_write = save_plan._read, save_plan.write_files
 
     def read(job, *args):
-        events.append(f"read {job.item[0].key}")
+        events.append(f"read {job.entries[0].key}")
         region = real_read(job, *args)
-        assert region.numel() == torch.Size(job.item[0].shape).numel()
+        assert region.numel() == torch.Size(job.entries[0].shape).numel()
         return region
 
     def write(contents, tensors):
@@ -96,8 +96,8 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
         real_write(contents, asked_for())
 
-    monkeypatch.setattr(rewrite, "_assemble", read)
-    monkeypatch.setattr(rewrite, "write_files", write)
+    monkeypatch.setattr(save_plan, "_read", read)
+    monkeypatch.setattr(save_plan, "write_files", write)
     convert_hf(tmp_path / "in", tmp_path / "out")
     written = 2 * len(stored(tmp_path / "out"))
     assert not any(event.startswith("write ") for event in events[written:])  # read back and compared

@@ -363,7 +363,9 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
             except (ValueError, AttributeError) as error:
                 rule = f"{folder / name} is damaged ({error})"
                 raise ConfigError("data.tokenizer", tokenizer, rule, "Copy it again") from error
-            found = content if isinstance(content, str) else json.dumps(content) if content else ""
+            if content and not isinstance(content, str):
+                content = json.dumps(content)
+            found = content or ""
     if not found:
         raise ConfigError(
             "data.chat.template",

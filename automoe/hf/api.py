@@ -1,4 +1,4 @@
-"""What is done with HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``."""
+"""Public functions on HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``, ``upcycle_hf``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from automoe.hf.folder import check_conversion, new_folder, write_settings
 from automoe.hf.identity import checkpoint_folder
 from automoe.hf.keys import KeyMap, fp8_config
 from automoe.hf.read import load_hf, show_progress
-from automoe.hf.rewrite import compare_rewritten, plan_rewrite, rewrite_tensors
+from automoe.hf.save_plan import compare_rewritten, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import export_dtype
 from automoe.hf.upcycle import upcycled
 from automoe.hf.verify import compare_with_dense, verify_with_transformers
@@ -41,7 +41,7 @@ def from_hf(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """The model of a HuggingFace checkpoint directory, or Hub id, ready to run, in evaluation mode.
+    """Build and load the model of a HuggingFace checkpoint directory or Hub id, in evaluation mode.
 
     ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or infinite are warned of.
 
@@ -111,7 +111,7 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
 
 
 def _expert_backend(config: ModelConfig, dtype: torch.dtype, etp: int = 1) -> Literal["grouped_mm", "loop"]:
-    """grouped_mm where it can: it has no float64, and wants rows of a multiple of 16 bytes."""
+    """Return grouped_mm unless it cannot run: it has no float64 and needs rows of a multiple of 16 bytes."""
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
@@ -127,7 +127,7 @@ def convert_hf(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> Written:
-    """Write ``source`` anew at ``out``, one tensor at a time, in one process on the CPU.
+    """Write ``source`` to ``out`` in another dtype or layout, one tensor at a time, in one process on the CPU.
 
     Block-FP8 and MXFP4 are dequantized. Config, generation config and tokenizer go along. The result has its
     name when every number was read back and compared with the source's, and ``transformers`` builds the same
@@ -192,15 +192,15 @@ def _rewrite(
     max_shard_bytes: int,
     overwrite: bool,
 ) -> Written:
-    """``catalog`` written at ``path`` as ``config`` in the layout ``keys``, and proven."""
-    jobs = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
-    num_bytes = sum(stored.data.num_bytes for stored in catalog.sources.values())
+    """Write ``catalog`` to ``path`` as ``config`` in the layout ``keys``, read it back and compare."""
+    plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
+    num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:
         with show_progress(catalog.folder.name, num_bytes) as advance:
-            done = rewrite_tensors(jobs, catalog, folder, max_shard_bytes, advance)
+            done = rewrite_tensors(plan, catalog, folder, max_shard_bytes, advance)
         write_settings(folder, config, done.dtype, None, fp8_config(config, keys) if fp8 else None)
         written = check_catalog(folder, config)
-        compare_rewritten(jobs, catalog, written)
+        compare_rewritten(plan, catalog, written)
         logits_error, dense_error = verify_with_transformers(config, written), None
         if catalog.upcycling is not None and not fp8:
             dense_error = compare_with_dense(catalog.folder, folder)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError, listed
 from automoe.hf.families.registry import family_of, read_hf_config
-from automoe.hf.headers import StoredTensor, read_headers, without_collection
+from automoe.hf.headers import Encoding, StoredTensor, read_headers, without_collection
 from automoe.hf.keys import FP8_BLOCK, FUSED, SCALE_SUFFIX, KeyMap, hf_tensors
 from automoe.hf.quantized import MXFP4_BLOCK
 from automoe.hf.shards import LocalShard
@@ -22,88 +20,38 @@ from automoe.hf.upcycle import Upcycling
 from automoe.parallel.agreement import Ranks
 
 FLOAT_DTYPES = {"F64", "F32", "BF16", "F16"}
-Encoding = Literal["plain", "fp8", "mxfp4"]
-
-
-class Source(NamedTuple):
-    """How one tensor of the model's checkpoint is stored.
-
-    Attributes:
-        shape: of the tensor that it stands for. MXFP4 stores its transpose, [..., C, R] for [..., R, C].
-        data: numbers or codes.
-        scales: those of the codes.
-    """
-
-    shape: tuple[int, ...]
-    data: StoredTensor
-    scales: StoredTensor | None = None
-    encoding: Encoding = "plain"
-
-
-class SourceColumns(Mapping[str, Source]):
-    """Sources as other ranks receive them: in columns, a fifth of the time to send of a hundred thousand objects.
-
-    A ``Source`` is made of what a rank asks for.
-    """
-
-    def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._rows = {name: row for row, name in enumerate(sources)}
-        shapes, data, scales, self._encodings = zip(*sources.values(), strict=True)
-        self._shapes, self._data = shapes, _columns(data)
-        # In the place of scales that there are none of, the numbers again: the encoding tells.
-        self._scales = _columns(one or other for one, other in zip(scales, data, strict=True))
-
-    def __getitem__(self, name: str) -> Source:
-        row = self._rows[name]
-        data, scales = (StoredTensor(*(column[row] for column in each)) for each in (self._data, self._scales))
-        encoding = self._encodings[row]
-        return Source(self._shapes[row], data, None if encoding == "plain" else scales, encoding)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-def _columns(tensors: Iterable[StoredTensor]) -> tuple[Sequence[Any], ...]:
-    *named, starts, sizes = zip(*tensors, strict=True)
-    return *named, array("q", starts), array("q", sizes)
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Every tensor that a model needs from a checkpoint directory, in file order.
+    """The tensors that a model needs from a checkpoint directory, in file order.
 
     Attributes:
         folder: the directory.
-        keys: the names by which it holds the model's tensors.
-        block: rows and columns under one scale in block-FP8.
-        sources: by the tensor's name.
-        upcycling: the directory is dense and the model is not.
+        keys: key map of its layout.
+        sources: stored tensors by name.
+        block: rows and columns that share a scale in block-FP8.
+        upcycling: how a mixture is made of a dense directory; None otherwise.
     """
 
     folder: Path
     keys: KeyMap
-    sources: Mapping[str, Source]
+    sources: dict[str, StoredTensor]
     block: tuple[int, int] = FP8_BLOCK
     upcycling: Upcycling | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"sources": SourceColumns(self.sources)}
-
     def finish(self, shard: LocalShard) -> None:
-        """What is left to do for a shard that is filled from the files."""
+        """Scale or draw what upcycling needs, after the shard was filled from the files."""
         if self.upcycling is not None:
             self.upcycling.finish(shard)
 
 
 @without_collection()
 def open_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
-    """Headers of every file, read and checked against the whole model on rank 0, for all ranks. Collective.
+    """Read the headers of every file and check them against the full model on rank 0; broadcast. Collective.
 
     Args:
-        upcycling: ``path`` is dense, and ``config`` what it is to become.
+        config: the model; with ``upcycling`` the mixture that the dense directory becomes.
 
     Raises:
         CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys missing or
@@ -114,7 +62,7 @@ def open_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | N
 
 @without_collection()
 def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
-    """``open_catalog`` of this process alone."""
+    """Do what ``open_catalog`` does in this process alone."""
     folder = local_folder(path)
     tensors = read_headers(folder)
     encoding, block = _quantization(folder)
@@ -126,7 +74,7 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
     missing = [key for key in wanted if key not in sources]
     ignored = _ignored(sources, config)
     unexpected = [key for key in sources if key not in wanted and key not in ignored]
-    wrong = [key for key in wanted if key in sources and sources[key].shape != tuple(wanted[key])]
+    wrong = [key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])]
     if missing or unexpected or wrong:
         _check_experts(folder, {key: sources[key] for key in sources if key not in ignored}, config, keys)
     if missing or unexpected:
@@ -137,7 +85,7 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
             f"{len(wanted)} tensors: {'; '.join(found)}. Compare the model's configuration with its config.json"
         )
     if wrong:
-        shapes = [f"{key} is {list(sources[key].shape)}, not {list(wanted[key])}" for key in wrong[:4]]
+        shapes = [f"{key} is {list(sources[key].full_shape)}, not {list(wanted[key])}" for key in wrong[:4]]
         raise CheckpointError(
             f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
@@ -148,7 +96,7 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
 
 
 def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
-    """The encoding of tensors that have scales, and the block under one, by config.json's ``quantization_config``."""
+    """Return encoding and block size of quantized tensors from config.json's ``quantization_config``."""
     stated = read_hf_config(folder).get("quantization_config") if is_there(folder, "config.json") else None
     if stated is None:
         return "plain", FP8_BLOCK
@@ -171,8 +119,8 @@ def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     )
 
 
-def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, Source]:
-    """Codes and their scales become one tensor, in the place of the codes, under the name it has unquantized."""
+def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, StoredTensor]:
+    """Attach scales to their codes, under the name that the tensor has when it is not quantized."""
     codes_end, scales_end, least_dims = ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
     scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
     paired: set[str] = set()
@@ -182,30 +130,28 @@ def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encod
             if codes in tensors and codes not in paired and len(tensors[codes].shape) >= least_dims:
                 scales_of[codes] = tensors[name]
                 paired.add(name)
-    sources: dict[str, Source] = {}
+    sources: dict[str, StoredTensor] = {}
     for name, data in tensors.items():
         if name in scales_of:
-            shape = data.shape
-            if encoding == "mxfp4":
-                *lead, rows, groups, half = shape
-                shape = (*lead, 2 * groups * half, rows)
             base = name[: len(name) - len(codes_end)]
             if codes_end and base in tensors:
                 raise CheckpointError(
                     f"{folder}: {brief(base)} is in {tensors[base].file}, and as {brief(name)} with scales in "
                     f"{data.file}; which one counts is not said. Copy the checkpoint again"
                 )
-            sources[base] = Source(shape, data, scales_of[name], encoding)
+            sources[base] = data._replace(scales=scales_of[name], encoding=encoding)
         elif name not in paired:
-            sources[name] = Source(data.shape, data)
+            sources[name] = data
     return sources
 
 
-def _check_encodings(folder: Path, sources: dict[str, Source], encoding: Encoding, block: tuple[int, int]) -> None:
-    """Every tensor has a dtype that is read, its scales the shape that its blocks ask for."""
-    unscaled = [key for key, s in sources.items() if s.encoding == "plain" and s.data.dtype not in FLOAT_DTYPES]
+def _check_encodings(
+    folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
+) -> None:
+    """Raise ``CheckpointError`` for an unreadable dtype, or for scales whose shape does not fit the blocks."""
+    unscaled = [key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES]
     if unscaled:
-        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].data.dtype}): {listed(unscaled)}"
+        what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
         if encoding == "plain":
             raise CheckpointError(
                 f"{folder}: {what}, and config.json has no quantization_config that says how. Copy the "
@@ -216,39 +162,38 @@ def _check_encodings(folder: Path, sources: dict[str, Source], encoding: Encodin
             "scales the numbers are unknown: copy the checkpoint again"
         )
     checked = set()
-    for key, source in sources.items():
-        data, scales = source.data, source.scales
-        if scales is not None and (kind := (data.shape, data.dtype, scales.shape, scales.dtype)) not in checked:
-            checked.add(kind)
-            _check_encoding(folder, key, source, block)
+    for key, codes in sources.items():
+        if codes.scales is not None:
+            kind = codes.shape, codes.dtype, codes.scales.shape, codes.scales.dtype
+            if kind not in checked:
+                checked.add(kind)
+                _check_scales(folder, key, codes, codes.scales, block)
 
 
-def _check_encoding(folder: Path, key: str, source: Source, block: tuple[int, int]) -> None:
-    data, scales = source.data, source.scales
-    if scales is not None:
-        if source.encoding == "fp8":
-            *lead, rows, cols = data.shape
-            asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
-            code_dtype, scale_dtypes = "F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}
-        else:
-            asked, code_dtype, scale_dtypes = data.shape[:-1], "U8", {"U8"}
-            if data.shape[-1] != MXFP4_BLOCK // 2:
-                raise CheckpointError(
-                    f"{folder}: {key}_blocks is {list(data.shape)}, and MXFP4 has {MXFP4_BLOCK // 2} bytes "
-                    "a block. Copy the checkpoint again"
-                )
-        if scales.shape != asked or data.dtype != code_dtype or scales.dtype not in scale_dtypes:
+def _check_scales(folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> None:
+    if codes.encoding == "fp8":
+        *lead, rows, cols = codes.shape
+        asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
+        code_dtype, scale_dtypes = "F8_E4M3", FLOAT_DTYPES | {"F8_E8M0"}
+    else:
+        asked, code_dtype, scale_dtypes = codes.shape[:-1], "U8", {"U8"}
+        if codes.shape[-1] != MXFP4_BLOCK // 2:
             raise CheckpointError(
-                f"{folder}: {key} is {list(data.shape)} {data.dtype} with scales {list(scales.shape)} "
-                f"{scales.dtype}, and {source.encoding} of it has scales {list(asked)} for "
-                f"{code_dtype}. Compare config.json's quantization_config with the files"
+                f"{folder}: {key}_blocks is {list(codes.shape)}, and MXFP4 has {MXFP4_BLOCK // 2} bytes "
+                "a block. Copy the checkpoint again"
             )
+    if scales.shape != asked or codes.dtype != code_dtype or scales.dtype not in scale_dtypes:
+        raise CheckpointError(
+            f"{folder}: {key} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} "
+            f"{scales.dtype}, and {codes.encoding} of it has scales {list(asked)} for "
+            f"{code_dtype}. Compare config.json's quantization_config with the files"
+        )
 
 
-def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig, keys: KeyMap) -> None:
-    """Another number of experts would show as thousands of missing or unexpected keys: say it plainly."""
+def _check_experts(folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap) -> None:
+    """Raise ``CheckpointError`` for another number of experts, instead of listing thousands of missing keys."""
     if keys.fused:
-        count = next((source.shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}")), 0)
+        count = next((source.full_shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}")), 0)
     else:
         count = len({keys.expert_of(key) for key in sources} - {None})
     if count and count != config.num_experts:
@@ -258,8 +203,8 @@ def _check_experts(folder: Path, sources: dict[str, Source], config: ModelConfig
         )
 
 
-def _ignored(sources: dict[str, Source], config: ModelConfig) -> set[str]:
-    """What is stored but never ours: MTP modules, rotary tables, a second copy of a tied head.
+def _ignored(sources: dict[str, StoredTensor], config: ModelConfig) -> set[str]:
+    """Return stored tensors that the model never reads: MTP modules, rotary tables, a second copy of a tied head.
 
     MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the projection that
     joins their two inputs. Without it, such a layer belongs to a larger model.

@@ -29,17 +29,17 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, and how it was found equal.
+    """Summary of a written checkpoint and of its comparison with the model.
 
     Attributes:
         num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
-        dtype: of the first parameter.
-        checked: compared with the live weights and with transformers.
-        fp8: quantized, so equal to the weights only after their quantization.
+        dtype: dtype of the first parameter.
+        checked: True if compared with the live weights and with transformers.
+        fp8: True if quantized, so that it equals the weights only after their quantization.
         logits_error: relative difference to transformers' logits; None for a model too large to be run twice.
-        averaged: the weights are those of ``optim.ema_decay``.
-        base: that adapters were merged into, where it was packed (``lora.base``).
-        dense_error: of an upcycled model, that to the logits of the dense one.
+        dense_error: relative difference of an upcycled model's logits to the dense model's.
+        averaged: True for the averaged weights of ``optim.ema_decay``.
+        base: packed base (``lora.base``) that adapters were merged into; empty if there was none.
     """
 
     path: Path
@@ -83,20 +83,20 @@ class Entry:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-Item = tuple[Entry, ...]  # what one tensor of the model is stored as: itself, or codes and their scales
+Entries = tuple[Entry, ...]  # of one tensor: its numbers, or codes and their scales
 
 
-def item_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> Item:
-    """How the tensor ``key`` is stored: in ``dtype``, or as block-FP8 codes and float32 scales."""
+def entries_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> Entries:
+    """Return the entries of the tensor ``key``: one in ``dtype``, or block-FP8 codes and float32 scales."""
     if not fp8:
         return (Entry(key, dtype, shape),)
     grid = (-(-shape[0] // FP8_BLOCK[0]), -(-shape[1] // FP8_BLOCK[1]))
     return (Entry(key, torch.float8_e4m3fn, shape), Entry(key + SCALE_SUFFIX, torch.float32, grid))
 
 
-def split(items: Iterable[Item], max_bytes: int) -> list[list[Item]]:
-    """Items in order, cut into files of at most ``max_bytes`` unless one alone is larger."""
-    files: list[list[Item]] = []
+def split(items: Iterable[Entries], max_bytes: int) -> list[list[Entries]]:
+    """Distribute tensors, in order, over files of at most ``max_bytes`` unless one tensor alone is larger."""
+    files: list[list[Entries]] = []
     filled = 0
     for item in items:
         size = sum(entry.num_bytes for entry in item)
@@ -109,17 +109,17 @@ def split(items: Iterable[Item], max_bytes: int) -> list[list[Item]]:
 
 
 def file_names(count: int) -> list[str]:
-    """Names of ``count`` files, as transformers numbers them."""
+    """Number ``count`` files as transformers does."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_files(contents: Iterable[tuple[Path, list[Item]]], tensors: Iterator[torch.Tensor]) -> None:
-    """Write files of some items each, one tensor of ``tensors`` after the other, quantized where it has scales.
+def write_files(contents: Iterable[tuple[Path, list[Entries]]], tensors: Iterator[torch.Tensor]) -> None:
+    """Write the tensors one after the other into their files; quantize those whose entries have scales.
 
     Raises:
-        CheckpointError: the disk takes no more.
+        CheckpointError: the disk is full or fails.
     """
     for file, items in contents:
         when = "at its beginning"
@@ -136,8 +136,8 @@ def write_files(contents: Iterable[tuple[Path, list[Item]]], tensors: Iterator[t
             raise CheckpointError(f"{file}: {error.strerror} {when}. Make room or name another directory") from error
 
 
-def write_index(folder: Path, names: list[str], contents: list[list[Item]], dtype: torch.dtype) -> Written:
-    """The index (tensor -> file) of the files ``names``, where they are several; ``dtype`` is the first parameter's."""
+def write_index(folder: Path, names: list[str], contents: list[list[Entries]], dtype: torch.dtype) -> Written:
+    """Write the index (tensor -> file) if there are several files; ``dtype`` is the first parameter's."""
     files = zip(names, contents, strict=True)
     placed = [(entry, name) for name, items in files for item in items for entry in item]
     total = sum(entry.num_bytes for entry, _ in placed)
@@ -148,8 +148,8 @@ def write_index(folder: Path, names: list[str], contents: list[list[Item]], dtyp
     return Written(folder, len(placed), len(names), total, dtype)
 
 
-def header_bytes(items: list[Item]) -> bytes:
-    """Length and JSON header of a safetensors file with these tensors, in this order."""
+def header_bytes(items: list[Entries]) -> bytes:
+    """Return length and JSON header of a safetensors file with these tensors, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in (entry for item in items for entry in item):

@@ -1,4 +1,4 @@
-"""A checkpoint directory made under another name and renamed when it is complete, and its files other than weights."""
+"""The commit of a checkpoint directory, which is made under a temporary name, and its files other than weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise ``CheckpointError`` where an export may not be written to ``path``; makes nothing."""
+    """Raise ``CheckpointError`` if an export may not be written to ``path``; makes nothing."""
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists. Name another directory, or overwrite it (--overwrite)")
     ours = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -57,7 +57,7 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 
 def check_conversion(config: ModelConfig, path: Path, *, fp8: bool, layout: str, overwrite: bool) -> KeyMap:
-    """The layout to convert to; raises ``ConfigError`` or ``CheckpointError`` where ``convert_hf`` would have to."""
+    """Return the layout to convert to; raise the ``ConfigError`` or ``CheckpointError`` that ``convert_hf`` would."""
     check_target(path, overwrite)
     if layout not in ("published", "fused"):
         raise ConfigError("--layout", layout, "must be published or fused", "Use published")
@@ -73,11 +73,12 @@ def check_conversion(config: ModelConfig, path: Path, *, fp8: bool, layout: str,
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
-    """An empty working folder, which gets its name at the end; all of that or nothing. Collective.
+    """Yield an empty working folder and rename it to ``path`` at the end. Collective.
+
+    Any exception, raised here or in the body, leaves nothing new under ``path``.
 
     Raises:
-        CheckpointError: ``path`` may not be written, another export is being written to it, or the disk takes no
-            more; like what is raised meanwhile, it leaves nothing new under ``path``.
+        CheckpointError: ``path`` may not be written, another export is being written to it, or the disk is full.
     """
     folder = path.with_name(f".{path.name}.tmp")
     with ExitStack() as held:
@@ -91,7 +92,7 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 
 
 def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
-    """``folder`` made, until ``held`` closes; before, what a killed export left is cleared away or put back."""
+    """Clear or restore what a killed export left, then make ``folder``, which exists until ``held`` closes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held.enter_context(_alone(path))
     restore_folder(path)
@@ -103,7 +104,7 @@ def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the one export to ``path``, by a lock file beside it that is gone afterwards."""
+    """Hold the lock of exports to ``path``, a file in the same folder that is removed afterwards."""
     lock = path.with_name(f".{path.name}.lock")
     handle = open_lock(lock)
     try:
@@ -135,13 +136,14 @@ def write_settings(
     quantization: HFConfig | None = None,
     chat: ChatTemplate | None = None,
 ) -> None:
-    """config.json, generation_config.json and the tokenizer's files.
+    """Write config.json, generation_config.json and the tokenizer's files.
 
     Args:
-        dtype: of the parameters.
-        tokenizer: that trained it, ``byte``, a directory or ``none`` (no text); None: that of ``config.hf_path``.
+        dtype: dtype of the parameters.
+        tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text); default: that of
+            ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
-        chat: that trained it: its own template goes along, and generation stops where its answers end.
+        chat: chat template of the training; it is written too, and its end of an answer stops generation.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
@@ -168,7 +170,7 @@ def write_settings(
 
 
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
-    """(folder, name) of the files that an export copies: generation settings, the tokenizer's.
+    """List (folder, name) of the files that an export copies: generation settings and the tokenizer's.
 
     Args:
         tokenizer: as ``write_settings`` takes it.
@@ -181,7 +183,9 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
     own, found = _is_own(tokenizer, source), []
     if source is not None and own and is_there(source, "generation_config.json"):
         found.append((source, "generation_config.json"))
-    place = source if own else None if tokenizer in ("byte", NO_TOKENIZER) else local_folder(str(tokenizer))
+    place = source if own else None
+    if not own and tokenizer not in ("byte", NO_TOKENIZER):
+        place = local_folder(str(tokenizer))
     if place is not None:
         if not place.is_dir():
             raise ConfigError("tokenizer", place, "there is no such directory", "Name one with a tokenizer's files")
@@ -196,7 +200,7 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
-    """Another tokenizer's end of text is not the source's, and neither are settings of generation that name it."""
+    """Return True if the tokenizer is the source's, so that its token ids and generation settings hold."""
     return tokenizer is None or (source is not None and local_folder(tokenizer).absolute() == source.absolute())
 
 
@@ -207,7 +211,8 @@ def _write_chat(folder: Path, chat: ChatTemplate) -> None:
     file, stop_id = folder / "generation_config.json", chat.stop_id()
     settings = json.loads(file.read_text(encoding="utf-8"))
     known = settings.get("eos_token_id")
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    if not isinstance(known, list):
+        known = [] if known is None else [known]
     if stop_id not in known:  # a base model's: generation would not stop where answers end
         _write_json(file, settings | {"eos_token_id": [stop_id, *known]})
 
@@ -217,7 +222,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
-    """Spelled out even where there are none: an absent key means the family's published ids."""
+    """Return the token ids, None included: if a key is absent, transformers takes the family's published id."""
     if tokenizer in (None, NO_TOKENIZER):
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     loaded = load_tokenizer(tokenizer)

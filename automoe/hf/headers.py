@@ -1,4 +1,4 @@
-"""Which tensor lies where in a checkpoint's safetensors files, from their headers alone; what they can hold. No torch.
+"""Headers of a checkpoint's safetensors files: where each tensor lies, and what model they can hold. No torch.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
 tensors' bytes, without holes: https://github.com/huggingface/safetensors
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from automoe.config.hub import local_folder
 from automoe.config.schema import ModelConfig
@@ -32,19 +32,41 @@ BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", 
 _LFS_MARK = b"version https://git-lfs.github.com"
 
 
+Encoding = Literal["plain", "fp8", "mxfp4"]
+
+
 class StoredTensor(NamedTuple):
-    """Where one tensor lies: file name, dtype as safetensors spells it (``BF16``), shape, its bytes in the file."""
+    """One tensor as a checkpoint's files hold it.
+
+    Attributes:
+        file: name of its file.
+        dtype: as safetensors spells it (``BF16``).
+        shape: shape of the stored numbers or codes.
+        start, num_bytes: its bytes in the file.
+        scales: scales of quantized codes.
+        encoding: how codes and scales make numbers.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    scales: StoredTensor | None = None
+    encoding: Encoding = "plain"
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the dequantized tensor; MXFP4 stores the transpose [..., C, R / 32, 16] of [..., R, C]."""
+        if self.encoding != "mxfp4":
+            return self.shape
+        *lead, rows, groups, half = self.shape
+        return *lead, 2 * groups * half, rows
 
 
 @contextmanager
 def switched_off(is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]) -> Iterator[None]:
-    """Something of the whole process that is off meanwhile, and on again after it where it was."""
+    """Switch a setting of the process off, and on again afterwards if it was on."""
     was_on = is_on()
     off()
     try:
@@ -54,13 +76,13 @@ def switched_off(is_on: Callable[[], bool], off: Callable[[], None], on: Callabl
             on()
 
 
-# For a hundred thousand new objects Python would look through all of torch's again and again.
+# While a hundred thousand objects are made, Python's collector would scan all of torch's objects again and again.
 without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
 def read_headers(path: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint directory, from its index and the headers of its files.
+    """Read every tensor's place in a checkpoint directory from its index and the headers of its files.
 
     Raises:
         CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git LFS pointer, no
@@ -107,12 +129,12 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
-    """Refuse a model that the files of ``folder`` are far from holding, by arithmetic: before any list is made of it.
+    """Refuse a model that is far larger than the files of ``folder``, by arithmetic, before its tensors are listed.
 
-    Where files are still missing, by what no model has.
+    While files are missing, only sizes that no model has are refused.
 
     Args:
-        config: read from config.json.
+        config: configuration read from config.json.
         keys: names of the family's tensors.
 
     Raises:
@@ -126,7 +148,9 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
     asked = {"layers": config.num_layers, "experts": experts}
     found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
     # Half of the files may be missing, which is then said by name.
-    if not found and tensors and (params := count_params(config).total) > 2 * (numbers := _num_numbers(tensors)):
+    # A byte of codes may hold two numbers.
+    numbers = sum(math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values())
+    if not found and tensors and (params := count_params(config).total) > 2 * numbers:
         found = [f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"]
     if found:
         remedy = "Copy the checkpoint's own config.json"
@@ -134,7 +158,7 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
 
 
 def _all_there(folder: Path) -> bool:
-    """Whether no file of the weights is missing; what an unreadable index names, ``read_headers`` says."""
+    """Return True if no file of the weights is missing; ``read_headers`` reports an index that cannot be read."""
     try:
         return not missing_files(folder)
     except OSError:
@@ -142,13 +166,8 @@ def _all_there(folder: Path) -> bool:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Files of the weights that are not there, as far as the index names them."""
+    """List the files of the weights that the index names and that do not exist."""
     return [name for name in _files_of(_read_index(folder)) if not is_there(folder, name)]
-
-
-def _num_numbers(tensors: dict[str, StoredTensor]) -> int:
-    """How many numbers tensors hold; a byte may hold two."""
-    return sum(math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values())
 
 
 def _files_of(index: dict[str, str] | None) -> list[str]:
@@ -217,7 +236,7 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
 
 
 def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of a header, whose data begins at byte ``data``, in the order of their bytes.
+    """Return the tensors of a header in the order of their bytes, which begin at byte ``data``.
 
     Raises ``ValueError`` and others.
     """
@@ -243,7 +262,7 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
 
 
 def _size(name: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
-    """A tensor's shape, and how many bits it takes. Raises ``ValueError``."""
+    """Return a tensor's shape and its size in bits. Raises ``ValueError``."""
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{brief(name)} has shape {brief(shape)}, which is no list of sizes")
     if dtype not in BITS:
@@ -252,7 +271,7 @@ def _size(name: str, dtype: Any, shape: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTensor]) -> None:
-    """The tensors of a file, in the order of their bytes, follow one another from its header to its end."""
+    """Check that the tensors of a file follow one another from its header to its end."""
     at = data
     for name, tensor in tensors.items():
         if tensor.start != at:

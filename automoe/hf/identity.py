@@ -1,4 +1,4 @@
-"""Which folder a checkpoint is in, and which checkpoint that is, whatever the folder is called."""
+"""The folder of a checkpoint, and a digest that identifies the checkpoint wherever it lies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAID_BYTES = 10e9  # takes seconds, and a line says so
 
 
 def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
-    """The folder ``spec``, or that of a Hub id, whose weights are then here too.
+    """Return the folder ``spec``, or that of a Hub id after its weights were downloaded.
 
     Raises:
         ConfigError: a Hub id that cannot be had. A path that does not exist is returned as it is.
@@ -39,7 +39,7 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 
 def complete(config: Config, weights: bool = True) -> None:
-    """Download what this machine lacks of the Hub ids of a run's configuration. Raises ``ConfigError``."""
+    """Download the files of a run's Hub ids that this machine lacks. Raises ``ConfigError``."""
     for key, spec in (("model.hf_path", config.model.hf_path), ("data.tokenizer", config.data.tokenizer)):
         if spec is not None and id_and_commit(spec) is not None:
             pinned(key, spec)
@@ -48,9 +48,10 @@ def complete(config: Config, weights: bool = True) -> None:
 
 
 def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
-    """``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32, wherever and in whatever files it lies.
+    """Return ``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32, independent of folder and files.
 
-    All of the checkpoint is read: another one may differ in a few rows. Collective over ``ranks``, which share that.
+    Reads the whole checkpoint, since another one may differ in a few rows. Collective over ``ranks``, which share
+    the reading.
 
     Raises:
         CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
@@ -78,7 +79,7 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
 
 
 def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]:
-    """CRC-32 of each tensor's bytes, read by a few threads, file after file."""
+    """Return the CRC-32 of each tensor's bytes, which a few threads read, file after file."""
 
     def checksum(stored: StoredTensor) -> int:
         value, at, end = 0, stored.start, stored.start + stored.num_bytes

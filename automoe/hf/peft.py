@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from automoe.config.hub import id_and_commit, local_folder
@@ -24,7 +23,7 @@ from automoe.errors import CheckpointError, ConfigError, import_backend, listed
 from automoe.hf.families.registry import family_of
 from automoe.hf.folder import new_folder
 from automoe.hf.keys import KeyMap, hf_pieces
-from automoe.hf.shards import Parts, as_parts, config_of
+from automoe.hf.shards import Parts, as_parts, config_of, stage_ranks
 from automoe.model.decoder import Decoder
 from automoe.parallel.agreement import Ranks
 
@@ -90,13 +89,13 @@ def to_peft(
             raise CheckpointError(
                 "there is no adapter in these weights: a merged export has none. Name a run's checkpoint"
             )
-        ranks.all(lambda: _write_stage(parts, tensors, folder, keys))
+        ranks.all(lambda: _write_stage(parts, tensors, folder, ranks.rank))
         written = ranks.lead(lambda: _finish(folder, config, lora, keys))
     return WrittenAdapter(path, *written, base=lora.base)
 
 
 def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
-    """Adapters of this rank's stages, whole and on the CPU, by their names in the model. Collective."""
+    """Return the whole adapters of this rank's stages, on the CPU, by their names in the model. Collective."""
     return {
         name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
         for part in parts.values()
@@ -105,41 +104,46 @@ def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, keys: KeyMap) -> None:
-    """The first rank of every pipeline stage writes the stage's adapters."""
+def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, rank: int) -> None:
+    """Write the adapters of this rank's pipeline stages, if it is the first of their ranks."""
     from safetensors.torch import save_file
 
-    meshes = [p.device_mesh.mesh for part in parts.values() for p in part.parameters() if isinstance(p, DTensor)]
-    first = int(max(meshes, key=torch.Tensor.numel).min()) if meshes else 0
-    if first == (dist.get_rank() if dist.is_initialized() else 0):
-        stored = {key: tensor.contiguous().clone() for key, tensor in _stored(tensors, keys)}
-        save_file(stored, folder / f"stage-{first}.safetensors")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"ours-{first}.safetensors")
+    first = stage_ranks(parameter for part in parts.values() for parameter in part.parameters())[0]
+    if rank == first:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / f"stage-{first}.safetensors")
+
+
+def _adapters(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield each adapter's module, suffix (13: gate and up of routed experts, 2: down, empty: others), A and B."""
+    for name, a in tensors.items():
+        module, found, suffix = name.rpartition(".lora.A")
+        if found:
+            yield module, suffix, a, tensors[f"{module}.lora.B{suffix}"]
 
 
 def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[str, torch.Tensor]]:
-    """Keys and tensors of the file."""
-    for name, a in tensors.items():
-        module, _, last = name.rpartition(".lora.")
-        if last.startswith("B"):
-            continue
-        b = tensors[f"{module}.lora.B{last[1:]}"]
-        if last == "A":
+    """Yield keys and tensors of the file."""
+    for module, suffix, a, b in _adapters(tensors):
+        if not suffix:
             yield from _pair(_module(f"{module}.weight", keys), a, b)
         elif keys.fused:
             both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
             # peft wraps the second of two parameters of a module around the first.
-            inner = ".base_layer" if both and last == "A13" else ""
+            inner = ".base_layer" if both and suffix == "13" else ""
             key = _module(f"{module}.w_down", keys, (1, 1, 1)).rpartition(".")[0]
-            fused_b = _as_stored(b, keys) if last == "A13" else b
+            fused_b = _as_stored(b, keys) if suffix == "13" else b
             yield from _pair(key + inner, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
         else:
-            names = (keys.gate, keys.up) if last == "A13" else (keys.down,)
             layer = module.split(".")[1]
             for expert in range(a.shape[0]):
-                for half, one in enumerate(names):
+                for half, one in enumerate(_expert_keys(suffix, keys)):
                     key = f"model.layers.{layer}.{one.format(expert=expert)}".removesuffix(".weight")
-                    yield from _pair(key, a[expert], b[expert, half] if last == "A13" else b[expert])
+                    yield from _pair(key, a[expert], b[expert, half] if suffix == "13" else b[expert])
+
+
+def _expert_keys(suffix: str, keys: KeyMap) -> tuple[str, ...]:
+    return (keys.gate, keys.up) if suffix == "13" else (keys.down,)
 
 
 def _pair(module: str, a: torch.Tensor, b: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -156,15 +160,14 @@ def _module(name: str, keys: KeyMap, shape: tuple[int, ...] = (1, 1)) -> str:
 
 
 def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap) -> tuple[int, dict[str, int]]:
-    """Stages' files into one, the configuration, and the proof."""
+    """Join the files of the stages, write the configuration, and load both with peft."""
     from safetensors.torch import load_file, save_file
 
-    stored: dict[str, torch.Tensor] = {}
     ours: dict[str, torch.Tensor] = {}
-    for prefix, into in (("stage", stored), ("ours", ours)):
-        for file in sorted(folder.glob(f"{prefix}-*.safetensors")):
-            into |= load_file(file)
-            file.unlink()
+    for file in sorted(folder.glob("stage-*.safetensors")):
+        ours |= load_file(file)
+        file.unlink()
+    stored = {key: tensor.contiguous().clone() for key, tensor in _stored(ours, keys)}
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     _peft_config(config, lora, keys, ours).save_pretrained(folder)
     return sum(tensor.numel() for tensor in ours.values()), verify_peft(folder, config, lora, ours)
@@ -175,19 +178,17 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
     from peft import LoraConfig as PeftConfig
 
     modules, parameters = set(), set()
-    for name in ours:
-        module, _, last = name.rpartition(".lora.")
-        if last == "A":
+    for module, suffix, _, _ in _adapters(ours):
+        if not suffix:
             stored = _module(f"{module}.weight", keys)
             if ".mlp." in stored and not family_of(config).dense:
                 parameters.add(stored.split(".", 3)[3] + ".weight")
             else:
                 modules.add(stored.rpartition(".")[2])
-        elif last in ("A13", "A2") and keys.fused:
-            parameters.add(keys.gate if last == "A13" else keys.down)
-        elif last in ("A13", "A2"):
-            published = (keys.gate, keys.up) if last == "A13" else (keys.down,)
-            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in published}
+        elif keys.fused:
+            parameters.add(_expert_keys(suffix, keys)[0])
+        else:
+            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in _expert_keys(suffix, keys)}
     path = str(config.hf_path)
     base, commit = id_and_commit(path) or (str(local_folder(path).absolute()), None)
     return PeftConfig(
@@ -204,7 +205,7 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
 
 
 def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]) -> dict[str, int]:
-    """What peft adds to each matrix of the model that transformers builds, against ``ours``; no base weights are read.
+    """Compare what peft adds to each matrix of transformers' model with ``ours``, without reading base weights.
 
     Args:
         ours: whole adapters by their names in the model.
@@ -215,40 +216,48 @@ def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[
     Raises:
         CheckpointError: the first difference: a matrix that peft leaves out, one too many, other numbers.
     """
-    wanted = dict(_targets(config, ours))
+    wanted = _targets(config, ours)
     groups: dict[str, int] = {}
     for key, module in _loaded(folder, str(local_folder(str(config.hf_path)))):
         if key not in wanted:
             raise CheckpointError(f"{folder}: peft adapts {key}, and this model does not")
-        name, group = wanted.pop(key)
+        ours_module, suffix, a, b = wanted.pop(key)
+        group = _group(ours_module, suffix)
         groups[group] = groups.get(group, 0) + 1
-        a, b = ours[name], ours[name.replace(".lora.A", ".lora.B")]
-        for expert, (theirs, mine) in enumerate(zip(_theirs(module), _mine(a, b, config, name), strict=True)):
+        for expert, (theirs, mine) in enumerate(zip(_theirs(module), _mine(suffix, a, b, config), strict=True)):
             mine = mine * (lora.alpha / lora.rank)
             if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
-                raise CheckpointError(f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {name}")
+                raise CheckpointError(
+                    f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {ours_module}.lora.A{suffix}"
+                )
     if wanted:
         raise CheckpointError(f"{folder}: peft leaves out {len(wanted)} of the adapted matrices: {listed(wanted)}")
     return groups
 
 
-def _targets(config: ModelConfig, ours: dict[str, torch.Tensor]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Parameter of transformers' model -> our A, and the group."""
+def _targets(config: ModelConfig, ours: dict[str, torch.Tensor]) -> dict[str, tuple[str, str, Any, Any]]:
+    """Map parameters of transformers' model to our adapters."""
     keys = family_of(config).keys.in_memory
-    for name in ours:
-        module, _, last = name.rpartition(".lora.")
-        if last.startswith("B"):
-            continue
-        if last == "A":
-            group = "attention" if "attn." in module else "shared_experts" if "shared" in module else "mlp"
-            yield _module(f"{module}.weight", keys) + ".weight", (name, group)
+    targets = {}
+    for module, suffix, a, b in _adapters(ours):
+        if suffix:
+            key = f"model.layers.{module.split('.')[1]}.{_expert_keys(suffix, keys)[0]}"
         else:
-            layer = module.split(".")[1]
-            yield f"model.layers.{layer}.{keys.gate if last == 'A13' else keys.down}", (name, "experts")
+            key = _module(f"{module}.weight", keys) + ".weight"
+        targets[key] = module, suffix, a, b
+    return targets
+
+
+def _group(module: str, suffix: str) -> str:
+    if suffix:
+        return "experts"
+    if "attn." in module:
+        return "attention"
+    return "shared_experts" if "shared" in module else "mlp"
 
 
 def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
-    """(name of the adapted parameter in transformers' model, peft's layer) of a model without weights."""
+    """Yield the adapted parameters of transformers' model, built without weights, and peft's layers."""
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -274,7 +283,7 @@ def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
 
 
 def _theirs(module: Any) -> Iterator[torch.Tensor]:
-    """What peft adds to a parameter, one expert after the other, as the parameter lies."""
+    """Yield what peft adds to a parameter, expert by expert, in the parameter's layout."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(module, ParamWrapper) and module.num_experts > 1:
@@ -285,11 +294,14 @@ def _theirs(module: Any) -> Iterator[torch.Tensor]:
         yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)
 
 
-def _mine(a: torch.Tensor, b: torch.Tensor, config: ModelConfig, name: str) -> Iterator[torch.Tensor]:
+def _mine(suffix: str, a: torch.Tensor, b: torch.Tensor, config: ModelConfig) -> Iterator[torch.Tensor]:
+    """Yield our counterpart of ``_theirs``, unscaled."""
     keys = family_of(config).keys.in_memory
-    if a.dim() == 2:
+    if not suffix:
         yield b.float() @ a.float()
         return
     for each_a, each_b in zip(a.float(), b.float(), strict=True):
-        delta = _as_stored((each_b @ each_a)[None], keys)[0] if name.endswith("A13") else each_b @ each_a
+        delta = each_b @ each_a
+        if suffix == "13":
+            delta = _as_stored(delta[None], keys)[0]
         yield delta.T if keys.transposed else delta

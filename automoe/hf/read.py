@@ -22,7 +22,7 @@ import torch
 
 from automoe.config.convert import written
 from automoe.errors import CheckpointError, listed
-from automoe.hf.catalog import Catalog, Source, open_catalog
+from automoe.hf.catalog import Catalog, open_catalog
 from automoe.hf.files import DTYPES
 from automoe.hf.headers import StoredTensor, without_collection
 from automoe.hf.keys import Piece, hf_pieces
@@ -33,7 +33,7 @@ from automoe.hf.upcycle import Upcycling
 from automoe.model.decoder import Decoder
 from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
-from automoe.quantize.packed import is_packed, pack_fp8, pack_nf4, unpack
+from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
 
 CHUNK_BYTES = 2 << 20  # read at once where numbers are converted on the way: the only scratch memory
 DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progress is shown in between
@@ -48,7 +48,7 @@ class Loaded:
     """What a load read from files, over all ranks, and the seconds of the slowest one.
 
     Attributes:
-        not_finite: tensors of the checkpoint with NaN or infinite numbers, and how many.
+        not_finite: number of NaN or infinite values of each tensor of the checkpoint that has any.
     """
 
     path: Path
@@ -80,11 +80,11 @@ def load_hf(
     Collective, unless ``catalog`` (of the same directory) is given.
 
     Parameters may be DTensors on either mesh and need storage (``to_empty``) but no values; buffers
-    that a checkpoint does not hold get their first values. Numbers are converted to each parameter's
+    that a checkpoint does not hold are initialised. Numbers are converted to each parameter's
     dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized on the way.
 
     Args:
-        upcycling: ``path`` is dense, and experts and routers are made from it so.
+        upcycling: how experts and routers are made, if ``path`` is dense and the model is not.
         progress: show a bar, on rank 0 and on a terminal.
 
     Raises:
@@ -119,12 +119,12 @@ def load_hf(
     not_finite: dict[str, int] = {}
     for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():  # of copies, one
         not_finite[key] = not_finite.get(key, 0) + count
-    shown = written(path) if isinstance(path, str) else path
-    return Loaded(Path(shown), sum(read), max(seconds), upcycling, not_finite)
+    source = written(path) if isinstance(path, str) else path
+    return Loaded(Path(source), sum(read), max(seconds), upcycling, not_finite)
 
 
 def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:
-    """Read a packed shard's numbers, a matrix at a time in float32 whatever is trained in, and round them. As below."""
+    """Read a packed shard, one matrix at a time in float32, and quantize it. Returns as ``_not_finite``."""
     odd: dict[tuple[Any, ...], int] = {}
     for index, one in shard.matrices(widened=False):
         ranges = reader.plan([one])
@@ -134,41 +134,40 @@ def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], i
     return odd
 
 
-def _not_finite(ranges: list[Range]) -> dict[tuple[Any, ...], int]:
-    """Of parts of stored tensors (key, matrices, rows, columns) that were read, the numbers that are not finite."""
-    shards = {id(one.shard): one.shard for one in ranges}
-    odd = {known for known, shard in shards.items() if is_packed(shard.local) or not is_finite(shard.local)}
-    parts = [one for one in ranges if id(one.shard) in odd]
-    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in parts}
+def _not_finite(ranges: list[ReadItem]) -> dict[tuple[Any, ...], int]:
+    """Count NaN and infinite numbers of the items, by place in the checkpoint: (key, matrices, rows, columns)."""
+    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in ranges}
     return {place: count for place, count in counts.items() if count}
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no number is NaN or infinite, in one pass over them without memory of its own."""
+    """Return False if a number is NaN or infinite; takes one pass and no memory."""
     return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
 def num_not_finite(tensor: torch.Tensor) -> int:
-    """How many numbers are NaN or infinite."""
+    """Count NaN and infinite numbers."""
     return 0 if is_finite(tensor) else int((~torch.isfinite(tensor)).sum())
 
 
-class Range(NamedTuple):
-    """A part of one tensor of the checkpoint and the part of a shard that it fills.
+class ReadItem(NamedTuple):
+    """A slice of one tensor of the checkpoint and the slice of a shard that it fills.
 
     A stored tensor counts as a stack of matrices; a vector is a matrix of one column.
 
     Attributes:
-        key: of the stored tensor.
+        shard: destination.
+        key: name of the stored tensor.
+        source: the stored tensor.
         matrices, rows, cols: half-open ranges in the stored tensor.
         place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be two dims.
         row_unit: stored rows for each index of ``place``'s dim 1.
-        stored: the bytes of its numbers or codes.
+        stored: bytes of its numbers or codes.
     """
 
     shard: LocalShard
     key: str
-    source: Source
+    source: StoredTensor
     matrices: tuple[int, int]
     rows: tuple[int, int]
     cols: tuple[int, int]
@@ -177,15 +176,15 @@ class Range(NamedTuple):
     stored: _Rows
 
     def widened(self) -> torch.Tensor:
-        """The numbers in its place."""
+        """Return the numbers of ``place``, dequantized if the shard is packed."""
         return unpack(self.place, self.cols[1] - self.cols[0], torch.float32)
 
     def num_bytes(self, place: torch.Tensor) -> int:
-        """Stored bytes of a part of ``place``, without scales."""
-        return place.numel() * self.source.data.num_bytes // math.prod(self.source.shape)
+        """Return the stored bytes of a slice of ``place``, without scales."""
+        return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """(matrix, first row, last row, their place), about ``num_rows`` rows of one matrix at a time."""
+        """Yield (matrix, first row, end row, their slice of ``place``), about ``num_rows`` rows at a time."""
         step = max(1, num_rows // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
             for begin in range(*self.rows, step):
@@ -194,15 +193,15 @@ class Range(NamedTuple):
                 yield matrix, begin, end, self.place[matrix - self.matrices[0], first:last]
 
 
-def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
-    """The part of ``shard`` that ``piece`` holds; None where they do not meet."""
+def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadItem | None:
+    """Return the part of ``shard`` that ``piece`` holds; None if they do not overlap."""
     found = piece.overlap(shard.start, shard.extent)
     if found is None:
         return None
     if isinstance(shard, PackedShard) and source.encoding != "fp8":
         raise CheckpointError(
             f"lora.base={shard.base} keeps matrices as the checkpoint stores them, in block-FP8, and {piece.key} is "
-            f"{source.data.dtype}. Set lora.base=nf4 or weights"
+            f"{source.dtype}. Set lora.base=nf4 or weights"
         )
     spans = [(one.start, one.stop) for one in found[0]]
     place = piece.in_stored_order(shard.local[found[1]])
@@ -211,20 +210,20 @@ def _range(shard: LocalShard, piece: Piece, source: Source) -> Range | None:
     if len(spans) == 2:
         spans, place = [(0, 1), *spans], place.unsqueeze(0)
     matrices, rows, cols = spans
-    row_unit, stored = 1, _Rows.of(source.data, cols)
+    row_unit, stored = 1, _Rows.of(source, cols)
     if source.encoding == "mxfp4":  # the last two dims the other way round: [..., rows, groups, 16 bytes]
         rows, cols, place = cols, rows, place.movedim(1, -1)
         row_unit = place.shape[2] if piece.merged else 1
-        stored = _Rows.of(source.data, (cols[0] // MXFP4_BLOCK, -(-cols[1] // MXFP4_BLOCK)), dims=2)
-    return Range(shard, piece.key, source, matrices, rows, cols, place, row_unit, stored)
+        stored = _Rows.of(source, (cols[0] // MXFP4_BLOCK, -(-cols[1] // MXFP4_BLOCK)), dims=2)
+    return ReadItem(shard, piece.key, source, matrices, rows, cols, place, row_unit, stored)
 
 
 class Reader:
-    """Ranges of a catalog's tensors out of its files, the last few of which stay open.
+    """Reader of slices of a catalog's tensors; keeps the last ``MAX_OPEN`` files open.
 
     Attributes:
-        bytes_read: from files so far.
-        advance: told of the stored bytes of every chunk that is in its place.
+        bytes_read: bytes read from files so far.
+        advance: called with the stored bytes of every chunk when it is in its place.
     """
 
     def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
@@ -239,20 +238,20 @@ class Reader:
             os.close(self._open.popitem()[1])
 
     @without_collection()
-    def plan(self, shards: Iterable[LocalShard]) -> list[Range]:
-        """All that ``shards`` need, in file order."""
+    def plan(self, shards: Iterable[LocalShard]) -> list[ReadItem]:
+        """Plan the reads that fill ``shards``, in file order."""
         ranges = []
         for shard in shards:
             if shard.local.numel() == 0:  # a dim shorter than its axis leaves ranks with nothing
                 continue
             experts = range(shard.start[0], shard.start[0] + shard.local.shape[0])
             for piece in hf_pieces(shard.name, shard.shape, self.catalog.keys, experts):
-                if (one := _range(shard, piece, self.catalog.sources[piece.key])) is not None:
+                if (one := _read_item(shard, piece, self.catalog.sources[piece.key])) is not None:
                     ranges.append(one)
-        return sorted(ranges, key=lambda one: (one.source.data.file, one.source.data.start))
+        return sorted(ranges, key=lambda one: (one.source.file, one.source.start))
 
-    def fill(self, ranges: Iterable[Range]) -> None:
-        """Copy every range into its place.
+    def fill(self, ranges: Iterable[ReadItem]) -> None:
+        """Copy every item into its place.
 
         Raises:
             CheckpointError: a file that was there when its header was read is gone, shorter or unreadable.
@@ -272,8 +271,8 @@ class Reader:
             else:
                 self.visit([one], lambda _, numbers, part: part.copy_(numbers))
 
-    def visit(self, ranges: Iterable[Range], use: Callable[[Range, torch.Tensor, torch.Tensor], object]) -> None:
-        """``use(range, numbers, place)`` for some rows at a time; both tensors have the same shape.
+    def visit(self, ranges: Iterable[ReadItem], use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object]) -> None:
+        """Call ``use(item, numbers, place)`` for some rows at a time; both tensors have the same shape.
 
         ``numbers`` is on the CPU, in the checkpoint's dtype, float32 where that is quantized.
 
@@ -285,10 +284,10 @@ class Reader:
                 use(one, self._numbers(one, matrix, begin, end).view(part.shape), part)
                 self.advance(one.num_bytes(part))
 
-    def _numbers(self, one: Range, matrix: int, begin: int, end: int) -> torch.Tensor:
-        """[rows, columns] of one matrix; of a packed one [rows, blocks, bytes]."""
+    def _numbers(self, one: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
+        """Return [rows, columns] of one matrix, dequantized; for a packed shard [rows, blocks, bytes]."""
         source, (left, right) = one.source, one.cols
-        data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.data.dtype])
+        data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.dtype])
         if source.scales is None:
             return data
         if source.encoding == "fp8":
@@ -304,13 +303,13 @@ class Reader:
         first = groups[0] * MXFP4_BLOCK
         return dequantize_mxfp4(data, scales)[:, left - first : right - first]
 
-    def _rows(self, one: Range, stored: _Rows, matrix: int, rows: tuple[int, int]) -> torch.Tensor:
-        """[rows, bytes] that ``stored`` asks for."""
+    def _rows(self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int]) -> torch.Tensor:
+        """Return the wanted bytes of some rows of ``stored``, [rows, bytes]."""
         buffer = torch.empty(rows[1] - rows[0], stored.width, dtype=torch.uint8)
         self._read(one, stored, matrix, rows, buffer.view(-1))
         return buffer[:, stored.wanted[0] - stored.read[0] : stored.wanted[1] - stored.read[0]]
 
-    def _read(self, one: Range, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor) -> None:
+    def _read(self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor) -> None:
         file, target, width = stored.tensor.file, into.numpy().data, stored.width
         start = stored.tensor.start + (matrix * stored.num_rows + rows[0]) * stored.row_bytes + stored.read[0]
         try:
@@ -341,7 +340,7 @@ class Reader:
 
 
 class _Rows(NamedTuple):
-    """Rows of bytes as a file holds a stack of matrices, and the bytes of each row that are wanted and read."""
+    """A stored stack of matrices as rows of bytes, and the bytes of each row that are wanted and that are read."""
 
     tensor: StoredTensor
     num_rows: int  # of one matrix
@@ -351,7 +350,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, tensor: StoredTensor, cols: tuple[int, int], dims: int = 1) -> _Rows:
-        """``cols`` count steps of the first of the ``dims`` last dims, which make a row."""
+        """Select ``cols``, indices of the first of the last ``dims`` dims, which together make a row."""
         shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
         step = DTYPES[tensor.dtype].itemsize * math.prod(shape[len(shape) - dims + 1 :])
         row_bytes, wanted = shape[-dims] * step, (cols[0] * step, cols[1] * step)
@@ -360,18 +359,18 @@ class _Rows(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes that are read of each row."""
+        """Number of bytes read of each row."""
         return self.read[1] - self.read[0]
 
 
 @contextmanager
 def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A function to tell of bytes read, and a bar with GB/s on a terminal; nothing in a log.
+    """Show a progress bar with GB/s on a terminal, and nothing in a log; yields a function that takes bytes read.
 
     Args:
-        name: of the checkpoint.
-        num_bytes: of all that will be read.
-        shown: whether this rank may show something.
+        name: name of the checkpoint.
+        num_bytes: bytes that will be read in total.
+        shown: False on ranks that show nothing.
     """
     if not (shown and sys.stderr.isatty()):  # every rank would import rich for nothing
         yield lambda num_bytes: None

@@ -1,12 +1,13 @@
-"""This rank's part of a model's tensors."""
+"""This rank's shards of a model's tensors, as checkpoints of HuggingFace's layout read and write them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
@@ -18,12 +19,12 @@ from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 
 Parts = dict[int, Decoder]
 
-# What parameters may become in an export; None keeps each one's own dtype.
+# dtypes of parameters in an export; None keeps each one's own.
 EXPORT_DTYPES: dict[str, torch.dtype | None] = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def export_dtype(name: str) -> torch.dtype | None:
-    """One of ``EXPORT_DTYPES``. Raises ``ConfigError`` for another name."""
+    """Look up ``EXPORT_DTYPES``. Raises ``ConfigError`` for an unknown name."""
     if name not in EXPORT_DTYPES:
         raise ConfigError("dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep")
     return EXPORT_DTYPES[name]
@@ -31,15 +32,15 @@ def export_dtype(name: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank holds of one tensor of the model.
+    """This rank's shard of one tensor of the model.
 
     Attributes:
-        name: global name, equal to the one in the whole model.
-        tensor: the parameter or buffer itself, a DTensor where it is sharded.
+        name: name in the full model.
+        tensor: the parameter or buffer, a DTensor if it is sharded.
         local: this rank's storage of it.
-        start: index of the storage's first element in the whole tensor, on every dim.
-        trained: a parameter, not a buffer.
-        copy: the embedding of a last stage whose head is tied to it; the first stage has it too.
+        start: index of the storage's first element in the full tensor, on every dim.
+        trained: True for parameters, False for buffers.
+        copy: True for the embedding of a last stage whose head is tied to it; the first stage has it too.
     """
 
     name: str
@@ -51,31 +52,33 @@ class LocalShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the full (unsharded) tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Size of this rank's part on every dim."""
+        """Shape of this rank's shard."""
         return tuple(self.local.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers."""
+        """dtype of its numbers."""
         return self.tensor.dtype
 
     def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
-        """This part's numbers at ``index`` of it."""
+        """Return the numbers at ``index`` of this shard."""
         return self.local[index]
 
 
 @dataclass(frozen=True)
 class PackedShard(LocalShard):
-    """That of a packed matrix (``automoe.quantize.packed``): ``tensor`` and ``local`` are bytes, the rest is its own.
+    """A shard of a packed matrix (``automoe.quantize.packed``), whose ``tensor`` and ``local`` are bytes.
+
+    ``shape``, ``extent``, ``start`` and ``dtype`` are those of the unpacked matrix.
 
     Attributes:
-        columns: of the whole matrix.
-        added: what an export adds, scale B A: A [..., r, I], B [..., O, r] for this part, and the scale.
+        columns: columns of the full matrix.
+        added: adapter that an export adds, as scale B A: A [..., r, I], B [..., O, r] of this shard, and the scale.
     """
 
     columns: int = 0
@@ -96,12 +99,12 @@ class PackedShard(LocalShard):
 
     @property
     def base(self) -> str:
-        """The ``lora.base`` that it is packed by."""
+        """The value of ``lora.base`` that packs so."""
         return base_of(self.local)
 
     @torch.no_grad()
     def numbers(self, index: tuple[int | slice, ...]) -> torch.Tensor:
-        """Widened, with an adapter's product added, in float32 at least; ``index`` leaves columns whole."""
+        """Unpack in float32 or wider and add the adapter; ``index`` must leave columns whole."""
         found = unpack(self.local[index], self.extent[-1], torch.float32)
         if self.added is None:
             return found
@@ -111,10 +114,10 @@ class PackedShard(LocalShard):
         return found
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Its first dim entry by entry, or a matrix as it is: the index, and a plain shard on the CPU, in float32.
+        """Yield matrix after matrix: its index in this shard, and an unpacked shard in float32 on the CPU.
 
         Args:
-            widened: the plain shard has the numbers; else nothing yet.
+            widened: fill the unpacked shard with the numbers; else it is left empty.
         """
         rest = (slice(None),) * (len(self.start) - 1)
         steps = [slice(None)] if len(self.start) == 2 else [slice(i, i + 1) for i in range(self.extent[0])]
@@ -129,9 +132,10 @@ class PackedShard(LocalShard):
 
 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """into [..., O, I] += scale b [..., O, r] a [..., r, I], each matrix alone, so that bits do not depend on how many.
+    """Add scale b [..., O, r] a [..., r, I] to ``into`` [..., O, I].
 
-    ``a`` may lack inner dims of ``b``, whose matrices then share it.
+    Every matrix is multiplied alone, so that bits do not depend on how many there are. ``a`` may lack inner dims of
+    ``b``, whose matrices then share it.
     """
     if b.dim() == 2:
         into.add_(b @ a, alpha=scale)
@@ -141,7 +145,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: fl
 
 
 def as_parts(parts: Parts | Decoder) -> Parts:
-    """One decoder counts as a pipeline of one stage. Frees whole weights that a forward pass has gathered."""
+    """Return the pipeline stages of a model, and reshard weights that a forward pass left gathered."""
     parts = {0: parts} if isinstance(parts, Decoder) else parts
     for part in parts.values():
         for module in fsdp_modules(part):
@@ -150,12 +154,18 @@ def as_parts(parts: Parts | Decoder) -> Parts:
 
 
 def config_of(parts: Parts) -> ModelConfig:
-    """The whole model's configuration, which every part carries."""
+    """Return the full model's configuration, which every stage carries."""
     return next(iter(parts.values())).config
 
 
+def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return the ranks of the largest mesh, which hold the same stages as this rank; the first rank without a mesh."""
+    meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    return tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
+
+
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Every tensor of this rank's stages that a HuggingFace checkpoint holds, in the model's order; no adapters."""
+    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
         for name, parameter in part.named_parameters():

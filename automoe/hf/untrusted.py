@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder that somebody else made: opened, parsed and copied with what that asks for. No torch.
+"""Safe opening, parsing and copying of files in a checkpoint folder that somebody else made. No torch.
 
 A name stands for a regular file that lies in its folder. Links may lead to others of the folder, and in
 HuggingFace's cache, whose ``snapshots/REVISION`` hold nothing but links, to ``blobs`` of the same repository.
@@ -27,12 +27,12 @@ _KINDS = {
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """Whether there is anything of that name, a broken link too: what it is, is found when it is opened."""
+    """Return True if the name exists, even as a broken link; ``open_inside`` checks what it is."""
     return os.path.lexists(folder / name)
 
 
 def open_inside(folder: Path, name: str) -> int:
-    """A descriptor to read the file ``name`` of ``folder`` from; never waits, whatever lies there.
+    """Open the file ``name`` of ``folder`` and return a descriptor to read from; never blocks, even on a FIFO.
 
     Raises:
         CheckpointError: a link that leads out of the folder, or no regular file.
@@ -77,7 +77,7 @@ def _check_regular(file: Path, mode: int) -> None:
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
-    """The content of a file that holds JSON. Raises as ``open_inside``, and for one above ``MAX_JSON_BYTES``."""
+    """Read a JSON file whole. Raises as ``open_inside``, and for one above ``MAX_JSON_BYTES``."""
     with os.fdopen(open_inside(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > MAX_JSON_BYTES:
@@ -88,7 +88,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
 
 
 def parse_json(raw: bytes) -> Any:
-    """JSON in UTF-8 whose objects have every key once. Raises ``ValueError``."""
+    """Parse UTF-8 JSON and refuse objects with a repeated key. Raises ``ValueError``."""
     try:
         text = raw.decode("utf-8")
         found = json.loads(text)
@@ -113,7 +113,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: object) -> str:
-    """``value`` for a message, which a file may have made as long as it likes."""
+    """Shorten a value from a file to at most 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 

@@ -29,12 +29,12 @@ TARGETS = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How the tensors of a mixture come out of a dense checkpoint.
+    """The rule that makes the tensors of a mixture from a dense checkpoint.
 
     Attributes:
         granularity: G, parts of the dense FFN.
-        std: standard deviation of the routers' first weights.
-        seed: of these.
+        std: standard deviation of the routers' initial weights.
+        seed: seed of these weights.
     """
 
     granularity: int
@@ -43,12 +43,12 @@ class Upcycling:
 
     @property
     def keys(self) -> KeyMap:
-        """Names of the dense FFN."""
+        """Key map to the dense FFN."""
         names = {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
         return KeyMap(**names, ffn_parts=self.granularity)
 
     def finish(self, shard: LocalShard) -> None:
-        """Scale a down projection, draw a router; ``shard`` is filled from the files otherwise."""
+        """Scale a down projection, or draw a router; other shards are as the files filled them."""
         if shard.name.endswith("mlp.experts.w_down"):
             shard.local.mul_(self.granularity)
         elif shard.name.endswith("mlp.router.weight"):
@@ -63,10 +63,10 @@ class Upcycling:
 
 
 def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcycling]:
-    """What the dense checkpoint ``model.hf_path`` becomes with the number and width of experts that ``model`` says.
+    """Return the mixture of the dense checkpoint ``model.hf_path`` with ``model``'s number and width of experts.
 
     Args:
-        seed: of the routers.
+        seed: seed of the routers.
 
     Raises:
         ConfigError: as ``upcycled``, or a width that is no part of the dense one.
@@ -90,7 +90,7 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcy
 def upcycled(
     path: str | Path, num_experts: int, num_experts_per_token: int, granularity: int = 1, seed: int = 0
 ) -> tuple[ModelConfig, Upcycling]:
-    """The mixture that the dense model of directory ``path`` becomes, and how.
+    """Return the configuration of the mixture that the dense model at ``path`` becomes, and the rule that makes it.
 
     Raises:
         ConfigError: sizes with which it would not compute the same, or a family without a counterpart.
@@ -122,7 +122,7 @@ def upcycled(
         first_k_dense=0,
         router=replace(dense.router, score="softmax", norm_topk_prob=True),
     )
-    # As a reader of its config.json would have it, which has no place for what the family does not vary.
+    # Written and read once, so that it is what a reader of the mixture's config.json gets.
     family = family_of(mixture)
     described = family.read_config(family.write_config(mixture, read_hf_config(path)), str(path))
     return described, Upcycling(G, dense.initializer_range, seed)

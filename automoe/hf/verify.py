@@ -24,8 +24,8 @@ from automoe.hf.families.registry import family_of, model_config_from_hf
 from automoe.hf.folder import write_settings
 from automoe.hf.headers import switched_off
 from automoe.hf.keys import hf_tensors
-from automoe.hf.read import Range, Reader, load_hf, num_not_finite
-from automoe.hf.rewrite import not_exported, plan_rewrite, rewrite_tensors
+from automoe.hf.read import Reader, ReadItem, load_hf, num_not_finite
+from automoe.hf.save_plan import not_exported, plan_rewrite, rewrite_tensors
 from automoe.hf.shards import PackedShard, Parts, as_parts, config_of, local_shards
 from automoe.model.decoder import Decoder
 from automoe.model.params import count_params
@@ -48,11 +48,11 @@ def verify_hf(
 
     Args:
         parts: the model, or this rank's pipeline stages of it; not changed.
-        dtype: of tensors of the export by their names; None, or a name that is not there: the model's own.
-        fp8: it is in block-FP8, whose codes are then compared as far as they can be equal.
+        dtype: expected dtypes of exported tensors by name; tensors without one have the model's own.
+        fp8: the export is in block-FP8, whose numbers are compared within the error of rounding.
 
     Returns:
-        Relative error of the logits; None for a model too large.
+        Relative error of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: on every rank alike: the first difference, by name.
@@ -65,10 +65,10 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """What ``transformers`` makes of a checkpoint directory: the same model, and the same logits where it is small.
+    """Check that ``transformers`` builds the same model from a directory and, if it is small, computes the same logits.
 
     Returns:
-        Relative error of the logits; None for a model too large.
+        Relative error of the logits; None for a model that is too large to run.
 
     Raises:
         CheckpointError: the first difference, or why transformers does not load it.
@@ -91,10 +91,10 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
 
 
 def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool) -> None:
-    """Every number that this rank holds, bit for bit, against the range of the file it belongs to."""
-    squares: dict[str, list[float]] = {}  # of a quantized tensor: of errors, of numbers
+    """Compare every number that this rank holds, bit for bit, with its place in the files."""
+    squares: dict[str, list[float]] = {}  # sums of squared errors and of squared numbers, by quantized tensor
 
-    def compare(one: Range, source: torch.Tensor, target: torch.Tensor) -> None:
+    def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         if odd := num_not_finite(source):
             raise not_exported(catalog.folder, one.key, odd)
         if fp8 and one.source.encoding == "fp8":
@@ -103,7 +103,7 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
             off, whole = (source - live).square().sum(), live.square().sum()
             squares[one.key] = [error + float(off), size + float(whole)]
             return
-        # The stage that writes a tied embedding says what it is written in.
+        # The dtype of a tied embedding's copy is known to the stage that writes the embedding.
         wanted = dtype.get(one.key, source.dtype if one.shard.copy else target.dtype)
         if source.dtype != wanted:
             raise CheckpointError(f"{catalog.folder}: {one.key} is {source.dtype}, not {wanted}")
@@ -131,7 +131,7 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
-    """The model that transformers would build from the exported config has our tensors, and no others."""
+    """Check that the model that transformers builds from the exported config has our tensors, and no others."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -150,7 +150,7 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
 
 
 def _compare_logits(catalog: Catalog) -> float | None:
-    """The export run twice in float32 on the CPU, by transformers and by this decoder.
+    """Run the export twice in float32 on the CPU, by transformers and by this decoder, and compare the logits.
 
     Raises:
         CheckpointError: transformers leaves tensors over or makes some up, chooses other experts, or
@@ -159,8 +159,7 @@ def _compare_logits(catalog: Catalog) -> float | None:
     config = model_config_from_hf(catalog.folder)
     if 4 * count_params(config).total > MAX_COMPARED_BYTES:
         return None
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=generator)
+    tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0))
     with _unquantized(catalog, config) as folder:
         theirs, choices = _run_transformers(folder, tokens, config)
     model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
@@ -188,10 +187,10 @@ def _compare_logits(catalog: Catalog) -> float | None:
 
 
 def compare_with_dense(dense: Path, mixture: Path) -> float | None:
-    """Logits of an upcycled checkpoint and of the dense one it was made from, both run by transformers in float32.
+    """Compare the logits of an upcycled checkpoint and of its dense source, both run by transformers in float32.
 
     Returns:
-        Relative difference; None for models too large.
+        Relative difference; None for models that are too large to run.
 
     Raises:
         CheckpointError: it is more than ``LOGITS_TOLERANCE``.
@@ -215,7 +214,7 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
 
 @contextmanager
 def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
-    """The directory, or a float32 copy of a quantized one for as long as it is needed.
+    """Yield the directory, or a temporary float32 copy if it is quantized.
 
     transformers 5 takes a block's size from the number of scales, which is wrong where rows or columns are no
     multiple of 128 (576 rows have five scales), and refuses or misreads such a matrix.
@@ -230,7 +229,7 @@ def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
 
 
 def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [B, S, V] and the experts chosen, [B, S, moe layers, K]."""
+    """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K]."""
     from transformers import AutoModelForCausalLM, __version__
     from transformers.utils import logging as bars
 

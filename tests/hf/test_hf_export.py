@@ -101,7 +101,7 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits alone would not see it: the logits of transformers do."""
-    from automoe.hf import read, write
+    from automoe.hf import read, save_plan
     from automoe.hf.keys import hf_pieces
 
     def swapped(name, *args):
@@ -112,7 +112,7 @@ def test_a_mistake_that_reader_and_writer_share_is_found(
         return hf_pieces(name, *args)
 
     model = automoe.from_hf(source)
-    monkeypatch.setattr(write, "hf_pieces", swapped)
+    monkeypatch.setattr(save_plan, "hf_pieces", swapped)
     monkeypatch.setattr(read, "hf_pieces", swapped)
     with pytest.raises(CheckpointError, match="transformers computes other logits"):
         to_hf(model, tmp_path / "out")

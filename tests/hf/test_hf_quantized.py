@@ -217,7 +217,7 @@ def test_other_ranks_are_sent_the_same_sources(fp8: Path, mxfp4: Path) -> None:
         assert (sent.folder, sent.keys, sent.block) == (own.folder, own.keys, own.block)
         assert list(sent.sources.items()) == list(own.sources.items()), "in file order"
         assert {source.encoding for source in sent.sources.values()} == {"plain", encoding}
-        places = [(source.data.file, source.data.start) for source in own.sources.values()]
+        places = [(source.file, source.start) for source in own.sources.values()]
         assert places == sorted(places)
 
 

@@ -1,0 +1,284 @@
+"""The plan of a checkpoint to be written, and its execution: from a live model on any mesh, or from another checkpoint.
+
+A plan lists the tensors of the checkpoint, each with the slices of the model's tensors that it is made of, the ranks
+that hold these and the rank that writes it. Numbers are gathered from the shards of the ranks, or read from the files
+of the source as a rank's shard would be. One tensor of the checkpoint is in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from automoe.config.schema import ModelConfig
+from automoe.errors import CheckpointError
+from automoe.hf.catalog import Catalog
+from automoe.hf.files import DTYPES, Entries, Written, entries_of, file_names, split, write_files, write_index
+from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
+from automoe.hf.quantized import dequantize_fp8, quantize_fp8
+from automoe.hf.read import Reader, num_not_finite
+from automoe.hf.shards import LocalShard, stage_ranks
+from automoe.interop.torch_private import is_strided_shard
+from automoe.parallel.agreement import Ranks
+from automoe.parallel.collectives import all_gather
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """One tensor of the checkpoint to be written.
+
+    Attributes:
+        shard: this rank's part of the model's tensor, on the meta device if its numbers are read from files.
+        pieces: slices of the model's tensor that make it.
+        dtype: dtype in which its numbers are gathered or read.
+        holders: ranks that together hold it, all of which take part in gathering it.
+        writer: the holder that writes it.
+        entries: what the files store for it.
+    """
+
+    shard: LocalShard
+    pieces: list[Piece]
+    dtype: torch.dtype
+    holders: tuple[int, ...]
+    writer: int
+    entries: Entries
+
+    @property
+    def key(self) -> str:
+        """Name in the checkpoint."""
+        return self.pieces[0].key
+
+
+def plan_writes(
+    shards: list[LocalShard], keys: KeyMap, dtype: torch.dtype | None, fp8: bool = False, source: Catalog | None = None
+) -> list[WriteItem]:
+    """Plan the tensors of this rank's stages, alike on every rank of a stage; bytes are spread evenly over ranks.
+
+    Args:
+        shards: this rank's parts of the model's tensors.
+        keys: layout of the checkpoint.
+        dtype: dtype of its parameters; None keeps each one's own, as ``source`` has it if there is one. Buffers always
+            keep theirs.
+        fp8: quantize what block-FP8 checkpoints quantize.
+        source: checkpoint that the model began from.
+    """
+    plan: list[WriteItem] = []
+    load: dict[int, int] = {}
+    stage = stage_ranks(shard.tensor for shard in shards)
+    for shard in shards:
+        by_key: dict[str, list[Piece]] = {}
+        for piece in () if shard.copy else hf_pieces(shard.name, shard.shape, keys):
+            by_key.setdefault(piece.key, []).append(piece)
+        for key, pieces in by_key.items():
+            holders = stage
+            if isinstance(shard.tensor, DTensor):
+                holders = _holders(shard.tensor, pieces[0], first=stage[0])
+            writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
+            quantized = fp8 and is_quantized_in_fp8(key, pieces[0].shape, keys)
+            stored = shard.dtype if source is None else own_dtype(source, shard, pieces[0])
+            own = stored if shard.local.is_meta else shard.dtype
+            if quantized:  # rounded once, to FP8
+                out = torch.float32 if shard.local.is_meta and own == torch.bfloat16 else own
+            elif not shard.trained:
+                out = own
+            else:
+                out = stored if dtype is None else dtype
+            entries = entries_of(key, pieces[0].shape, out, quantized)
+            plan.append(WriteItem(shard, pieces, out, holders, writer, entries))
+            load[writer] = load.get(writer, 0) + sum(entry.num_bytes for entry in entries)
+    return plan
+
+
+def plan_rewrite(
+    source: Catalog, config: ModelConfig, keys: KeyMap, dtype: torch.dtype | None = None, fp8: bool = False
+) -> list[WriteItem]:
+    """Plan every tensor of ``source`` in the layout ``keys``; quantized ones become bfloat16 if ``dtype`` is None."""
+    shards = []
+    for name, shape in our_tensors(config):
+        whole = torch.empty(shape, device="meta")
+        shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=not name.endswith(".expert_bias")))
+    return plan_writes(shards, keys, dtype, fp8, source)
+
+
+def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
+    """Return the dtype of the stored tensor with the first number of ``piece``; bfloat16 for a quantized one."""
+    expert = next((at for at in piece.select if at is not None), 0)
+    pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
+    source = catalog.sources[pieces[0].key] if pieces else next(iter(catalog.sources.values()))  # of a new tensor
+    return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    plan: list[WriteItem],
+    make: Callable[[WriteItem], torch.Tensor],
+    ranks: Ranks,
+    folder: Path,
+    max_shard_bytes: int = 5 << 30,
+) -> Written:
+    """Write the tensors of ``plan`` into safetensors files in ``folder``, with an index if there are several.
+
+    Args:
+        make: returns the whole tensor of an item; called by all its holders in the order of the plan.
+        max_shard_bytes: largest file, unless one tensor alone is larger.
+    """
+    mine = split((item.entries for item in plan if item.writer == ranks.rank), max_shard_bytes)
+    everyone = ranks.all(lambda: mine)
+    contents = [entries for theirs in everyone for entries in theirs]
+    names = file_names(len(contents))
+    first = sum(len(theirs) for theirs in everyone[: ranks.rank])
+    paths = [folder / name for name in names[first : first + len(mine)]]
+
+    def stream() -> None:
+        made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
+        try:
+            write_files(zip(paths, mine, strict=True), (tensor for item, tensor in made if item.writer == ranks.rank))
+        finally:  # a rank that cannot write any more still takes part in gathering, and says so at the end
+            for _ in made if ranks.size > 1 else ():
+                pass
+
+    ranks.all(stream)
+    dtype = next(item.dtype for item in plan if item.shard.trained)
+    return ranks.lead(lambda: write_index(folder, names, contents, dtype))
+
+
+@torch.no_grad()
+def rewrite_tensors(
+    plan: list[WriteItem],
+    source: Catalog,
+    folder: Path,
+    max_shard_bytes: int = 5 << 30,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Written:
+    """``write_tensors`` of this process alone, with numbers from the files of ``source``.
+
+    Args:
+        advance: receives every number of bytes read.
+    """
+    with Reader(source, advance) as reader:
+        return write_tensors(plan, lambda item: _read(item, reader), Ranks(alone=True), folder, max_shard_bytes)
+
+
+def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> None:
+    """Compare every number of ``written``, read back from its files, with the number of ``source`` it was made from.
+
+    Raises:
+        CheckpointError: the first tensor that is not finite, or differs; in FP8, from what rounding the source gives.
+    """
+    with Reader(source) as from_source, Reader(written) as from_written:
+        for item in plan:
+            wanted, found = _read(item, from_source), _read(item, from_written)
+            if odd := num_not_finite(found):
+                raise not_exported(source.folder, item.key, odd)
+            if len(item.entries) > 1:
+                wanted = dequantize_fp8(*quantize_fp8(wanted)).to(found.dtype)
+            if not torch.equal(wanted, found):
+                raise CheckpointError(
+                    f"{written.folder}: {item.key} is not what {source.folder} holds: "
+                    f"{int((wanted != found).sum())} of {wanted.numel()} numbers differ"
+                )
+
+
+def not_exported(folder: Path, key: str, count: int) -> CheckpointError:
+    """Return the error for weights that nobody can compute with."""
+    return CheckpointError(
+        f"{folder}: {count:,} numbers of {key} are NaN or infinite, and what is exported is finite. Mend them, or "
+        "export an earlier checkpoint"
+    )
+
+
+def _read(item: WriteItem, reader: Reader) -> torch.Tensor:
+    """Read the tensor, each piece as the shard of a rank that holds just that piece."""
+    whole = torch.empty(item.pieces[0].shape, dtype=item.dtype)
+    for piece in item.pieces:
+        start = tuple(index or 0 for index in piece.select)
+        sizes = zip(piece.select, item.shard.shape, strict=True)
+        extent = tuple(size if index is None else 1 for index, size in sizes)
+        found = piece.overlap(start, extent)
+        assert found is not None
+        local = piece.from_stored(whole[found[0]]).view(extent)
+        shard = LocalShard(item.shard.name, item.shard.tensor, local, start)
+        reader.fill(reader.plan([shard]))
+        reader.catalog.finish(shard)
+    return whole
+
+
+# Gathering ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather(item: WriteItem) -> torch.Tensor:
+    """Return the whole tensor in the item's dtype. Collective over its holders."""
+    shard, [piece] = item.shard, item.pieces
+    found = piece.overlap(shard.start, shard.extent)
+    assert found is not None, "called by a rank that does not hold the tensor"
+    tensor = shard.numbers(found[1]).to(item.dtype)
+    if isinstance(shard.tensor, DTensor):
+        for axis, dim, size in _gathered_axes(shard.tensor, piece):
+            tensor = _join(tensor, dim, size, shard.tensor.device_mesh.get_group(axis))
+    return piece.to_stored(tensor)
+
+
+def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-gather parts cut as by ``torch.chunk``, the last of which may be short or empty."""
+    longest = -(-size // dist.get_world_size(group))
+    missing = longest - local.shape[dim]  # gloo gathers equal sizes alone
+    padded = F.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
+    return all_gather(padded, dim, group).narrow(dim, 0, size)
+
+
+def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
+    """List the all-gathers that make a piece whole, in order: (mesh axis, dim of the HF tensor, its size afterwards).
+
+    If FSDP shards a dim that tp or etp has already sharded, its placement is strided and is gathered first.
+    """
+    mesh = tensor.device_mesh
+    outer_first: list[tuple[int, int, int]] = []
+    for dim in range(len(piece.select)):
+        if piece.select[dim] is not None:
+            continue
+        axes = [axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim]
+        axes.sort(key=lambda axis: not is_strided_shard(tensor.placements[axis]))
+        assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
+        hf_dim = dim - sum(at is not None for at in piece.select[:dim])
+        extent = piece.size[hf_dim]
+        for axis in reversed(axes):
+            outer_first.append((axis, hf_dim, extent))
+            # The inner axis shards this rank's slice of the outer axis.
+            longest = -(-extent // mesh.size(axis))
+            extent = max(0, min(longest, extent - longest * mesh.get_local_rank(axis)))
+    return outer_first[::-1]
+
+
+def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
+    """Return the ranks that hold the piece: those with the owner's coordinate on axes that shard a selected dim.
+
+    Args:
+        first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh without
+            that axis, once per coordinate of it; the copy of the first coordinate is written.
+    """
+    ranks = tensor.device_mesh.mesh
+    ranks = ranks - (ranks.min() - first)
+    index: list[int | slice] = []
+    for axis, placement in enumerate(tensor.placements):
+        dim = _cut_dim(placement)
+        at = None if dim is None else piece.select[dim]
+        if at is None or dim is None:
+            index.append(slice(None))
+        else:
+            index.append(at // -(-tensor.shape[dim] // ranks.shape[axis]))
+    return tuple(ranks[tuple(index)].flatten().tolist())
+
+
+def _cut_dim(placement: Placement) -> int | None:
+    # Not a subclass of Shard in every torch.
+    return placement.dim if isinstance(placement, Shard) or is_strided_shard(placement) else None
