@@ -23,8 +23,9 @@ from measuring import PEAK
 from train_step import cases
 
 from automoe.config.schema import Config
+from automoe.model.flops import train_flops_per_token
 from automoe.model.loss import chunk_loss
-from automoe.model.params import count_params, layer_params, train_flops_per_token
+from automoe.model.params import count_params, layer_params
 from automoe.model.runtime import Runtime
 from automoe.moe.communicators import Communicator
 from automoe.moe.tokens import TokenCounts

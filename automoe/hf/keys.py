@@ -216,10 +216,7 @@ def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, ex
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of the whole model that a checkpoint holds, buffers too."""
-    for param in model_params(config):
-        yield param.name, param.shape
-        if config.router.expert_bias and param.name.endswith("mlp.router.weight"):
-            yield param.name.replace("router.weight", "router.expert_bias"), (config.num_experts,)
+    return ((param.name, param.shape) for param in model_params(config, buffers=True))
 
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:

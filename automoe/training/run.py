@@ -20,7 +20,8 @@ from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import Config
 from automoe.errors import AutomoeError, SaveError
 from automoe.hf.headers import without_collection
-from automoe.model.adapters import describe_training, step_flops_per_token
+from automoe.model.adapters import describe_training
+from automoe.model.flops import step_flops_per_token
 from automoe.observe.console import Console
 from automoe.observe.metrics import MetricsLog, last_objective, load_summary
 from automoe.observe.profiler import profile_steps

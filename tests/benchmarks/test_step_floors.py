@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from automoe.model.params import train_flops_per_token
+from automoe.model.flops import train_flops_per_token
 from tests.support.gpu import conf_model
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

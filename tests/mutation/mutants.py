@@ -72,8 +72,8 @@ def parity(name: str) -> list[str]:
 
 
 _OPTIM = [
-    ("adamw.py", "parameter.dim() > 1 and", "parameter.dim() > 0 and", DECAY),
-    ("adamw.py", '".b_down"', '".b_up"', DECAY),
+    ("params.py", 'self.kind in ("matrix", "conv")', 'self.kind in ("matrix", "conv", "norm")', DECAY),
+    ("params.py", '_expert_bias("b_down"', '_experts("b_down"', DECAY),
     ("adamw.py", "if decays else 0.0", "if decays else optim.weight_decay", DECAY),
     ("adamw.py", "betas=optim.betas", "betas=optim.betas[::-1]", LLAMA),
     ("adamw.py", "eps=optim.eps", "eps=1e-8", LLAMA),
@@ -370,9 +370,9 @@ _PARALLEL = [
         [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
     ),
     (
-        "tensor.py",
-        '"v_proj": COLWISE, "o_proj": ROWWISE',
-        '"v_proj": COLWISE, "o_proj": COLWISE',
+        "params.py",
+        '_rowwise("o_proj", "H N*D", 5)',
+        '_colwise("o_proj", "H N*D", 5)',
         [f"{MESH}[llama-tp2-mb4-alltoall]"],
     ),
     (
