@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from operator import attrgetter
@@ -193,7 +193,6 @@ class _Module:
     Attributes:
         when: whether a layer has it.
         group: the name of its part in ``lora.targets``.
-        prefix: what the names of its single targets begin with there.
     """
 
     path: str
@@ -201,19 +200,19 @@ class _Module:
     specs: tuple[ParamSpec, ...]
     when: Callable[[ModelConfig, int], bool]
     group: str = ""
-    prefix: str = ""
 
     @property
     def rows(self) -> list[ParamSpec]:
         """Its rows of the table with names within the layer."""
         path = f"{self.path}." if self.path else ""
+        prefix = "" if self.group == "attention" else f"{self.group}."  # a lone q_proj is clear
         return [
             replace(
                 spec,
                 name=path + spec.name,
                 part="norms" if spec.kind == "norm" else self.part,
                 group=self.group,
-                lora=spec.lora and self.prefix + spec.lora,
+                lora=spec.lora and prefix + spec.lora,
             )
             for spec in self.specs
         ]
@@ -248,17 +247,10 @@ _MODULES = (
     _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
     _Module("self_attn", "attention", _GQA, _has_gqa, "attention"),
     _Module("self_attn", "attention", _MLA, _has_mla, "attention"),
-    _Module("mlp", "dense_ffn", _DENSE_FFN, _is_dense, "mlp", "mlp."),
+    _Module("mlp", "dense_ffn", _DENSE_FFN, _is_dense, "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
-    _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts", "experts."),
-    _Module(
-        "mlp.shared_experts",
-        "shared_experts",
-        _SHARED_EXPERTS,
-        _has_shared_experts,
-        "shared_experts",
-        "shared_experts.",
-    ),
+    _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
+    _Module("mlp.shared_experts", "shared_experts", _SHARED_EXPERTS, _has_shared_experts, "shared_experts"),
 )
 _EMBEDDING = ParamSpec("embed_tokens.weight", "V H", tp=0, part="embedding")
 _FINAL_NORM = ParamSpec("norm.weight", "H", kind="norm", part="norms")
@@ -283,11 +275,8 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
         rows, columns = target.shape.split()
         a = ParamSpec("lora.A", f"r {columns}", tp=1 if target.tp == 1 else None)
         b = ParamSpec("lora.B", f"{rows} r", tp=0 if target.tp == 0 else None)
-    place, part = target.place, target.part
-    return (
-        replace(a, name=f"{path}.{a.name}", place=place, part=part),
-        replace(b, name=f"{path}.{b.name}", place=place, part=part),
-    )
+    as_row = partial(replace, place=target.place, part=target.part)
+    return as_row(a, name=f"{path}.{a.name}"), as_row(b, name=f"{path}.{b.name}")
 
 
 # Every row by its name within a layer, or at an end of the model. Both kinds of attention have a q_proj and an o_proj,
