@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from automoe.config.schema import ModelConfig
 from automoe.errors import ConfigError
-from automoe.model.params import model_params
+from automoe.model.params import SPECS, model_params
 
 INDEX_FILE = "model.safetensors.index.json"  # tensor -> file
 FP8_BLOCK = (128, 128)  # rows and columns under one scale
@@ -22,9 +22,16 @@ SCALE_SUFFIX = "_scale_inv"  # of a block-FP8 tensor's scales, after the tensor'
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
+def _published(name: str, tensor: int = 0) -> str:
+    """Return the key that the table of parameters gives ``mlp.<name>``, or one of several tensors."""
+    return SPECS[f"mlp.{name}"].hf.split()[tensor]
+
+
 @dataclass(frozen=True)
 class KeyMap:
     """Names below ``model.layers.N.`` that differ from ours; ``{expert}`` where there is one per expert.
+
+    The defaults are the column ``hf`` of ``automoe.model.params``; a family states what it spells otherwise.
 
     With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first. With ``transposed``
     too (GPT-OSS) it is [E, H, 2I], gates and ups in turn, and ``down`` is [E, I, H]; biases likewise.
@@ -32,16 +39,16 @@ class KeyMap:
     router (``automoe.hf.upcycle``).
     """
 
-    router: str = "mlp.gate.weight"
-    expert_bias: str = "mlp.gate.e_score_correction_bias"
-    gate: str = "mlp.experts.{expert}.gate_proj.weight"
-    up: str = "mlp.experts.{expert}.up_proj.weight"
-    down: str = "mlp.experts.{expert}.down_proj.weight"
+    router: str = _published("router.weight")
+    expert_bias: str = _published("router.expert_bias")
+    gate: str = _published("experts.w_gate_up", 0)
+    up: str = _published("experts.w_gate_up", 1)
+    down: str = _published("experts.w_down")
     shared_experts: str = "mlp.shared_experts"  # of the module
-    shared_gate: str = "mlp.shared_expert_gate.weight"
-    router_bias: str = "mlp.gate.bias"
-    gate_up_bias: str = "mlp.experts.gate_up_proj_bias"  # transposed alone
-    down_bias: str = "mlp.experts.down_proj_bias"
+    shared_gate: str = _published("shared_experts.output_gate.weight")
+    router_bias: str = _published("router.bias")
+    gate_up_bias: str = _published("experts.b_gate_up")  # transposed alone
+    down_bias: str = _published("experts.b_down")
     fused: bool = False
     transposed: bool = False
     ffn_parts: int = 0
@@ -216,10 +223,7 @@ def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, ex
 
 def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of the whole model that a checkpoint holds, buffers too."""
-    for param in model_params(config):
-        yield param.name, param.shape
-        if config.router.expert_bias and param.name.endswith("mlp.router.weight"):
-            yield param.name.replace("router.weight", "router.expert_bias"), (config.num_experts,)
+    return ((param.name, param.shape) for param in model_params(config, buffers=True))
 
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:

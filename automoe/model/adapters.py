@@ -8,35 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row
 from automoe.config.rules_kernels import BASE_BLOCKS, ELEMENT_BYTES, ROW_BYTES
 from automoe.config.schema import Config, LoraConfig
-from automoe.model.params import Param, TokenFlops, layer_params, model_params, train_flops_per_token
+from automoe.model.params import LORA_GROUPS, Param, adapter_specs, layer_params, model_params
 
-# For each part of a model the name of its group in ``lora.targets``, and what a single target begins with.
-_GROUPS = {
-    "attention": ("attention", ""),
-    "dense_ffn": ("mlp", "mlp."),
-    "shared_experts": ("shared_experts", "shared_experts."),
-    "routed_experts": ("experts", "experts."),
-}
-_EXPERTS = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # the field's names of our stacks
-_NOT_ADAPTED = ("output_gate", "in_proj_ba")  # one number a token, or a head
 _BACKENDS = ("grouped_mm", "loop")  # of experts; the others multiply by no adapters
-# Of a target's adapters: the name after the target's module, and which dims of the target they take.
-A, B = "lora.A", "lora.B"
 
 
 def target_names(param: Param) -> tuple[str, ...]:
     """What ``lora.targets`` may call this parameter: its group, and its own name; nothing if it has no adapter."""
-    module, last = param.name.split(".")[-2:]
-    if param.part not in _GROUPS or not param.multiplies or module in _NOT_ADAPTED or module.endswith("norm"):
-        return ()
-    group, prefix = _GROUPS[param.part]
-    return group, prefix + _EXPERTS.get(last, module)
+    return () if param.spec.lora is None else (param.spec.group, param.spec.lora)
 
 
 def is_target(param: Param, lora: LoraConfig) -> bool:
@@ -46,13 +30,13 @@ def is_target(param: Param, lora: LoraConfig) -> bool:
 
 def adapters(param: Param, rank: int) -> list[Param]:
     """The adapter of a target: A [r, I] and B [O, r]; of experts stacks of them, one A for gate and up."""
-    module, last = param.name.rsplit(".", 1)
-    if param.expert:
-        number, first = ("13" if last == "w_gate_up" else "2"), param.shape[:1]
-        shapes = {f"A{number}": (*first, rank, param.shape[-1]), f"B{number}": (*param.shape[:-1], rank)}
-    else:
-        shapes = {"A": (rank, param.shape[1]), "B": (param.shape[0], rank)}
-    return [replace(param, name=f"{module}.lora.{name}", shape=shape) for name, shape in shapes.items()]
+    stack = param.shape[:1] if param.expert else ()
+    shapes = (*stack, rank, param.shape[-1]), (*param.shape[:-1], rank)
+    before = param.name.removesuffix(param.spec.name)
+    return [
+        replace(param, name=before + spec.name, shape=shape, spec=spec)
+        for spec, shape in zip(adapter_specs(param.spec), shapes, strict=True)
+    ]
 
 
 def is_trained(name: str, config: Config) -> bool:
@@ -67,7 +51,7 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
     """[..., rows, blocks, bytes] of a frozen matrix that ``lora.base`` packs; None of another parameter."""
-    stays = config.lora.base == "weights" or not target_names(param) or ".lora." in param.name
+    stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):
         return None
     size, num_bytes = BASE_BLOCKS[config.lora.base]
@@ -91,12 +75,6 @@ def with_adapters(params: list[Param], config: Config) -> list[Param]:
         if is_target(param, config.lora):
             made += adapters(param, config.lora.rank)
     return made
-
-
-def step_flops_per_token(config: Config) -> TokenFlops:
-    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are multiplied too."""
-    made = partial(with_adapters, config=config)
-    return train_flops_per_token(config.model, config.train.seq_len, made=made)
 
 
 # Parts of a layer that recomputation runs again, and the adapters in them.
@@ -175,8 +153,7 @@ def _lora_rows(config: Config, params: list[Param]) -> Iterator[Row]:
     lora, train, moe = config.lora, config.train, config.moe
     yield "lora.alpha", not lora.alpha > 0, "an adapter's product is multiplied by alpha / rank", "Set lora.alpha=32"
     yield "lora.dropout", not 0 <= lora.dropout < 1, "a share in [0, 1)", "Set lora.dropout=0"
-    groups = {group for group, _ in _GROUPS.values()}
-    known = sorted(groups.union(*map(target_names, params)))
+    known = sorted({*LORA_GROUPS}.union(*map(target_names, params)))
     for target in lora.targets:
         yield ("lora.targets", target not in known, f"this model has no {target!r}: it has {', '.join(known)}",
                "Set lora.targets=[attention,experts]")
@@ -224,7 +201,7 @@ def _base_rows(config: Config, params: list[Param], shape: MeshShape | None) -> 
     size, _ = BASE_BLOCKS[base]
     for param in packed:
         axis, ranks = ("etp", shape.etp) if param.expert else ("tp", shape.tp)
-        cut = param.name.endswith("w_down") if param.expert else param.tp_dim(ranks) == 1
+        cut = getattr(param.spec, axis) == len(param.shape) - 1
         columns = param.shape[-1]
         yield (f"mesh.{axis}", cut and ranks > 1 and (columns % ranks or columns // ranks % size) != 0,
                f"lora.base={base} has a scale for {size} numbers of a row, and {axis} would cut {param.name} inside "

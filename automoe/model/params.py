@@ -1,82 +1,365 @@
-"""Every parameter of a model as a name and a shape, their sums, and the FLOPs of one training token. No torch.
+"""The table of a model's parameters: every other module reads here what it must know about one. No torch.
 
-Names and shapes are those of ``automoe.model``, which this package must not import: it would take
-seconds, and a plan is printed before torch is imported.
+``automoe.model`` builds these parameters, with these names and shapes (a test holds the two against each other). Plans,
+sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are columns of the table.
 
-FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the backward pass costs
-twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2 where nothing below it is trained. A
-gated delta net counts as its recurrence: reading a head's state with a key, changing it, and reading it with a query
-are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and recomputation are not counted.
+Sizes (``sizes_of``) that the table writes shapes in:
 
-Letters: V vocabulary, H hidden, I expert width, E experts, K top-k, D head dim, R low rank.
+    H  hidden                  V   vocabulary                  E   experts
+    F  width of a dense FFN    S   width of the shared FFN     I   width of a routed expert
+    N  query heads             G   key and value heads         D   dim of a head
+    Q  rows of queries: N, or 2 N with an output gate          r   rank of an adapter
+    P  MLA: dim of a query     C, T  of it from the latent, and turned by position     W  dim of a value
+    Rq MLA: rank of queries    Rkv MLA: rank of keys and values
+    Nk, Dk  delta net: key heads and their dim     Nv, Dv  value heads and theirs     K  width of its convolution
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
 from math import prod
+from operator import attrgetter
+from typing import Any
 
-from automoe.config.schema import AttentionConfig, ModelConfig, is_linear, window_of
+from automoe.config.schema import ModelConfig, is_linear
 
-# Projections cut by output features (dim 0) or input features (dim 1) under tensor parallelism.
-_TP_DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0)
-_TP_DIMS |= {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
-_TP_DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
-
-# Added or compared, not multiplied by: no matrix products, and no FLOPs worth counting.
-_ADDED = ("bias", "b_gate_up", "b_down", "sinks", "dt_bias", "A_log")
-# Vectors of one number a head, which go with their heads.
-_BY_HEAD = ("sinks", "dt_bias", "A_log")
-
-# The modules of a layer in the order in which a token meets them; a place has those that do not wait for each other.
-_PLACES = (
-    "input_layernorm",
-    "q_proj k_proj v_proj q_a_proj kv_a_proj_with_mqa in_proj_qkvz in_proj_ba",
-    "q_norm k_norm q_a_layernorm kv_a_layernorm conv1d dt_bias A_log",
-    "q_b_proj kv_b_proj sinks",
-    "norm",
-    "o_proj out_proj",
-    "post_attention_layernorm",
-    "gate_proj up_proj w_gate_up b_gate_up A13 B13 router output_gate",
-    "down_proj w_down b_down A2 B2",
-)
-_SCORES = 3  # attention itself comes behind this place
-_PLACE_OF = {name: place for place, names in enumerate(_PLACES) for name in names.split()}
-_LORA_B = (".lora.B", ".lora.B13", ".lora.B2")  # adapters multiply by A first, which is trained
-
-Shapes = dict[str, tuple[int, ...]]  # name within its layer -> dims
 PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
-# What the names of a layer's parameters hold, and their part. The first that fits counts.
-_PART_BY_NAME = {
-    "norm": "norms",
-    "self_attn.": "attention",
-    "linear_attn.": "attention",
-    "mlp.router.": "router",
-    "mlp.experts.": "routed_experts",
-    "mlp.shared_experts.": "shared_experts",
-    "mlp.": "dense_ffn",
+_LAYER = re.compile(r"layers\.\d+\.")
+# Of a layer (``ParamSpec.place``). Attention itself comes after the place SCORES.
+NUM_PLACES, SCORES = 9, 3
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One row of the table: a parameter of a layer, or of an end of the model.
+
+    Attributes:
+        name: of the parameter within its module; in ``SPECS`` within its layer.
+        shape: one word for each dim: a sum of products of sizes.
+        place: where in its layer a token meets the parameter. Those of one place do not wait for each other.
+            0: first norm. 1: projections of its output. 2: norms, convolution and decays. 3: projections of latents,
+            sinks. 4: norm of the heads' output. 5: output projection. 6: second norm. 7: router and projections into
+            FFNs. 8: projections out of FFNs.
+        kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions; ``vector``: added
+            or compared; ``norm``: scales of a norm; ``buffer``: not trained.
+        tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
+        etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert add up their
+            outputs, so each of them adds its own columns of b_down.
+        fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a matrix are
+            contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
+        fp8: whether ``train.fp8`` multiplies by it in 8 bits.
+        lora: its name in ``lora.targets``; None: it gets no adapter.
+        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate and up have one each.
+            A family states what it spells otherwise (``automoe.hf.keys``).
+        when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after ``not``.
+        part: one of ``PARTS``; set by the module.
+        group: the name of its part in ``lora.targets``; set by the module.
+    """
+
+    name: str
+    shape: str
+    place: int = 0
+    kind: str = "matrix"
+    tp: int | None = None
+    etp: int | None = None
+    fsdp: int = 0
+    fp8: bool = False
+    lora: str | None = None
+    hf: str = ""
+    when: str = ""
+    part: str = ""
+    group: str = ""
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: not to a tensor that shifts or scales single numbers."""
+        return self.kind in ("matrix", "conv")
+
+    def is_in(self, model: ModelConfig) -> bool:
+        """Return whether the modules of ``model`` have this parameter (``when``)."""
+        key = self.when.removeprefix("not ")
+        return not key or bool(attrgetter(key)(model)) == (key == self.when)
+
+    @property
+    def per_kv_head(self) -> bool:
+        """Whether it projects to keys or values, whose heads may be fewer than ranks."""
+        return "G" in self.shape
+
+
+def _linear(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
+    """A matrix that may get an adapter and is multiplied in 8 bits."""
+    return ParamSpec(f"{name}.weight", shape, place, fp8=True, lora=name, **facts)
+
+
+def _colwise(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
+    """Under tensor parallelism a rank has some output features."""
+    return _linear(name, shape, place, tp=0, **facts)
+
+
+def _rowwise(name: str, shape: str, place: int) -> ParamSpec:
+    """Under tensor parallelism a rank has some input features, and outputs are summed."""
+    return _linear(name, shape, place, tp=1)
+
+
+def _vector(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
+    return ParamSpec(name, shape, place, "vector", **facts)
+
+
+def _norm(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
+    return ParamSpec(f"{name}.weight", shape, place, "norm", **facts)
+
+
+def _experts(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
+    """The matrices of a layer's experts in one tensor; dim 2 is an expert's width."""
+    return ParamSpec(name, shape, place, etp=2, fp8=True, **facts)
+
+
+def _expert_bias(name: str, shape: str, place: int, **facts: Any) -> ParamSpec:
+    return _vector(name, shape, place, when="biased_experts", **facts)
+
+
+_SELECTION_BIAS = "mlp.gate.e_score_correction_bias"
+_EXPERT = "mlp.experts.{expert}"
+_NORMS = (_norm("input_layernorm", "H", 0), _norm("post_attention_layernorm", "H", 6))
+_GQA = (
+    _colwise("q_proj", "Q*D H", 1),
+    _colwise("k_proj", "G*D H", 1),
+    _colwise("v_proj", "G*D H", 1),
+    _rowwise("o_proj", "H N*D", 5),
+    _vector("q_proj.bias", "N*D", 1, tp=0, when="attention.qkv_bias"),
+    _vector("k_proj.bias", "G*D", 1, tp=0, when="attention.qkv_bias"),
+    _vector("v_proj.bias", "G*D", 1, tp=0, when="attention.qkv_bias"),
+    _vector("o_proj.bias", "H", 5, when="attention.o_bias"),
+    _vector("sinks", "N", 3, tp=0, when="attention.sinks"),
+    _norm("q_norm", "D", 2, when="attention.qk_norm"),
+    _norm("k_norm", "D", 2, when="attention.qk_norm"),
+)
+_MLA = (
+    _colwise("q_proj", "N*P H", 1, when="not attention.q_lora_rank"),
+    _linear("q_a_proj", "Rq H", 1, when="attention.q_lora_rank"),
+    _norm("q_a_layernorm", "Rq", 2, when="attention.q_lora_rank"),
+    _colwise("q_b_proj", "N*P Rq", 3, when="attention.q_lora_rank"),
+    _linear("kv_a_proj_with_mqa", "Rkv+T H", 1),
+    _norm("kv_a_layernorm", "Rkv", 2),
+    _colwise("kv_b_proj", "N*C+N*W Rkv", 3),
+    _rowwise("o_proj", "H N*W", 5),
+)
+_DELTA_NET = (
+    _colwise("in_proj_qkvz", "2*Nk*Dk+2*Nv*Dv H", 1),
+    ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0),  # one number a head: neither an adapter nor 8 bits
+    ParamSpec("conv1d.weight", "2*Nk*Dk+Nv*Dv 1 K", 2, "conv"),
+    _vector("dt_bias", "Nv", 2, tp=0),
+    _vector("A_log", "Nv", 2, tp=0),
+    _norm("norm", "Dv", 4),
+    _rowwise("out_proj", "H Nv*Dv", 5),
+)
+_DENSE_FFN = (_colwise("gate_proj", "F H", 7), _colwise("up_proj", "F H", 7), _rowwise("down_proj", "H F", 8))
+_ROUTER = (
+    ParamSpec("weight", "E H", 7, hf="mlp.gate.weight"),
+    ParamSpec("expert_bias", "E", 7, "buffer", hf=_SELECTION_BIAS, when="router.expert_bias"),
+    _vector("bias", "E", 7, hf="mlp.gate.bias", when="router.logit_bias"),
+)
+_EXPERTS = (
+    _experts(
+        "w_gate_up",
+        "E 2 I H",
+        7,
+        fsdp=2,
+        lora="gate_up_proj",
+        hf=f"{_EXPERT}.gate_proj.weight {_EXPERT}.up_proj.weight",
+    ),
+    _experts("w_down", "E H I", 8, fsdp=1, lora="down_proj", hf=f"{_EXPERT}.down_proj.weight"),
+    _expert_bias("b_gate_up", "E 2 I", 7, etp=2, fsdp=2, hf="mlp.experts.gate_up_proj_bias"),
+    _expert_bias("b_down", "E H", 8, etp=1, fsdp=1, hf="mlp.experts.down_proj_bias"),
+)
+_SHARED_EXPERTS = (
+    _colwise("gate_proj", "S H", 7),
+    _colwise("up_proj", "S H", 7),
+    _rowwise("down_proj", "H S", 8),
+    ParamSpec(  # one number a token: neither an adapter nor 8 bits
+        "output_gate.weight", "1 H", 7, hf="mlp.shared_expert_gate.weight", when="shared_expert_gate"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of some layers, and its rows of the table.
+
+    Attributes:
+        when: whether a layer has it.
+        group: the name of its part in ``lora.targets``.
+    """
+
+    path: str
+    part: str
+    specs: tuple[ParamSpec, ...]
+    when: Callable[[ModelConfig, int], bool]
+    group: str = ""
+
+    @property
+    def rows(self) -> list[ParamSpec]:
+        """Its rows of the table with names within the layer."""
+        path = f"{self.path}." if self.path else ""
+        prefix = "" if self.group == "attention" else f"{self.group}."  # a lone q_proj is clear
+        return [
+            replace(
+                spec,
+                name=path + spec.name,
+                part="norms" if spec.kind == "norm" else self.part,
+                group=self.group,
+                lora=spec.lora and prefix + spec.lora,
+            )
+            for spec in self.specs
+        ]
+
+
+def _has_delta_net(model: ModelConfig, layer: int) -> bool:
+    return is_linear(model.attention, layer)
+
+
+def _has_gqa(model: ModelConfig, layer: int) -> bool:
+    return model.attention.kind == "gqa" and not _has_delta_net(model, layer)
+
+
+def _has_mla(model: ModelConfig, layer: int) -> bool:
+    return model.attention.kind == "mla" and not _has_delta_net(model, layer)
+
+
+def _is_dense(model: ModelConfig, layer: int) -> bool:
+    return layer < model.first_k_dense
+
+
+def _is_moe(model: ModelConfig, layer: int) -> bool:
+    return layer >= model.first_k_dense
+
+
+def _has_shared_experts(model: ModelConfig, layer: int) -> bool:
+    return _is_moe(model, layer) and model.shared_width > 0
+
+
+_MODULES = (
+    _Module("", "norms", _NORMS, lambda model, layer: True),
+    _Module("linear_attn", "attention", _DELTA_NET, _has_delta_net, "attention"),
+    _Module("self_attn", "attention", _GQA, _has_gqa, "attention"),
+    _Module("self_attn", "attention", _MLA, _has_mla, "attention"),
+    _Module("mlp", "dense_ffn", _DENSE_FFN, _is_dense, "mlp"),
+    _Module("mlp.router", "router", _ROUTER, _is_moe),
+    _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
+    _Module("mlp.shared_experts", "shared_experts", _SHARED_EXPERTS, _has_shared_experts, "shared_experts"),
+)
+_EMBEDDING = ParamSpec("embed_tokens.weight", "V H", tp=0, part="embedding")
+_FINAL_NORM = ParamSpec("norm.weight", "H", kind="norm", part="norms")
+_HEAD = ParamSpec("lm_head.weight", "V H", tp=0, part="head")
+
+_ROWS = [(module.when, module.rows) for module in _MODULES]
+LORA_GROUPS = tuple(dict.fromkeys(module.group for module in _MODULES if module.group))
+# Adapters A and B of a stack of experts: A13 multiplies by the input of gate and up, B13 gives the outputs of both.
+_EXPERT_ADAPTERS = {
+    "w_gate_up": (ParamSpec("lora.A13", "E r H", fsdp=2), ParamSpec("lora.B13", "E 2 I r", etp=2, fsdp=2)),
+    "w_down": (ParamSpec("lora.A2", "E r I", etp=2, fsdp=2), ParamSpec("lora.B2", "E H r", fsdp=1)),
 }
+
+
+@cache
+def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
+    """Return the rows of A, which takes the last dim of its target and how that is sharded, and of B, the others."""
+    path, _, last = target.name.rpartition(".")
+    if last in _EXPERT_ADAPTERS:
+        a, b = _EXPERT_ADAPTERS[last]
+    else:
+        rows, columns = target.shape.split()
+        a = ParamSpec("lora.A", f"r {columns}", tp=1 if target.tp == 1 else None)
+        b = ParamSpec("lora.B", f"{rows} r", tp=0 if target.tp == 0 else None)
+    as_row = partial(replace, place=target.place, part=target.part)
+    return as_row(a, name=f"{path}.{a.name}"), as_row(b, name=f"{path}.{b.name}")
+
+
+# Every row by its name within a layer, or at an end of the model. Both kinds of attention have a q_proj and an o_proj,
+# whose rows differ in their shapes alone.
+SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
+for _spec in chain.from_iterable(rows for _, rows in _ROWS):
+    SPECS[_spec.name] = _spec
+    SPECS |= {adapter.name: adapter for adapter in adapter_specs(_spec)} if _spec.lora else {}
+
+# Those of routed experts by their names within ``GroupedExperts``.
+_PATH = "mlp.experts."
+EXPERT_SPECS = {name.removeprefix(_PATH): spec for name, spec in SPECS.items() if name.startswith(_PATH)}
+
+
+def find_spec(name: str) -> ParamSpec | None:
+    """Return the row of the parameter ``name`` of a model; None for a tensor that the table does not have."""
+    return SPECS.get(_LAYER.sub("", name, count=1))
+
+
+def sizes_of(model: ModelConfig) -> dict[str, int]:
+    """Return the numbers that the table's letters stand for."""
+    a = model.attention
+    return {
+        "H": model.hidden_size,
+        "V": model.vocab_size,
+        "E": model.num_experts,
+        "F": model.intermediate_size,
+        "S": model.shared_width,
+        "I": model.moe_intermediate_size,
+        "N": a.num_heads,
+        "G": a.num_kv_heads,
+        "D": a.head_dim,
+        "Q": (1 + a.output_gate) * a.num_heads,
+        "P": a.qk_nope_head_dim + a.qk_rope_head_dim,
+        "C": a.qk_nope_head_dim,
+        "T": a.qk_rope_head_dim,
+        "W": a.v_head_dim,
+        "Rq": a.q_lora_rank or 0,
+        "Rkv": a.kv_lora_rank,
+        "Nk": a.linear_num_key_heads,
+        "Dk": a.linear_key_head_dim,
+        "Nv": a.linear_num_value_heads,
+        "Dv": a.linear_value_head_dim,
+        "K": a.linear_conv_kernel_dim,
+    }
+
+
+def _shape_of(spec: ParamSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    def product(term: str) -> int:
+        return prod(int(size) if size.isdigit() else sizes[size] for size in term.split("*"))
+
+    return tuple(sum(map(product, dim.split("+"))) for dim in spec.shape.split())
 
 
 @dataclass(frozen=True)
 class Param:
-    """One trained tensor. ``layer`` is None outside the decoder layers (embedding, final norm, head)."""
+    """One tensor of a model: a row of the table with numbers.
+
+    Attributes:
+        layer: number of its decoder layer; None: embedding, final norm or head.
+        kv_heads: how many there are, for a projection to keys or values.
+        packed: ``lora.base`` packs it; the last two dims of ``shape`` are then blocks of this many numbers, and bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
-    part: str
+    spec: ParamSpec
     layer: int | None = None
-    kv_heads: int | None = None  # of a key or value projection
+    kv_heads: int | None = None
     trained: bool = True
-    packed: int = 0  # then its last two dims are blocks of so many numbers and their bytes (``lora.base``)
+    packed: int = 0
+
+    @property
+    def part(self) -> str:
+        """One of ``PARTS``."""
+        return self.spec.part
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     def bytes_each(self, size: int) -> int:
-        """What one entry of ``shape`` takes, where a number takes ``size`` bytes."""
+        """Return the bytes of an entry of ``shape``, if a number takes ``size`` bytes."""
         return 1 if self.packed else size
 
     @property
@@ -87,29 +370,17 @@ class Param:
     @property
     def whole_over_etp(self) -> bool:
         """Whether ranks that share the width of an expert each keep all of it: adapters of the other dims."""
-        return self.name.endswith((".lora.A13", ".lora.B2"))
+        return self.expert and self.spec.etp is None
 
     @property
     def multiplies(self) -> bool:
-        """Whether tokens are multiplied by it as a matrix: not a bias, nor a convolution over a few positions."""
-        module, last = self.name.split(".")[-2:]
-        return last not in _ADDED and module != "conv1d"
-
-    @property
-    def place(self) -> int:
-        """Where in its layer a token meets it (``_PLACES``)."""
-        return next(_PLACE_OF[word] for word in reversed(self.name.split(".")) if word in _PLACE_OF)
+        """Whether tokens are multiplied by it as a matrix."""
+        return self.spec.kind == "matrix"
 
     def tp_dim(self, tp: int) -> int | None:
-        """The dim that ``tp`` ranks cut it on, or None where each keeps it whole."""
-        if tp == 1 or (self.kv_heads is not None and self.kv_heads < tp):
-            return None
-        before, module, last = f".{self.name}".split(".")[-3:]
-        if module == "lora":  # the matrix with the dim that its target is cut on
-            dim = _TP_DIMS.get(before)
-            return dim if (dim, last) in ((0, "B"), (1, "A")) else None
-        dim = 0 if last in _BY_HEAD else _TP_DIMS.get(module)
-        return dim if dim is not None and dim < len(self.shape) else None  # a bias behind a sum stays whole
+        """Return the dim that ``tp`` ranks shard, or None if each of them keeps the whole tensor."""
+        whole = tp == 1 or (self.kv_heads is not None and self.kv_heads < tp)
+        return None if whole else self.spec.tp
 
 
 @dataclass(frozen=True)
@@ -124,57 +395,42 @@ class ParamCount:
     by_part: dict[str, int]
 
 
-def layer_params(model: ModelConfig, layer: int) -> list[Param]:
-    """Parameters of decoder layer ``layer``. The router's selection bias is a buffer, not listed."""
-    hidden = model.hidden_size
-    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    shapes |= (_delta_net_shapes if is_linear(model.attention, layer) else _attention_shapes)(hidden, model.attention)
-    if layer < model.first_k_dense:
-        shapes |= _ffn_shapes("mlp", hidden, model.intermediate_size)
-    else:
-        experts, width = model.num_experts, model.moe_intermediate_size
-        shapes["mlp.router.weight"] = (experts, hidden)
-        shapes["mlp.experts.w_gate_up"] = (experts, 2, width, hidden)
-        shapes["mlp.experts.w_down"] = (experts, hidden, width)
-        if model.router.logit_bias:
-            shapes["mlp.router.bias"] = (experts,)
-        if model.biased_experts:
-            shapes |= {"mlp.experts.b_gate_up": (experts, 2, width), "mlp.experts.b_down": (experts, hidden)}
-        if model.shared_width:
-            shapes |= _ffn_shapes("mlp.shared_experts", hidden, model.shared_width)
-            if model.shared_expert_gate:
-                shapes["mlp.shared_experts.output_gate.weight"] = (1, hidden)
+def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
+    """Return the parameters of decoder layer ``layer``, with ``buffers`` also the router's selection bias."""
+    sizes = sizes_of(model)
     params = []
-    for name, shape in shapes.items():
-        part = next(part for word, part in _PART_BY_NAME.items() if word in name)
-        cut_by_heads = name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
-        kv_heads = model.attention.num_kv_heads if cut_by_heads else None
-        params.append(Param(f"layers.{layer}.{name}", shape, part, layer, kv_heads))
+    for is_there, specs in _ROWS:
+        for spec in specs if is_there(model, layer) else ():
+            if not spec.is_in(model) or (spec.kind == "buffer" and not buffers):
+                continue
+            kv_heads = model.attention.num_kv_heads if spec.per_kv_head else None
+            params.append(Param(f"layers.{layer}.{spec.name}", _shape_of(spec, sizes), spec, layer, kv_heads))
     return params
 
 
-def stage_params(model: ModelConfig, layers: list[range], stage: int) -> list[Param]:
-    """Parameters of pipeline stage ``stage``, whose layers are ``layers[stage]``, in order.
+def stage_params(model: ModelConfig, layers: list[range], stage: int, buffers: bool = False) -> list[Param]:
+    """Return the parameters of pipeline stage ``stage``, whose layers are ``layers[stage]``, in order.
 
     A tied head is the embedding and adds nothing, or a copy of it where it has a stage of its own.
     """
     first, last = stage == 0, stage == len(layers) - 1
-    embedding = Param("embed_tokens.weight", (model.vocab_size, model.hidden_size), "embedding")
+    table = (model.vocab_size, model.hidden_size)
+    embedding = Param("embed_tokens.weight", table, _EMBEDDING)
     params = [embedding] if first else []
     for layer in layers[stage]:
-        params += layer_params(model, layer)
+        params += layer_params(model, layer, buffers)
     if last:
-        params.append(Param("norm.weight", (model.hidden_size,), "norms"))
+        params.append(Param("norm.weight", (model.hidden_size,), _FINAL_NORM))
         if not model.tie_embeddings:
-            params.append(replace(embedding, name="lm_head.weight", part="head"))
+            params.append(Param("lm_head.weight", table, _HEAD))
         elif not first:
-            params.append(replace(embedding, part="head"))
+            params.append(replace(embedding, spec=_HEAD))
     return params
 
 
-def model_params(model: ModelConfig) -> list[Param]:
-    """All parameters of the model, in order: embedding, layers, final norm, head."""
-    return stage_params(model, [range(model.num_layers)], 0)
+def model_params(model: ModelConfig, buffers: bool = False) -> list[Param]:
+    """Return all parameters of the model, in order: embedding, layers, final norm, head."""
+    return stage_params(model, [range(model.num_layers)], 0, buffers)
 
 
 def count_params(model: ModelConfig) -> ParamCount:
@@ -186,140 +442,3 @@ def count_params(model: ModelConfig) -> ParamCount:
     routed = by_part["routed_experts"]
     idle = routed - routed * model.num_experts_per_token // model.num_experts
     return ParamCount(total=total, active=total - idle, by_part=by_part)
-
-
-def _attention_shapes(hidden: int, attention: AttentionConfig) -> Shapes:
-    heads = attention.num_heads
-    shapes: Shapes
-    if attention.kind == "gqa":
-        dim, groups = attention.head_dim, attention.num_kv_heads
-        shapes = {
-            "self_attn.q_proj.weight": ((1 + attention.output_gate) * heads * dim, hidden),
-            "self_attn.k_proj.weight": (groups * dim, hidden),
-            "self_attn.v_proj.weight": (groups * dim, hidden),
-            "self_attn.o_proj.weight": (hidden, heads * dim),
-        }
-        if attention.qkv_bias:
-            shapes |= {f"self_attn.{x}_proj.bias": (n * dim,) for x, n in (("q", heads), ("k", groups), ("v", groups))}
-        if attention.o_bias:
-            shapes["self_attn.o_proj.bias"] = (hidden,)
-        if attention.sinks:
-            shapes["self_attn.sinks"] = (heads,)
-        if attention.qk_norm:
-            shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-        return shapes
-    query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
-    rank, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
-    key_value = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-    if attention.q_lora_rank is None:
-        shapes = {"self_attn.q_proj.weight": (query, hidden)}
-    else:
-        shapes = {
-            "self_attn.q_a_proj.weight": (attention.q_lora_rank, hidden),
-            "self_attn.q_a_layernorm.weight": (attention.q_lora_rank,),
-            "self_attn.q_b_proj.weight": (query, attention.q_lora_rank),
-        }
-    return shapes | {
-        "self_attn.kv_a_proj_with_mqa.weight": (rank + rope, hidden),
-        "self_attn.kv_a_layernorm.weight": (rank,),
-        "self_attn.kv_b_proj.weight": (key_value, rank),
-        "self_attn.o_proj.weight": (hidden, heads * attention.v_head_dim),
-    }
-
-
-def _delta_net_shapes(hidden: int, attention: AttentionConfig) -> Shapes:
-    keys = attention.linear_num_key_heads * attention.linear_key_head_dim
-    heads, width = attention.linear_num_value_heads, attention.linear_value_head_dim
-    values, kernel = heads * width, attention.linear_conv_kernel_dim
-    return {
-        "linear_attn.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
-        "linear_attn.in_proj_ba.weight": (2 * heads, hidden),
-        "linear_attn.conv1d.weight": (2 * keys + values, 1, kernel),
-        "linear_attn.dt_bias": (heads,),
-        "linear_attn.A_log": (heads,),
-        "linear_attn.norm.weight": (width,),
-        "linear_attn.out_proj.weight": (hidden, values),
-    }
-
-
-def _ffn_shapes(name: str, hidden: int, width: int) -> Shapes:
-    inwards: Shapes = {f"{name}.{x}_proj.weight": (width, hidden) for x in ("gate", "up")}
-    return inwards | {f"{name}.down_proj.weight": (hidden, width)}
-
-
-@dataclass(frozen=True)
-class TokenFlops:
-    """Training FLOPs per token. ``causal`` counts the half of the attention matrix that is used."""
-
-    causal: float
-    full_attention: float
-
-    def mfu(self, tokens_per_second: float, peak_flops: float) -> tuple[float, float]:
-        """(``mfu``, ``mfu_full_attention``) as fractions of ``peak_flops`` of all GPUs together."""
-        return (self.causal * tokens_per_second / peak_flops, self.full_attention * tokens_per_second / peak_flops)
-
-
-def train_flops_per_token(
-    model: ModelConfig, seq_len: int, num_mtp: int = 0, made: Callable[[list[Param]], list[Param]] = list
-) -> TokenFlops:
-    """Forward and backward FLOPs per token of rows with ``seq_len`` tokens.
-
-    Args:
-        model: the architecture.
-        seq_len: tokens a row; attention is taken over whole rows, whatever the documents in them.
-        num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
-            and another use of the head (arXiv 2412.19437, section 2.2).
-        made: of the model's parameters, what there is to multiply by: frozen ones, adapters.
-    """
-    attention, params = model.attention, made(model_params(model))
-    by_layer: dict[int | None, list[Param]] = {}
-    for param in params:
-        by_layer.setdefault(param.layer, []).append(param)
-    embedding, *tail = by_layer[None]
-    flows = embedding.trained  # whether what comes next is given something that has a gradient
-    matmul = causal = full = 0.0
-    for layer in [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]:
-        for place in range(len(_PLACES)):
-            here = [param for param in by_layer[layer] if param.place == place]
-            matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
-            flows = flows or any(param.trained for param in here)
-            if place != _SCORES:
-                continue
-            # Two products, forward and for both of their factors backward.
-            passes = 6 if flows else 2
-            if is_linear(attention, layer):
-                state = attention.linear_key_head_dim * attention.linear_value_head_dim
-                causal += passes * attention.linear_num_value_heads * state * 3
-                full += passes * attention.linear_num_value_heads * state * 3
-                continue
-            # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
-            keys = min(window_of(attention, layer) or seq_len, seq_len)
-            causal += passes * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
-            full += passes * _score_dims(attention) * keys
-    flows = flows or tail[0].trained
-    head = model.hidden_size * model.vocab_size
-    matmul += head * (1 + num_mtp) * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
-    matmul += num_mtp * 2 * model.hidden_size**2 * 6
-    return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
-
-
-def _passes(param: Param, flows: bool) -> int:
-    """FLOPs of one weight and token: forward, for the gradient of its input if that has one, for its own."""
-    return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
-
-
-def _active(model: ModelConfig, param: Param) -> int:
-    """Numbers of ``param`` that one token is multiplied by."""
-    if not param.multiplies:
-        return 0
-    if param.part == "routed_experts":
-        return param.numel * model.num_experts_per_token // model.num_experts
-    return param.numel if param.part in ("attention", "dense_ffn", "shared_experts") else 0
-
-
-def _score_dims(attention: AttentionConfig) -> int:
-    """Heads x (query-key dim + value dim): what one query does with one key."""
-    if attention.kind == "gqa":
-        return attention.num_heads * 2 * attention.head_dim
-    qk = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    return attention.num_heads * (qk + attention.v_head_dim)

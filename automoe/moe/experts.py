@@ -29,6 +29,7 @@ from torch import nn
 from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
+from automoe.model.params import EXPERT_SPECS
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
@@ -93,13 +94,9 @@ class GroupedExperts(nn.Module):
     all gates and the other all ups. ``config.biased_experts`` adds b_gate_up [E, 2, I] and b_down [E, H].
     """
 
-    # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does. Ranks that share
-    # the width I of an expert add up their outputs, so each of them adds its own columns of b_down.
-    # Of adapters (``lora``) A13 and B2 are whole on all of these ranks: None.
-    WIDTH_DIMS = {"w_gate_up": 2, "w_down": 2, "b_gate_up": 2, "b_down": 1}
-    WIDTH_DIMS |= {"lora.A13": None, "lora.B13": 2, "lora.A2": 2, "lora.B2": None}
-    ROW_DIMS = {"w_gate_up": 2, "w_down": 1, "b_gate_up": 2, "b_down": 1}
-    ROW_DIMS |= {"lora.A13": 2, "lora.B13": 2, "lora.A2": 2, "lora.B2": 1}
+    # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does.
+    WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
+    ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
     def __init__(self, config: ModelConfig, backend: ExpertFn) -> None:
         super().__init__()

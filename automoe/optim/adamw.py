@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import OptimConfig
+from automoe.model.params import find_spec
 from automoe.optim.ema import KEY, first_average
 from automoe.optim.stochastic import StochasticAdamW
 
@@ -19,10 +20,10 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
     """AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
 
     A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to mix
-    meshes in an operation: experts and everything else are in different groups. Matrices decay; tensors of
-    one dimension (norm weights, biases) and the biases of experts do not. Groups and their parameters are in the
-    order of ``named_parameters`` over the parts, so every rank that holds the same parameters builds the same
-    groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
+    meshes in an operation: experts and everything else are in different groups. ``automoe.model.params`` says which
+    parameters decay; one that a recipe adds to the model decays if it has two dims or more. Groups and their parameters
+    are in the order of ``named_parameters`` over the parts, so every rank that holds the same parameters builds the
+    same groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
     share is updated once.
 
     Every parameter has its state, zeros, from the beginning, so the first checkpoint has the same tensors as
@@ -40,7 +41,8 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
                 continue
             seen.add(id(parameter))
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            decays = parameter.dim() > 1 and not name.endswith((".b_gate_up", ".b_down"))
+            spec = find_spec(name)
+            decays = parameter.dim() > 1 if spec is None else spec.decays
             if (mesh, decays) not in groups:
                 groups[mesh, decays] = {
                     "params": [],

@@ -1,8 +1,8 @@
-"""Which products of a model are in 8 bits (``train.fp8``), and what their scales have to ask other ranks.
+"""Products in 8 bits (``train.fp8``): their scales, and what these have to ask other ranks.
 
-Linear layers of attention and of dense and shared FFNs, and the routed experts. Everything else keeps its
-precision: embedding, head, router, norms, the scores of attention, a shared expert's output gate, and the
-small projection to a delta net's decays.
+``ParamSpec.fp8`` says which products: linear layers of attention and of dense and shared FFNs, and the routed experts.
+Everything else keeps its precision: embedding, head, router, norms, the scores of attention, a shared expert's output
+gate, and the small projection to a delta net's decays.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automoe.config.schema import Config
 from automoe.errors import BackendError
-from automoe.model.attention import GroupedQueryAttention, LatentAttention
-from automoe.model.block import MLP
 from automoe.model.decoder import Decoder
-from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
+from automoe.model.params import find_spec
 from automoe.moe.quantized import QuantizedExperts
 from automoe.parallel.collectives import communicator
 from automoe.parallel.mesh import Meshes
@@ -28,16 +25,9 @@ from automoe.quantize.formats import E4M3, E5M2
 from automoe.quantize.linear import QuantizedProduct
 from automoe.quantize.scaling import AmaxReduce, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
 
-_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
-    MLP: ("gate_proj", "up_proj", "down_proj"),
-    GroupedQueryAttention: ("q_proj", "k_proj", "v_proj", "o_proj"),
-    LatentAttention: ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-    GatedDeltaNet: ("in_proj_qkvz", "out_proj"),
-}
-
 
 def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
-    """Give the products that this file's docstring names their scales. After the axes that shard weights.
+    """Give the products of ``ParamSpec.fp8`` their scales. After the axes that shard weights.
 
     Raises:
         BackendError: a GPU that has no 8-bit products of this kind.
@@ -81,10 +71,10 @@ def _sum_of_terms(rows: slice, num_rows: int, group: dist.ProcessGroup) -> Calla
 
 
 def _linears(model: Decoder) -> Iterator[Linear]:
-    for module in model.modules():
-        for name in _LAYERS.get(type(module), ()):
-            if (linear := getattr(module, name, None)) is not None:
-                yield linear
+    for name, module in model.named_modules():
+        spec = find_spec(f"{name}.weight")
+        if spec is not None and spec.fp8:
+            yield module
 
 
 def _scaling(

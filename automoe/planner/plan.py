@@ -10,8 +10,8 @@ from typing import Any
 from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.schema import ClusterConfig, Config
-from automoe.model.adapters import step_flops_per_token
-from automoe.model.params import ParamCount, TokenFlops, count_params
+from automoe.model.flops import TokenFlops, step_flops_per_token
+from automoe.model.params import ParamCount, count_params
 from automoe.planner.activations import UNEVEN, at_load, most_load
 from automoe.planner.checkpoint import CheckpointCost, checkpoint_cost
 from automoe.planner.layer_time import busiest

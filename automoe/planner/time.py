@@ -16,8 +16,7 @@ from automoe.config.batch import BatchPlan, plan_batch
 from automoe.config.mesh_shape import MeshShape, split_layers
 from automoe.config.recompute import recomputed_modules
 from automoe.config.schema import Config, is_linear, window_of
-from automoe.model.adapters import step_flops_per_token
-from automoe.model.params import TokenFlops
+from automoe.model.flops import TokenFlops, step_flops_per_token
 from automoe.planner.communication import NOTHING, Cost, gather, reduce_all, send
 from automoe.planner.layer_time import AXES, Pass, Place, head_time, layer_time, layer_weights
 from automoe.planner.machine import Constants, Machine

@@ -20,7 +20,7 @@ from automoe.config.schema import Config
 from automoe.errors import AutomoeError
 from automoe.hf.headers import without_collection
 from automoe.hf.read import Loaded
-from automoe.model.adapters import step_flops_per_token
+from automoe.model.flops import step_flops_per_token
 from automoe.observe.metrics import last_objective, load_summary
 from automoe.observe.profiler import profile_steps
 from automoe.observe.sample_view import describe_row

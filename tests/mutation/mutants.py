@@ -72,8 +72,6 @@ def parity(name: str) -> list[str]:
 
 
 _OPTIM = [
-    ("adamw.py", "parameter.dim() > 1 and", "parameter.dim() > 0 and", DECAY),
-    ("adamw.py", '".b_down"', '".b_up"', DECAY),
     ("adamw.py", "if decays else 0.0", "if decays else optim.weight_decay", DECAY),
     ("adamw.py", "betas=optim.betas", "betas=optim.betas[::-1]", LLAMA),
     ("adamw.py", "eps=optim.eps", "eps=1e-8", LLAMA),
@@ -351,6 +349,14 @@ _MODEL = [
     ("delta_net.py", "b.flatten(2).sigmoid()", "b.flatten(2).sigmoid() * 2", NEXT),
     ("init.py", "normal_at(index, name, seed) * std", "normal_at(index, name, 0) * std", INIT),
     ("init.py", '"bias", "b_gate_up", "b_down")', '"bias", "b_gate_up")', INIT),
+    ("params.py", 'self.kind in ("matrix", "conv")', 'self.kind in ("matrix", "conv", "norm")', DECAY),
+    ("params.py", '_expert_bias("b_down"', '_experts("b_down"', DECAY),
+    (
+        "params.py",
+        '_rowwise("o_proj", "H N*D", 5)',
+        '_colwise("o_proj", "H N*D", 5)',
+        [f"{MESH}[llama-tp2-mb4-alltoall]"],
+    ),
 ]
 _PARALLEL = [
     ("fsdp.py", '"bfloat16": torch.float32}', '"bfloat16": torch.bfloat16}', DTYPES),
@@ -368,12 +374,6 @@ _PARALLEL = [
         "(2 * cp - 1 - rank) * chunk",
         "(2 * cp - 2 - rank) * chunk",
         [f"{MESH}[deepseek-cp2-mb4-alltoall-nomask]"],
-    ),
-    (
-        "tensor.py",
-        '"v_proj": COLWISE, "o_proj": ROWWISE',
-        '"v_proj": COLWISE, "o_proj": COLWISE',
-        [f"{MESH}[llama-tp2-mb4-alltoall]"],
     ),
     (
         "expert.py",

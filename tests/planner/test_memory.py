@@ -10,7 +10,7 @@ from automoe.config.batch import plan_batch
 from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers
 from automoe.config.schema import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from automoe.model.params import Param, count_params, stage_params
+from automoe.model.params import SPECS, Param, count_params, stage_params
 from automoe.planner.activations import TokenLoad, layer_activation_bytes
 from automoe.planner.memory import BATCH_BYTES, INPUT_BYTES, SENDS_KEPT, RankMemory, plan_memory, rank_actions
 from automoe.planner.step_memory import local_numel
@@ -116,11 +116,11 @@ def test_micro_batches_in_flight() -> None:
 def test_first_shard_is_the_largest_and_the_shards_add_up() -> None:
     mesh = resolve_mesh(MeshConfig(dp_shard=4, cp=2, ep=4), None)
     for rows in (1, 7, 8, 9, 576):
-        param = Param("w", (rows, 3), "attention")
+        param = Param("w", (rows, 3), SPECS["mlp.router.weight"])
         local = [local_numel(param, mesh, rank) for rank in range(mesh.fsdp)]
         assert sum(local) == param.numel
         assert max(local) == local[0]
-    experts = Param("experts.w_gate_up", (8, 2, 6, 5), "routed_experts")
+    experts = Param("experts.w_gate_up", (8, 2, 6, 5), SPECS["mlp.experts.w_gate_up"])
     assert local_numel(experts, mesh) * mesh.ep * mesh.ep_shard == experts.numel
 
 

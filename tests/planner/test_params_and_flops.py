@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from automoe.config.compose import compose_config
 from automoe.config.schema import AttentionConfig, ModelConfig, MoEConfig
-from automoe.model.adapters import is_trained, step_flops_per_token, with_adapters
+from automoe.model.adapters import is_trained, with_adapters
 from automoe.model.decoder import Decoder
+from automoe.model.flops import step_flops_per_token, train_flops_per_token
 from automoe.model.lora import adapt
-from automoe.model.params import PARTS, count_params, layer_params, model_params, train_flops_per_token
+from automoe.model.params import PARTS, count_params, layer_params, model_params
 from automoe.parallel.parallelize import allocate, build_decoder
 
 

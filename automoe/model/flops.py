@@ -1,0 +1,103 @@
+"""FLOPs of one training token. No torch.
+
+FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the backward pass costs
+twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2 where nothing below it is trained. A
+gated delta net counts as its recurrence: reading a head's state with a key, changing it, and reading it with a query
+are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and recomputation are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from automoe.config.schema import AttentionConfig, Config, ModelConfig, is_linear, window_of
+from automoe.model.adapters import with_adapters
+from automoe.model.params import NUM_PLACES, SCORES, Param, model_params
+
+_LORA_B = (".lora.B", ".lora.B13", ".lora.B2")  # adapters multiply by A first, which is trained
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Training FLOPs per token. ``causal`` counts the half of the attention matrix that is used."""
+
+    causal: float
+    full_attention: float
+
+    def mfu(self, tokens_per_second: float, peak_flops: float) -> tuple[float, float]:
+        """(``mfu``, ``mfu_full_attention``) as fractions of ``peak_flops`` of all GPUs together."""
+        return (self.causal * tokens_per_second / peak_flops, self.full_attention * tokens_per_second / peak_flops)
+
+
+def train_flops_per_token(
+    model: ModelConfig, seq_len: int, num_mtp: int = 0, made: Callable[[list[Param]], list[Param]] = list
+) -> TokenFlops:
+    """Forward and backward FLOPs per token of rows with ``seq_len`` tokens.
+
+    Args:
+        model: the architecture.
+        seq_len: tokens a row; attention is taken over whole rows, whatever the documents in them.
+        num_mtp: multi-token-prediction modules, each one more (last) layer, a 2H -> H projection
+            and another use of the head (arXiv 2412.19437, section 2.2).
+        made: of the model's parameters, what there is to multiply by: frozen ones, adapters.
+    """
+    attention, params = model.attention, made(model_params(model))
+    by_layer: dict[int | None, list[Param]] = {}
+    for param in params:
+        by_layer.setdefault(param.layer, []).append(param)
+    embedding, *tail = by_layer[None]
+    flows = embedding.trained  # whether what comes next is given something that has a gradient
+    matmul = causal = full = 0.0
+    for layer in [*range(model.num_layers), *[model.num_layers - 1] * num_mtp]:
+        for place in range(NUM_PLACES):
+            here = [param for param in by_layer[layer] if param.spec.place == place]
+            matmul += sum(_active(model, param) * _passes(param, flows) for param in here)
+            flows = flows or any(param.trained for param in here)
+            if place != SCORES:
+                continue
+            # Two products, forward and for both of their factors backward.
+            passes = 6 if flows else 2
+            if is_linear(attention, layer):
+                state = attention.linear_key_head_dim * attention.linear_value_head_dim
+                causal += passes * attention.linear_num_value_heads * state * 3
+                full += passes * attention.linear_num_value_heads * state * 3
+                continue
+            # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
+            keys = min(window_of(attention, layer) or seq_len, seq_len)
+            causal += passes * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
+            full += passes * _score_dims(attention) * keys
+    flows = flows or tail[0].trained
+    head = model.hidden_size * model.vocab_size
+    matmul += head * (1 + num_mtp) * _passes(tail[-1] if len(tail) > 1 else embedding, flows)
+    matmul += num_mtp * 2 * model.hidden_size**2 * 6
+    return TokenFlops(causal=matmul + causal, full_attention=matmul + full)
+
+
+def step_flops_per_token(config: Config) -> TokenFlops:
+    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are multiplied too."""
+    made = partial(with_adapters, config=config)
+    return train_flops_per_token(config.model, config.train.seq_len, made=made)
+
+
+def _passes(param: Param, flows: bool) -> int:
+    """FLOPs of one weight and token: forward, for the gradient of its input if that has one, for its own."""
+    return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
+
+
+def _active(model: ModelConfig, param: Param) -> int:
+    """Numbers of ``param`` that one token is multiplied by."""
+    if not param.multiplies:
+        return 0
+    if param.part == "routed_experts":
+        return param.numel * model.num_experts_per_token // model.num_experts
+    return param.numel if param.part in ("attention", "dense_ffn", "shared_experts") else 0
+
+
+def _score_dims(attention: AttentionConfig) -> int:
+    """Heads x (query-key dim + value dim): what one query does with one key."""
+    if attention.kind == "gqa":
+        return attention.num_heads * 2 * attention.head_dim
+    qk = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    return attention.num_heads * (qk + attention.v_head_dim)
