@@ -20,7 +20,7 @@ from automoe.model.init import initialize
 from automoe.moe.dispatch.measure import HostSyncs, StageTimer
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
-from automoe.parallel.expert import apply_expert_parallel
+from automoe.parallel.expert import apply_expert_parallel, expert_parallel_style
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_runtime
 from tests.support.communication import CommunicationLog
@@ -76,10 +76,11 @@ class Contender:
         moe = MoEConfig(dispatcher=dispatcher, gate="balanced")  # type: ignore[arg-type]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         meshes = None if mesh is None else build_meshes(resolve_mesh(MeshConfig(**mesh), None), device)
-        runtime = build_runtime(Config(model=model, moe=moe), meshes)
+        config = Config(model=model, moe=moe)
+        runtime = build_runtime(config, meshes)
         part = build_decoder(model, moe, dtype, range(1), runtime, embeds=False, predicts=False)
         if meshes is not None:
-            apply_expert_parallel(part, meshes)
+            apply_expert_parallel(part, meshes, expert_parallel_style(meshes, config))
         allocate({0: part}, device)
         initialize(part, 0.05, seed=0)
         self.part = part  # its layer alone would not keep it alive

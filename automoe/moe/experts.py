@@ -30,6 +30,7 @@ from automoe.config.plugins import registered
 from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
+from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.local_shard import local_shard
@@ -91,6 +92,13 @@ class GroupedExperts(nn.Module):
 
     ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank
     all gates and the other all ups. ``config.biased_experts`` adds b_gate_up [E, 2, I] and b_down [E, H].
+
+    Args:
+        drops: choices may be of no expert (``LocalDispatcher``).
+
+    Attributes:
+        dispatcher: brings tokens to these experts. All experts are on this rank until ``ExpertParallel`` shards them
+            and puts its own dispatcher here.
     """
 
     # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does. Ranks that share
@@ -101,7 +109,7 @@ class GroupedExperts(nn.Module):
     ROW_DIMS = {"w_gate_up": 2, "w_down": 1, "b_gate_up": 2, "b_down": 1}
     ROW_DIMS |= {"lora.A13": 2, "lora.B13": 2, "lora.A2": 2, "lora.B2": 1}
 
-    def __init__(self, config: ModelConfig, backend: ExpertFn) -> None:
+    def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False) -> None:
         super().__init__()
         num_experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
@@ -109,6 +117,8 @@ class GroupedExperts(nn.Module):
         biased = config.biased_experts
         self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
+        self.num_experts = num_experts
+        self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
         self.first_bias_column = 0  # of b_down, where this rank has some of its columns
         self.hidden_size, self.backend = hidden, backend
         self.lora: nn.Module | None = None  # then it multiplies, instead of the backend

@@ -63,21 +63,6 @@ class Meshes:
             _set_pg_timeout(self.timeout, group)
         return group
 
-    def ep_levels(self, gpus_per_node: int) -> list[dist.ProcessGroup]:
-        """The ep group in two levels: of those with this rank's place in every node, then of those in its node; the
-        whole group where one of the two has one rank. Collective."""
-        per_node = self.shape.ep_per_node(gpus_per_node)  # validation has refused 0
-        names, sizes = ("ep_nodes", "ep_node"), (self.shape.ep // per_node, per_node)
-        if 1 in sizes:
-            return [self.moe.get_group("ep")]
-        place = list(self.moe.mesh_dim_names or ()).index("ep")  # torch 2.11 takes no name
-        split = self.moe._unflatten(place, sizes, names)
-        levels = [split.get_group(name) for name in names]
-        if self.timeout is not None:
-            for group in levels:
-                _set_pg_timeout(self.timeout, group)
-        return levels
-
     @property
     def dp_rank(self) -> int:
         """Which slice of the global batch's rows this rank reads, 0 ... dp - 1."""
