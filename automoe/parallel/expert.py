@@ -60,7 +60,7 @@ def node_levels(ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | 
     ranks = dist.get_process_group_ranks(ep)
     nodes = [rank // gpus_per_node for rank in ranks]
     per_node = nodes.count(nodes[0])
-    if any(len(set(nodes[first : first + per_node])) > 1 for first in range(0, len(ranks), per_node)):
+    if nodes != sorted(nodes) or any(nodes.count(node) != per_node for node in nodes):
         raise ConfigError(
             "gpus_per_node",
             gpus_per_node,
@@ -86,7 +86,7 @@ def node_levels(ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | 
 
 def _check_one_machine(node: dist.ProcessGroup, gpus_per_node: int) -> None:
     here = zlib.crc32(socket.gethostname().encode())
-    device = "cuda" if dist.get_backend(node) == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend_config(node) else "cpu"
     seen = torch.tensor([here, -here], device=device)
     dist.all_reduce(seen, dist.ReduceOp.MAX, group=node)
     if seen.tolist() != [here, -here]:

@@ -20,6 +20,8 @@ import automoe
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.errors import BackendError, ConfigError
+from automoe.moe.dispatch.alltoall import AllToAllDispatcher
+from automoe.moe.dispatch.base import run_choices
 from automoe.moe.experts import GroupedExperts
 from automoe.parallel import expert
 from automoe.parallel.collectives import ProcessGroupDispatch
@@ -59,7 +61,8 @@ def test_an_unchanged_transformers_model_computes_what_one_process_computes(rank
     names = DISPATCHERS if family in ("qwen3_moe", "gpt_oss") else DISPATCHERS[:1]
     cases = [(name, ep) for name in names for ep in (2, 4)]
     found = ranks.run(differences, 4, family, cases)[0]
-    assert max(found) < 1e-12, dict(zip(cases, found, strict=True))
+    limit = 1e-5 if family == "deepseek_v3" else 1e-12  # its router multiplies in float32
+    assert max(found) < limit, dict(zip(cases, found, strict=True))
 
 
 def test_fully_shard_over_another_axis_follows(ranks: RankPool) -> None:
@@ -75,11 +78,11 @@ def differences_with_faults() -> list[float]:
             x = x * 0.5 + x.detach() * 0.5
         return send(self, x, *splits)
 
-    def stay_here(self, x_TH, topk_ids_TK, weights_TK):
-        return self.own_forward(x_TH, topk_ids_TK % self.module.num_experts, weights_TK)
+    def stay_here(self, x_TH, topk_ids_TK, weights_TK, experts, rows_per_expert=None):
+        return run_choices(x_TH, topk_ids_TK % 2, weights_TK, experts, 2, topk_ids_TK.numel())
 
     faults = [patch.object(ProcessGroupDispatch, "all_to_all", halved_gradient)]
-    faults += [patch.object(expert._RoutedCall, "route", stay_here)]
+    faults += [patch.object(AllToAllDispatcher, "__call__", stay_here)]
     found = []
     for fault in faults:
         with fault:
@@ -108,8 +111,12 @@ def only_the_first_rank_has_work(implementation: str, dtype: torch.dtype) -> boo
     for module in (whole, experts):
         x_TH, weights_TK = x.clone().requires_grad_(), weights.clone().requires_grad_()
         out = module(hidden_states=x_TH, top_k_index=ids, top_k_weights=weights_TK)
-        out.square().sum().backward()
-        results.append((out.detach(), x_TH.grad, weights_TK.grad))
+        if tokens or module is experts:
+            out.square().sum().backward()
+            results.append((out.detach(), x_TH.grad, weights_TK.grad))
+        else:  # transformers' own call has no gradient then
+            module.gate_up_proj.grad = torch.zeros_like(module.gate_up_proj)
+            results.append((out, x, weights))
     tolerance = 1e-12 if dtype == torch.float64 else 2e-2
     for mine, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
