@@ -51,7 +51,8 @@ def _hierarchical(
 def node_levels(ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None) -> list[dist.ProcessGroup]:
     """Split the ep group into two: the ranks with this rank's place on every node, and the ranks of this node.
 
-    Returns the ep group alone if either of them would have one rank. Collective over ``ep``.
+    Returns the ep group alone if either of them would have one rank. Collective over the world, since NCCL makes
+    groups by splitting the world's.
 
     Raises:
         ConfigError: the nodes hold unequal numbers of the group's ranks.
@@ -116,7 +117,8 @@ class ExpertParallel(ParallelStyle):
     attribute ``num_experts`` is their number, and which is called with rows [T, H], chosen experts [T, K] and their
     weights [T, K], as those of transformers are. Its parameters become DTensors on the mesh; its own code computes
     this rank's experts. Gradients of experts are summed over the tokens of all ranks, those of other parameters are
-    not: average or sum these as for data parallelism. Every rank must make every call, with or without tokens.
+    not: average or sum these as for data parallelism. Every rank applies the
+    style, and makes every call, with or without tokens.
 
     The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
     (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
@@ -145,7 +147,7 @@ class ExpertParallel(ParallelStyle):
         hierarchical = self._make is _hierarchical
         self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
         # Layers share a dispatcher, because groups and buffers are costly.
-        self._dispatchers: dict[tuple[dist.ProcessGroup, int], Dispatcher] = {}
+        self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         grouped = isinstance(module, GroupedExperts)
@@ -153,7 +155,7 @@ class ExpertParallel(ParallelStyle):
         meshes = _axes(device_mesh, ("ep", "etp") if grouped else ("ep",))
         self._shard(module, device_mesh, meshes)
         if "ep" in meshes:
-            dispatcher = self._dispatcher(meshes["ep"].get_group(), num_experts)
+            dispatcher = self.dispatcher(meshes["ep"].get_group(), num_experts)
         else:
             dispatcher = module.dispatcher
         if "etp" in meshes:
@@ -167,8 +169,9 @@ class ExpertParallel(ParallelStyle):
             module.num_experts = num_experts // device_mesh.size()  # the module's own code counts its local experts
         return module
 
-    def _dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
-        key = group, num_experts
+    def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
+        """The dispatcher over ``group`` of all layers with ``num_experts``, made at the first call."""
+        key = group.group_name, num_experts
         if key not in self._dispatchers:
             self._dispatchers[key] = self._make(num_experts, ProcessGroupDispatch(group), **self._options)
         return self._dispatchers[key]
@@ -300,8 +303,12 @@ class _RoutedCall(nn.Module):
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
-    """The style that the configuration names; one object serves all parts of a rank."""
-    return ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
+    """The style that the configuration names; one object serves all parts of a rank. Collective over the world."""
+    style = ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
+    if (ep := meshes.group("ep")) is not None:
+        # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts take part.
+        style.dispatcher(ep, config.model.num_experts)
+    return style
 
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes, style: ExpertParallel) -> None:
