@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from automoe.hf.api import from_hf as from_hf
     from automoe.hf.api import to_hf as to_hf
     from automoe.launch.from_python import train as train
+    from automoe.parallel.expert import ExpertParallel as ExpertParallel
 
 __version__ = "0.7.0"
-__all__ = ["from_hf", "to_hf", "train"]
+__all__ = ["ExpertParallel", "from_hf", "to_hf", "train"]
+_MODULES = {"ExpertParallel": "automoe.parallel.expert", "from_hf": "automoe.hf.api", "to_hf": "automoe.hf.api"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported when asked for: entry points must start before torch does.
     if name == "train":
         return importlib.import_module("automoe.train")  # which can be called
-    if name in __all__:
-        import automoe.hf.api
-
-        return getattr(automoe.hf.api, name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ from automoe.model.init import initialize
 from automoe.moe.router import expert_weights, gate_ids, score_experts
 from automoe.moe.tokens import TokenCounts
 from automoe.optim.adamw import build_optimizer
+from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import (
@@ -222,7 +223,7 @@ def torchtitan_layer(config: Config, meshes: Meshes, device: torch.device) -> Bu
             raise Absent(f"torchtitan: {type(error).__name__}: {error}") from None
         part.layers[str(number)].mlp = theirs
         layers.append((number, theirs.layer))
-    parallelize(part, meshes, config)
+    parallelize(part, meshes, config, expert_parallel_style(meshes, config))
 
     def choose(routing: str) -> None:
         for _, layer in layers:

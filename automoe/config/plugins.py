@@ -30,7 +30,7 @@ RUN_POINTS = {
 # What may be registered under a key. docs/extend.md has the lines that each of them takes.
 KINDS = {
     "model.family": "automoe.hf.families.family.Family whose model_type is the name",
-    "moe.dispatcher": "a function of a moe.dispatch.base.DispatchGroup that returns one of the number of experts",
+    "moe.dispatcher": "a function of num_experts and a moe.dispatch.base.DispatchGroup that returns a Dispatcher",
     "moe.experts": "a function with the signature of automoe.moe.experts.ExpertFn, which checks its own limits",
     "data.kind": "automoe.data.corpora.Source",
     "train.loss": "automoe.model.loss.Loss: a function of single tokens' losses and LossInputs",

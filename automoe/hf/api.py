@@ -30,6 +30,7 @@ from automoe.hf.write import to_hf as to_hf
 from automoe.model.decoder import Decoder
 from automoe.parallel.agreement import Ranks
 from automoe.parallel.collectives import all_gather
+from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import build_decoder, build_runtime, parallelize
@@ -92,7 +93,7 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
     check_rows(on_mesh, model_rows(on_mesh, shape), shape)
     meshes = build_meshes(shape, device)
     model = build_decoder(config, moe, PARAM_DTYPES[on_mesh.train.dtype], runtime=build_runtime(on_mesh, meshes))
-    parallelize(model, meshes, on_mesh)
+    parallelize(model, meshes, on_mesh, expert_parallel_style(meshes, on_mesh))
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))
         model.register_forward_hook(lambda module, inputs, logits: all_gather(logits, 2, tp))

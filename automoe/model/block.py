@@ -64,7 +64,7 @@ class Block(nn.Module):
             width, gated = config.shared_width, config.shared_expert_gate
             shared = MLP(hidden, width, gated, sequence) if width else None
             moe_index = layer - config.first_k_dense
-            given = runtime.comms, runtime.dispatcher, runtime.experts, runtime.seed
+            given = runtime.comms, runtime.experts, runtime.seed
             self.mlp = MoE(config, moe, moe_index, shared, *given)
 
     @property

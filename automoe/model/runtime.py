@@ -10,7 +10,6 @@ from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
 from automoe.moe.communicators import Communicators
-from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.experts import ExpertFn
 
 
@@ -20,7 +19,6 @@ class Runtime:
 
     Attributes:
         comms: the groups of ranks that share rows, weights and micro-batches.
-        dispatcher: brings tokens to experts in every MoE layer; None: all experts are on this rank.
         experts: multiplies by the experts' weights; None: the backend of this package that ``moe.experts`` names.
         attend: softmax attention.
         rope: rotation of heads.
@@ -32,7 +30,6 @@ class Runtime:
     """
 
     comms: Communicators = field(default_factory=Communicators)
-    dispatcher: Dispatcher | None = None
     experts: ExpertFn | None = None
     attend: AttentionFn = attend
     rope: Rope = field(default_factory=Rope)

@@ -31,6 +31,7 @@ from automoe.config.schema import ModelConfig
 from automoe.errors import BackendError, import_backend
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
+from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.local_shard import local_shard
@@ -92,13 +93,20 @@ class GroupedExperts(nn.Module):
 
     ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank
     all gates and the other all ups. ``config.biased_experts`` adds b_gate_up [E, 2, I] and b_down [E, H].
+
+    Args:
+        drops: choices may be of no expert (``LocalDispatcher``).
+
+    Attributes:
+        dispatcher: brings tokens to these experts. All experts are on this rank until ``ExpertParallel`` shards them
+            and puts its own dispatcher here.
     """
 
     # For each parameter the dim that expert tensor parallelism shards, and the one that FSDP does.
     WIDTH_DIMS = {name: spec.etp for name, spec in EXPERT_SPECS.items()}
     ROW_DIMS = {name: spec.fsdp for name, spec in EXPERT_SPECS.items()}
 
-    def __init__(self, config: ModelConfig, backend: ExpertFn) -> None:
+    def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False) -> None:
         super().__init__()
         num_experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
@@ -106,6 +114,8 @@ class GroupedExperts(nn.Module):
         biased = config.biased_experts
         self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
         self.b_down = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
+        self.num_experts = num_experts
+        self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
         self.first_bias_column = 0  # of b_down, where this rank has some of its columns
         self.hidden_size, self.backend = hidden, backend
         self.lora: nn.Module | None = None  # then it multiplies, instead of the backend

@@ -15,15 +15,9 @@ from torch import nn
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
 from automoe.moe.communicators import Communicators
-from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
 from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
 from automoe.moe.router import Router, Routing
 from automoe.moe.tokens import Tokens
-
-
-def local_dispatcher(num_experts: int, moe: MoEConfig) -> LocalDispatcher:
-    """The dispatcher of a rank that holds all experts."""
-    return LocalDispatcher(num_experts, drops=moe.capacity_factor > 0 and not moe.pad_to_capacity)
 
 
 class MoE(nn.Module):
@@ -33,7 +27,6 @@ class MoE(nn.Module):
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
         comms: groups of ranks that share rows and micro-batches; default: one rank.
-        dispatcher: brings tokens to experts; default: all experts are on this rank.
         experts: multiplies by their weights; default: what ``moe.experts`` names.
         seed: of the router's jitter.
     """
@@ -45,17 +38,16 @@ class MoE(nn.Module):
         moe_index: int,
         shared_experts: nn.Module | None,
         comms: Communicators | None = None,
-        dispatcher: Dispatcher | None = None,
         experts: ExpertFn | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.comms = comms or Communicators()
         self.router = Router(config, moe, moe_index, self.comms, seed)
-        self.experts = GroupedExperts(config, expert_backend(moe.experts) if experts is None else experts)
+        drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
+        self.experts = GroupedExperts(config, experts or expert_backend(moe.experts), drops)
         self.shared_experts = shared_experts
         self.moe, self.num_experts = moe, config.num_experts
-        self.dispatcher = local_dispatcher(config.num_experts, moe) if dispatcher is None else dispatcher
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -78,11 +70,12 @@ class MoE(nn.Module):
         x_TH, ids_TK, weights_TK = (x.flatten(0, 1) for x in (x_BSH, routing.ids, routing.weights))
         if routing.kept is not None:
             ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
+        dispatcher = self.experts.dispatcher
         if routing.kept is not None and self.moe.pad_to_capacity:
             capacity = rows_per_expert(self.moe, tokens, self.comms, ids_TK.shape[1], self.num_experts)
-            y_TH = dispatch_padded(self.dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity)
+            y_TH = dispatch_padded(dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity)
         else:
-            y_TH = self.dispatcher(x_TH, ids_TK, weights_TK, self.experts)
+            y_TH = dispatcher(x_TH, ids_TK, weights_TK, self.experts)
         return y_TH.view(x_BSH.shape)
 
 

@@ -1,18 +1,28 @@
-"""Expert parallelism: the experts' weights sharded over the ep axis, and a dispatcher that spans it."""
+"""Expert parallelism as a ``ParallelStyle``: experts sharded over ranks, and a dispatcher that brings tokens to them.
+
+Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this rank computes.
+"""
 
 from __future__ import annotations
 
+import inspect
 import socket
 import zlib
 from collections.abc import Callable
-from functools import partial
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.func import functional_call
 
 from automoe.config.plugins import registered
-from automoe.config.schema import Config
-from automoe.errors import BackendError
+from automoe.config.schema import ClusterConfig, Config
+from automoe.errors import BackendError, ConfigError
 from automoe.interop.deepep import open_deepep
 from automoe.model.decoder import Decoder
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
@@ -21,75 +31,289 @@ from automoe.moe.dispatch.base import Dispatcher
 from automoe.moe.dispatch.deepep import DeepEPDispatcher
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
-from automoe.moe.layer import local_dispatcher
+from automoe.moe.experts import GroupedExperts
+from automoe.moe.local_shard import local_shard
 from automoe.parallel.collectives import ProcessGroupDispatch
 from automoe.parallel.mesh import Meshes
-from automoe.parallel.tensor import shard_parameter
 
 
-def _deepep(ep: ProcessGroupDispatch) -> Callable[[int], Dispatcher]:
-    exchange = open_deepep(ep.group)
-    return lambda num_experts: DeepEPDispatcher(num_experts, ep.num_ranks, exchange)
+def _deepep(num_experts: int, ep: ProcessGroupDispatch) -> Dispatcher:
+    return DeepEPDispatcher(num_experts, ep.num_ranks, open_deepep(ep.group))
 
 
-def _hierarchical(meshes: Meshes, gpus_per_node: int) -> Callable[[int], Dispatcher]:
-    levels = [ProcessGroupDispatch(group) for group in meshes.ep_levels(gpus_per_node)]
-    if meshes.shape.ep_per_node(gpus_per_node) > 1:  # the last level is a node's own
-        here = zlib.crc32(socket.gethostname().encode())
-        seen = torch.tensor([here, -here], device=meshes.moe.device_type)
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=levels[-1].group)
-        if seen.tolist() != [here, -here]:
-            raise BackendError(
-                f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks for a node "
-                f"(cluster.gpus_per_node), and those around rank {dist.get_rank()}, on {socket.gethostname()}, are on "
-                "several machines. Number the ranks machine by machine and set cluster.gpus_per_node to how many each "
-                "has, or set moe.dispatcher=alltoall"
+def _hierarchical(
+    num_experts: int, ep: ProcessGroupDispatch, gpus_per_node: int, timeout: timedelta | None
+) -> Dispatcher:
+    groups = node_levels(ep.group, gpus_per_node, timeout)
+    return HierarchicalDispatcher(num_experts, [ProcessGroupDispatch(group) for group in groups])
+
+
+def node_levels(ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None) -> list[dist.ProcessGroup]:
+    """Split the ep group into two: the ranks with this rank's place on every node, and the ranks of this node.
+
+    Returns the ep group alone if either of them would have one rank. Collective over the world, since NCCL makes
+    groups by splitting the world's.
+
+    Raises:
+        ConfigError: the nodes hold unequal numbers of the group's ranks.
+        BackendError: ranks that count as one node are on several machines.
+    """
+    ranks = dist.get_process_group_ranks(ep)
+    nodes = [rank // gpus_per_node for rank in ranks]
+    per_node = nodes.count(nodes[0])
+    if nodes != sorted(nodes) or any(nodes.count(node) != per_node for node in nodes):
+        raise ConfigError(
+            "gpus_per_node",
+            gpus_per_node,
+            f"the hierarchical dispatcher needs equal numbers of the ep group's ranks on each node, and {ranks} are on "
+            f"the nodes {nodes}",
+            "Choose a number that divides the ranks evenly, or the dispatcher alltoall",
+        )
+    levels = [ep]
+    if 1 < per_node < len(ranks):
+        place = ranks.index(dist.get_rank())
+        first = place - place % per_node
+        levels = [
+            dist.new_group(group, timeout=timeout, use_local_synchronization=True, group_desc=description)
+            for group, description in (
+                (ranks[place % per_node :: per_node], "mesh_ep_nodes"),
+                (ranks[first : first + per_node], "mesh_ep_node"),
             )
-    return partial(HierarchicalDispatcher, levels=levels)
+        ]
+    if per_node > 1:
+        _check_one_machine(levels[-1], gpus_per_node)
+    return levels
 
 
-# For the ep group, what makes a dispatcher from the number of experts; a hierarchical one is made from the meshes.
-DISPATCHERS: dict[str, Callable[..., Callable[[int], Dispatcher]]] = {
-    "alltoall": lambda ep: partial(AllToAllDispatcher, ep=ep),
-    "allgather": lambda ep: partial(AllGatherDispatcher, ep=ep),
+def _check_one_machine(node: dist.ProcessGroup, gpus_per_node: int) -> None:
+    here = zlib.crc32(socket.gethostname().encode())
+    device = "cuda" if "nccl" in dist.get_backend_config(node) else "cpu"
+    seen = torch.tensor([here, -here], device=device)
+    dist.all_reduce(seen, dist.ReduceOp.MAX, group=node)
+    if seen.tolist() != [here, -here]:
+        raise BackendError(
+            f"moe.dispatcher=hierarchical takes {gpus_per_node} consecutive ranks for a node "
+            f"(cluster.gpus_per_node), and those around rank {dist.get_rank()}, on {socket.gethostname()}, are on "
+            "several machines. Number the ranks machine by machine and set cluster.gpus_per_node to how many each "
+            "has, or set moe.dispatcher=alltoall"
+        )
+
+
+# Each makes a dispatcher from the number of experts and the ep group.
+DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
+    "alltoall": AllToAllDispatcher,
+    "allgather": AllGatherDispatcher,
     "hierarchical": _hierarchical,
     "deepep": _deepep,
 }
 
 
-def build_dispatcher(meshes: Meshes, config: Config) -> Dispatcher:
-    """What brings tokens to experts in every MoE layer: over ep as the config names it, and over etp around that.
+class ExpertParallel(ParallelStyle):
+    """Shards the experts of a module over the ranks of a mesh, and routes its calls through a dispatcher.
+
+        parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+
+    The module is automoe's ``GroupedExperts``, or any module whose parameters all have the experts as dim 0, whose
+    attribute ``num_experts`` is their number, and which is called with rows [T, H], chosen experts [T, K] and their
+    weights [T, K], as those of transformers are. Its parameters become DTensors on the mesh; its own code computes
+    this rank's experts. Gradients of experts are summed over the tokens of all ranks, those of other parameters are
+    not: average or sum these as for data parallelism. Every rank applies the
+    style, and makes every call, with or without tokens.
+
+    The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
+    (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
+
+    Args:
+        dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical, deepep, or the name of
+            a plugin.
+        gpus_per_node: consecutive ranks that hierarchical takes for a node.
+        timeout: of the groups that hierarchical makes; None is torch's default.
 
     Raises:
-        BackendError: no such dispatcher, or none on this machine; names those that there are.
+        BackendError: no such dispatcher, or one that this machine does not have.
+        ConfigError: when the style is applied, a module or a mesh that it cannot shard.
     """
-    moe, num_experts = config.moe, config.model.num_experts
-    dispatchers = DISPATCHERS | registered("moe.dispatcher")
-    if moe.dispatcher not in dispatchers:
-        raise BackendError(f"moe.dispatcher={moe.dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}")
-    ep, etp = meshes.group("ep"), meshes.group("etp")
-    if ep is None:
-        dispatcher: Dispatcher = local_dispatcher(num_experts, moe)
-    elif (make := dispatchers[moe.dispatcher]) is _hierarchical:
-        dispatcher = make(meshes, config.cluster.gpus_per_node)(num_experts)
+
+    def __init__(
+        self,
+        dispatcher: str = "alltoall",
+        gpus_per_node: int = ClusterConfig.gpus_per_node,
+        timeout: timedelta | None = None,
+    ) -> None:
+        dispatchers = DISPATCHERS | registered("moe.dispatcher")
+        if dispatcher not in dispatchers:
+            raise BackendError(f"moe.dispatcher={dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}")
+        self._make = dispatchers[dispatcher]
+        hierarchical = self._make is _hierarchical
+        self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
+        # Layers share a dispatcher, because groups and buffers are costly.
+        self._dispatchers: dict[tuple[str, int], Dispatcher] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        grouped = isinstance(module, GroupedExperts)
+        num_experts = _check_module(module)
+        meshes = _axes(device_mesh, ("ep", "etp") if grouped else ("ep",))
+        self._shard(module, device_mesh, meshes)
+        if "ep" in meshes:
+            dispatcher = self.dispatcher(meshes["ep"].get_group(), num_experts)
+        else:
+            dispatcher = module.dispatcher
+        if "etp" in meshes:
+            etp = meshes["etp"]
+            dispatcher = ExpertTensorDispatcher(dispatcher, ProcessGroupDispatch(etp.get_group()))
+            module.first_bias_column = etp.get_local_rank() * module.hidden_size // etp.size()
+        if grouped:
+            module.dispatcher = dispatcher
+        else:
+            module.forward = _RoutedCall(module, dispatcher).route
+            module.num_experts = num_experts // device_mesh.size()  # the module's own code counts its local experts
+        return module
+
+    def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
+        """The dispatcher over ``group`` of all layers with ``num_experts``, made at the first call."""
+        key = group.group_name, num_experts
+        if key not in self._dispatchers:
+            self._dispatchers[key] = self._make(num_experts, ProcessGroupDispatch(group), **self._options)
+        return self._dispatchers[key]
+
+    def _shard(self, module: nn.Module, device_mesh: DeviceMesh, meshes: dict[str, DeviceMesh]) -> None:
+        shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays one
+        for name, whole in list(module.named_parameters(remove_duplicate=False)):
+            width = module.WIDTH_DIMS[name] if isinstance(module, GroupedExperts) else None
+            dims = {axis: dim for axis, dim in (("ep", 0), ("etp", width)) if axis in meshes and dim is not None}
+            for axis, dim in dims.items():
+                _check_divides(axis, meshes[axis].size(), name, whole, dim)
+            if not dims:
+                continue
+            if whole not in shards:
+                mesh = device_mesh if len(dims) == device_mesh.ndim else device_mesh[tuple(dims)]
+                placements = [Shard(dim) for dim in dims.values()]
+                shard = distribute_tensor(whole.data, mesh, placements, src_data_rank=self.src_data_rank)
+                shards[whole] = nn.Parameter(shard, whole.requires_grad)
+            parent, _, last = name.rpartition(".")
+            module.get_submodule(parent).register_parameter(last, shards[whole])
+
+
+def _axes(mesh: DeviceMesh, allowed: tuple[str, ...]) -> dict[str, DeviceMesh]:
+    """The mesh of each axis by its name; the only axis of a mesh is ep unless it is called etp."""
+    names = tuple(mesh.mesh_dim_names or ())
+    if mesh.ndim == 1 and names != ("etp",):
+        return {"ep": mesh}
+    if not names or not set(names) <= set(allowed):
+        raise ConfigError(
+            "mesh",
+            names,
+            f"ExpertParallel shards this module over the axes {' and '.join(allowed)}",
+            f"Give it the part of the mesh with these axes, such as mesh[{allowed[0]!r}]",
+        )
+    return {name: mesh[name] for name in names}
+
+
+def _check_module(module: nn.Module) -> int:
+    """Return the number of experts.
+
+    Raises:
+        ConfigError: the module is no experts module, or is sharded already.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    num_experts = getattr(module, "num_experts", None)
+    arguments = list(inspect.signature(module.forward).parameters)
+    other = [f"{name} {list(shape)}" for name, shape in shapes.items() if len(shape) < 2 or shape[0] != num_experts]
+    remedy = "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        rule = "its parameters are sharded already, and ExpertParallel shards those of a module once"
+        remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
+    elif not shapes:
+        rule = "it has no parameters to shard"
+    elif not isinstance(num_experts, int):
+        rule = f"it has no attribute num_experts; its parameters are {shapes}"
+    elif other:
+        rule = f"dim 0 of every parameter must be its {num_experts} experts (num_experts), and is not in {other}"
+    elif len(arguments) < 3:
+        rule = (
+            f"it is called with ({', '.join(arguments)}), and ExpertParallel needs three arguments: rows [T, H], "
+            "chosen experts [T, K] and their weights [T, K]"
+        )
     else:
-        dispatcher = make(ProcessGroupDispatch(ep))(num_experts)
-    return dispatcher if etp is None else ExpertTensorDispatcher(dispatcher, ProcessGroupDispatch(etp))
+        return num_experts
+    raise ConfigError("module", type(module).__name__, rule, remedy)
 
 
-def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
-    """Shard every MoE layer's experts over ep, and their ``WIDTH_DIMS`` over etp."""
+def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim: int) -> None:
+    number = parameter.shape[dim]
+    if number % size:
+        what = f"{number} experts" if axis == "ep" else f"dim {dim} of {name} {list(parameter.shape)}"
+        raise ConfigError(
+            axis,
+            size,
+            f"every rank holds an equal part of {what}: {number} % {size} = {number % size}",
+            f"Choose {axis} among {', '.join(str(n) for n in range(1, number + 1) if number % n == 0)}",
+        )
+
+
+class _RoutedCall(nn.Module):
+    """The call of an experts module that knows no ranks, routed through a dispatcher to its code on local shards.
+
+    The module's hooks, those of ``fully_shard`` for example, run once, around the routed call.
+    """
+
+    def __init__(self, module: nn.Module, dispatcher: Dispatcher) -> None:
+        super().__init__()
+        self.module = module  # registered, so that functional_call finds its parameters
+        self.own_forward, self.dispatcher = module.forward, dispatcher
+        self.signature = inspect.signature(module.forward)
+
+    def route(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[T, H]: the weighted sum of each token's experts, wherever they are.
+
+        Raises:
+            ConfigError: the arguments are not rows, chosen experts and their weights.
+        """
+        given = self.signature.bind(*args, **kwargs).args
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in given]
+        if len(given) != 3 or len(shapes[0]) != 2 or shapes[1] != shapes[2] or given[1].is_floating_point():
+            raise ConfigError(
+                "module",
+                type(self.module).__name__,
+                f"it was called with {shapes}, and ExpertParallel knows calls with rows [T, H], chosen experts [T, K] "
+                "as integers and their weights [T, K]",
+                "Compute these three before the call",
+            )
+        x_TH, topk_ids_TK, weights_TK = given
+        # Dispatchers send ids and weights as words of one type; a narrow one would round ids.
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+
+        def experts(x_TH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
+            return self._run_local(x_TH[gather_idx_R], offsets_E, probs_R.to(weights_TK.dtype))
+
+        return self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
+
+    def _run_local(self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
+        shards = {f"module.{name}": local_shard(parameter) for name, parameter in self.module.named_parameters()}
+        if not len(rows_RH):
+            # Modules may skip experts without rows, and other ranks wait for this one in the backward pass. Empty
+            # slices give every input a gradient of zeros.
+            nothing = sum(shard[:0].sum() for shard in shards.values())
+            return rows_RH * (probs_R.unsqueeze(1) + nothing).to(rows_RH.dtype)
+        expert_R = torch.searchsorted(offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True)
+        return functional_call(self, shards, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.own_forward(*args)
+
+
+def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
+    """The style that the configuration names; one object serves all parts of a rank. Collective over the world."""
+    style = ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
+    if (ep := meshes.group("ep")) is not None:
+        # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts take part.
+        style.dispatcher(ep, config.model.num_experts)
+    return style
+
+
+def apply_expert_parallel(model: Decoder, meshes: Meshes, style: ExpertParallel) -> None:
+    """Shard every MoE layer's experts over ep and etp, where these have several ranks."""
     axes = tuple(axis for axis in ("ep", "etp") if meshes.axis(axis) is not None)
-    if not axes:
-        return
-    for _, layer in model.moe_layers():
-        experts = layer.experts
-        for name, _ in list(experts.named_parameters()):
-            module, _, last = name.rpartition(".")
-            dims = {"ep": 0, "etp": experts.WIDTH_DIMS[name]}
-            cut = tuple(axis for axis in axes if dims[axis] is not None)
-            if cut:
-                shard_parameter(experts.get_submodule(module), last, meshes.moe[cut], *(dims[axis] for axis in cut))
-        if "etp" in axes:
-            etp = meshes.moe["etp"]
-            experts.first_bias_column = etp.get_local_rank() * experts.hidden_size // etp.size()
+    if axes:
+        plan = {f"layers.{number}.mlp.experts": style for number, _ in model.moe_layers()}
+        parallelize_module(model, meshes.moe[axes], plan, src_data_rank=None)

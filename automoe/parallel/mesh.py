@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
-from automoe.interop.torch_private import (
-    concatenate_meshes,
-    flatten_mesh,
-    process_groups,
-    set_group_timeout,
-    split_axis,
-)
+from automoe.interop.torch_private import concatenate_meshes, flatten_mesh, process_groups, set_group_timeout
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
 _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
@@ -67,20 +61,6 @@ class Meshes:
         if self.timeout is not None and len(process_groups()) > made:
             set_group_timeout(group, self.timeout)
         return group
-
-    def ep_levels(self, gpus_per_node: int) -> list[dist.ProcessGroup]:
-        """The ep group in two levels: of those with this rank's place in every node, then of those in its node; the
-        whole group where one of the two has one rank. Collective."""
-        per_node = self.shape.ep_per_node(gpus_per_node)  # validation has refused 0
-        names, sizes = ("ep_nodes", "ep_node"), (self.shape.ep // per_node, per_node)
-        if 1 in sizes:
-            return [self.moe.get_group("ep")]
-        split = split_axis(self.moe, "ep", sizes, names)
-        levels = [split.get_group(name) for name in names]
-        if self.timeout is not None:
-            for group in levels:
-                set_group_timeout(group, self.timeout)
-        return levels
 
     @property
     def dp_rank(self) -> int:

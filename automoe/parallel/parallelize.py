@@ -22,7 +22,7 @@ from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
 from automoe.parallel.context import ring_attention
-from automoe.parallel.expert import apply_expert_parallel, build_dispatcher
+from automoe.parallel.expert import ExpertParallel, apply_expert_parallel, expert_parallel_style
 from automoe.parallel.fp8 import apply_fp8
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES, apply_data_parallel
 from automoe.parallel.mesh import Meshes
@@ -32,7 +32,7 @@ from automoe.parallel.tensor import apply_tensor_parallel
 FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}  # what makes them, for ``moe.experts``
 
 
-def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
+def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertParallel) -> None:
     """Apply every axis but pp, compilation and recomputation to one part, in the only order that composes.
 
     Collectives of tp, ep and cp belong to what is compiled and to what is recomputed. A recomputed region
@@ -40,7 +40,7 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config) -> None:
     the compiler. FSDP comes last: its hooks stay outside both, on modules, whose weights are then gathered.
     """
     apply_tensor_parallel(part, meshes)
-    apply_expert_parallel(part, meshes)
+    apply_expert_parallel(part, meshes, style)
     apply_fp8(part, meshes, config)
     if config.train.compile:
         apply_compile(part)
@@ -61,7 +61,6 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
     attend = transformer_engine.attention() if kernels.attention == "te" else attention_fn(kernels.attention)
     return Runtime(
         comms=Communicators() if meshes is None else _build_communicators(meshes, config.parallel),
-        dispatcher=None if meshes is None else build_dispatcher(meshes, config),
         experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS) if config.model.num_moe_layers else None,
         attend=attend if ring is None else ring_attention(ring),
         rope=rope_fns(kernels.rope),
@@ -117,7 +116,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
     mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
-    runtime = build_runtime(config, meshes)
+    runtime, style = build_runtime(config, meshes), expert_parallel_style(meshes, config)
     parts = {}
     for stage in mine:
         part = build_decoder(
@@ -133,7 +132,7 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         for _, layer in part.moe_layers():
             for parameter in layer.router.parameters():  # wide in every case
                 parameter.data = parameter.data.to(PARAM_DTYPES[config.train.dtype])
-        parallelize(part, meshes, config)
+        parallelize(part, meshes, config, style)
         parts[stage] = part
     return parts
 

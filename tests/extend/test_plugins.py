@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import importlib
 import json
 import os
 import re
@@ -25,6 +27,8 @@ from automoe.model.loss import LossInputs
 from automoe.observe.metrics import read_metrics
 from automoe.parallel.parallelize import build_runtime
 from automoe.training.hooks import Hooks
+from automoe.verify.pool import RankPool
+from tests.support.expert_parallel import tiny_model, worst_difference
 
 ROOT = Path(automoe.__file__).parents[1]
 PAGE = ROOT / "docs" / "extend.md"
@@ -126,6 +130,21 @@ def test_a_cell_prints_what_rank_0_prints_and_holds_its_result(from_python: tupl
     assert said.index("starting 2 ranks on cpu") < said.index("step") < said.index(f"{last['loss']} {last['val_loss']}")
     assert f"{run_dir} {run_dir / 'hf'}" in said and (run_dir / "hf" / "config.json").exists()
     assert "refused: mesh." in said
+
+
+def difference_of_the_page() -> float:
+    page = importlib.import_module("parallel_experts")
+    whole = tiny_model("qwen3_moe")
+    model = copy.deepcopy(whole)
+    page.shard_experts(model)
+    return worst_difference(model, whole)
+
+
+def test_expert_parallelism_of_the_page_equals_one_process(
+    page: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(page)
+    assert ranks.run(difference_of_the_page, 4)[0] < 1e-12
 
 
 @pytest.mark.exhaustive

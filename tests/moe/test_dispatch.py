@@ -15,8 +15,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, MeshConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.moe.dispatch.allgather import AllGatherDispatcher
 from automoe.moe.dispatch.alltoall import AllToAllDispatcher
@@ -24,8 +22,7 @@ from automoe.moe.dispatch.base import LocalDispatcher, group_ends, sort_by_exper
 from automoe.moe.dispatch.hierarchical import HierarchicalDispatcher
 from automoe.moe.dispatch.rows import RowExchange
 from automoe.parallel.collectives import ProcessGroupDispatch
-from automoe.parallel.expert import build_dispatcher
-from automoe.parallel.mesh import build_meshes
+from automoe.parallel.expert import node_levels
 from automoe.verify.pool import RankPool
 
 E, H, WORLD = 8, 5, 4
@@ -115,8 +112,7 @@ def dispatched(kind: str, routing: str, tokens_per_rank: list[int], *top_ks: int
     world = ProcessGroupDispatch(dist.group.WORLD)
     kind, _, per_node = kind.partition(" ")
     if kind == "hierarchical":
-        meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=WORLD, ep=WORLD), None), torch.device("cpu"))
-        levels = meshes.ep_levels(int(per_node))
+        levels = node_levels(dist.group.WORLD, int(per_node), None)
         assert [dist.get_world_size(group) for group in levels] == {1: [4], 2: [2, 2], 4: [4]}[int(per_node)]
         dispatcher = HierarchicalDispatcher(E, [ProcessGroupDispatch(group) for group in levels])
     else:
@@ -190,9 +186,8 @@ def test_words_behind_rows_arrive_with_every_bit(counts: list[int], num_words: i
 
 
 def on_its_own_machine() -> str:
-    meshes = build_meshes(resolve_mesh(MeshConfig(dp_shard=2, ep=2), None), torch.device("cpu"))
     with patch("socket.gethostname", lambda: f"host-{dist.get_rank()}"), pytest.raises(BackendError) as error:
-        build_dispatcher(meshes, Config(moe=MoEConfig(dispatcher="hierarchical")))
+        node_levels(dist.group.WORLD, 8, None)
     return str(error.value)
 
 

@@ -377,8 +377,8 @@ _PARALLEL = [
     ),
     (
         "expert.py",
-        "etp.get_local_rank() * experts.hidden_size",
-        "0 * experts.hidden_size",
+        "etp.get_local_rank() * module.hidden_size",
+        "0 * module.hidden_size",
         [f"{MESH}[gpt-oss-cp2-etp2-mb4-alltoall]"],
     ),
     ("pipeline.py", "dist.all_reduce(flat, group=group)", "pass", [f"{MESH}[llama-tp2-mb4-alltoall]"]),

@@ -10,6 +10,7 @@ from automoe.config.compose import compose_config
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, resolve_mesh
 from automoe.config.schema import MeshConfig
 from automoe.interop.torch_private import process_groups
+from automoe.parallel.expert import node_levels
 from automoe.parallel.fake_world import fake_world
 from automoe.parallel.mesh import build_meshes
 from automoe.verify.pool import RankPool
@@ -48,7 +49,8 @@ def test_groups_of_a_thousand_ranks(rank: int) -> None:
             view = "default" if axis in DEFAULT_AXES else "moe"
             mine = [group for group in shape.groups(view, axis) if rank in group]
             assert mine == [dist.get_process_group_ranks(meshes.group(axis))]
-        across, within = (dist.get_process_group_ranks(group) for group in meshes.ep_levels(gpus_per_node=8))
+        levels = node_levels(meshes.group("ep"), 8, None)
+        across, within = (dist.get_process_group_ranks(group) for group in levels)
         ep = dist.get_process_group_ranks(meshes.group("ep"))
         assert within == [other for other in ep if other // 8 == rank // 8] and len(within) == 4
         assert across == [other for other in ep if other % 8 == rank % 8] and len(across) == 8
