@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -156,9 +156,7 @@ class Recipe:
     It does more than the loops of the others: the gradient norm, clipping, counts and records of routing.
     """
 
-    def __init__(
-        self, config: ModelConfig, folder: str, rows: int, seq_len: int, attention: Literal["sdpa", "c"] = "sdpa"
-    ) -> None:
+    def __init__(self, config: ModelConfig, folder: str, rows: int, seq_len: int) -> None:
         from automoe.checkpoint.train_state import TrainState
         from automoe.config.mesh_shape import resolve_mesh
         from automoe.launch.ranks import init_ranks, store_file
@@ -171,7 +169,6 @@ class Recipe:
         model = replace(config, hf_path=folder)
         self.config = Config(mesh=MeshConfig(dp_shard=1), model=model, train=train, optim=optim)
         self.config.moe = MoEConfig(experts="grouped_mm", bias_update_rate=0.0)
-        self.config.kernels.attention = attention
         self.store = store_file()
         self.device = init_ranks(LaunchConfig(device="cpu", threads_per_rank=1), 0, 1, 0, self.store.__enter__())
         self.meshes = build_meshes(resolve_mesh(self.config.mesh, 1), self.device)
@@ -305,7 +302,6 @@ def all_contenders(
     """What builds each contender, ours first, and why others are absent."""
     found: dict[str, Callable[[], Contender | Recipe]] = {
         "automoe": lambda: Recipe(config, folder, rows, seq_len),
-        "automoe attention=c": lambda: Recipe(config, folder, rows, seq_len, "c"),
         "automoe decoder": lambda: decoder_contender(config, folder),
     }
     for experts in ("grouped_mm", "eager"):

@@ -182,9 +182,8 @@ class ParallelConfig:
 class KernelsConfig:
     """Which implementation computes what; none of it changes a checkpoint (``docs/kernels.md``)."""
 
-    # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced. c: this package's
-    # own, float32 on the CPU; needs a C compiler
-    attention: Literal["sdpa", "cudnn", "flash", "math", "te", "c"] = "sdpa"
+    # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced
+    attention: Literal["sdpa", "cudnn", "flash", "math", "te"] = "sdpa"
     rope: Literal["torch", "triton"] = "torch"  # rotation of heads, and MLA's keys put together
     norm: Literal["torch", "te"] = "torch"  # te: CUDA, and transformer-engine installed
 

@@ -34,7 +34,7 @@ def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> No
     assert "bfloat16" in report["absent"]["torchtitan"]
     assert set(report["models"]) == {"coarse", "fine", "mla"}
     for model in report["models"].values():
-        ours = {"automoe", "automoe attention=c", "automoe decoder"}
+        ours = {"automoe", "automoe decoder"}
         theirs = {"transformers grouped_mm", "transformers eager"}
         automodel = {name for name in model["results"] if name.startswith("nemo_automodel")}
         assert set(model["results"]) == ours | theirs | automodel
@@ -54,8 +54,6 @@ def test_quick_run_passes_the_gate_and_writes_every_number(tmp_path: Path) -> No
             and model["floors"]["gemm_flops"] > 0
             and model["floors"]["seconds"] > 0
         )
-        operators = {row["operator"] for row in model["breakdown"]["automoe attention=c"]}
-        assert "c_attention" in operators, operators
         shares = [row["share"] for row in model["breakdown"]["automoe"]]
         assert sum(shares) == pytest.approx(1.0)
 
