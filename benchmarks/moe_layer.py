@@ -1,9 +1,9 @@
-"""Where the time of a MoE layer goes under different mappings of experts to the same 8 ranks, and what is sent.
+"""What a MoE layer costs under different mappings of experts to the same 8 ranks, and what is sent.
 
 The layer is built by the code that trainings use; routing is exactly balanced. Before anything is timed,
 every mapping's output and gradient must equal those of the layer with all experts on each rank. Mappings take
 turns, round by round; only ratios within a run count. On a CPU, 8 gloo ranks share the cores, and a rank's
-wall time includes waiting for the others' turn: CPU seconds summed over ranks say what a stage costs.
+wall time includes waiting for the others' turn: CPU seconds summed over ranks say what a layer costs.
 
     python benchmarks/moe_layer.py             # writes benchmarks/results/moe_layer.json and .png
     python benchmarks/moe_layer.py --quick     # seconds: a small layer, to check the script itself
@@ -18,7 +18,7 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import moe_mappings
@@ -30,16 +30,7 @@ GATE = {"cpu": 1e-5, "cuda": 2e-2}  # relative difference of output and gradient
 BYTES_GATE = 0.01  # of the ratio of bytes from EP/K; routing weights travel with the rows
 AIM = 1.5  # all-gather's time over all-to-all's at ep8, K = 2
 HERE = Path(__file__).resolve().parent
-STAGE_COLOURS = {
-    "permute": "#8d99a6",
-    "a2a_dispatch": "#2563a8",
-    "all_gather": "#d9722e",
-    "experts": "#2f8f6b",
-    "reduce_scatter": "#eeb184",
-    "a2a_combine": "#a9c6e5",
-    "unpermute": "#c4ccd4",
-    "router and rest": "#e9edf1",
-}
+PASS_COLOURS = {"forward": "#2563a8", "backward": "#a9c6e5"}
 
 
 def over_ranks(ranks: list[dict[str, Any]], name: str, rounds: int) -> list[dict[str, float]]:
@@ -61,13 +52,6 @@ def over_ranks(ranks: list[dict[str, Any]], name: str, rounds: int) -> list[dict
 def summarize(ranks: list[dict[str, Any]], name: str, rounds: int) -> dict[str, Any]:
     """Medians over rounds of one mapping and dispatcher."""
     table = over_ranks(ranks, name, rounds)
-    stages = {}
-    for stage in ranks[0]["stages"][name][0]:
-        seen = [[rank["stages"][name][i][stage] for rank in ranks] for i in range(rounds)]
-        stages[stage] = {
-            "wall_seconds": median(mean(wall for wall, _ in one) for one in seen),
-            "cpu_seconds": median(sum(cpu for _, cpu in one) for one in seen),
-        }
     mapping, _, dispatcher = name.partition(" | ")
     return {
         "mapping": mapping,
@@ -77,29 +61,16 @@ def summarize(ranks: list[dict[str, Any]], name: str, rounds: int) -> dict[str, 
         "sent_bytes_a_rank": ranks[0]["sent_bytes"][name],
         "host_syncs": ranks[0]["host_syncs"][name],
         **{f"{key}_seconds": median(row[key] for row in table) for key in table[0]},
-        "stages": stages,
         "rounds": table,
     }
 
 
 def compare(ranks: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """All-gather over all-to-all at ep8: time of both passes and of dispatch alone, round by round; bytes."""
+    """All-gather over all-to-all at ep8: time of both passes, round by round; bytes."""
     tables = {d: over_ranks(ranks, f"ep8 | {d}", rounds) for d in DISPATCHERS}
-
-    def dispatch(dispatcher: str, i: int, clock: int) -> float:
-        return sum(
-            seconds[clock]
-            for rank in ranks
-            for stage, seconds in rank["stages"][f"ep8 | {dispatcher}"][i].items()
-            if stage not in ("experts", "router and rest")
-        )
-
-    clocks = {"wall": 0, "cpu": 1} if any(row["cpu"] for row in tables["alltoall"]) else {"wall": 0}
+    clocks = ["wall", "cpu"] if any(row["cpu"] for row in tables["alltoall"]) else ["wall"]
     times = {
         key: [a[key] / b[key] for a, b in zip(tables["allgather"], tables["alltoall"], strict=True)] for key in clocks
-    } | {
-        f"dispatch_{key}": [dispatch("allgather", i, clock) / dispatch("alltoall", i, clock) for i in range(rounds)]
-        for key, clock in clocks.items()
     }
     sent = {d: ranks[0]["sent_bytes"][f"ep8 | {d}"] for d in DISPATCHERS}
     return {
@@ -111,57 +82,46 @@ def compare(ranks: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Stages of the forward pass as stacked bars, one bar a mapping and dispatcher."""
+    """The two passes as stacked bars, one bar a mapping and dispatcher."""
     import matplotlib
 
     from automoe.observe.plot_style import RC, new_figure, save
 
     results = list(report["results"].values())
-    clock = "cpu_seconds" if report["device"] == "cpu" else "wall_seconds"
+    clock = "cpu" if report["device"] == "cpu" else "wall"
     what = "CPU ms, all ranks together" if report["device"] == "cpu" else "ms on a rank"
     with matplotlib.rc_context(RC):
         figure, (axis,) = new_figure(9.6, 0.6 + 0.42 * len(results) + 1.2)
         for row, result in enumerate(results):
-            left = 0.0
-            for stage, colour in STAGE_COLOURS.items():
-                seconds = result["stages"].get(stage, {clock: 0.0})[clock] * 1e3
-                axis.barh(row, seconds, left=left, color=colour, height=0.72, edgecolor="white", linewidth=0.5)
-                left += seconds
-        handles = [matplotlib.patches.Patch(color=colour) for colour in STAGE_COLOURS.values()]
+            forward = result[f"forward_{clock}_seconds"] * 1e3
+            backward = result[f"{clock}_seconds"] * 1e3 - forward
+            for left, width, colour in zip((0.0, forward), (forward, backward), PASS_COLOURS.values(), strict=True):
+                axis.barh(row, width, left=left, color=colour, height=0.72, edgecolor="white", linewidth=0.5)
+        handles = [matplotlib.patches.Patch(color=colour) for colour in PASS_COLOURS.values()]
         axis.set_yticks(range(len(results)), [f"{r['mapping']}, {r['dispatcher']}" for r in results])
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel(f"forward pass of one MoE layer, {what}")
-        axis.set_title(f"Where a MoE layer's time goes, {RANKS} ranks ({report['backend']})")
-        names = [stage.replace("_", " ").replace("a2a", "A2A") for stage in STAGE_COLOURS]
-        figure.legend(handles, names, loc="outside lower center", ncols=4)
+        axis.set_xlabel(f"one MoE layer, {what}")
+        axis.set_title(f"What a MoE layer costs, {RANKS} ranks ({report['backend']})")
+        figure.legend(handles, list(PASS_COLOURS), loc="outside lower center", ncols=2)
         save(figure, path)
 
 
 def print_table(report: dict[str, Any]) -> None:
     """The numbers that matter, last on the screen."""
-    print(
-        f"{'':40}{'forward':>9}{'both':>8}{'experts':>9}{'A2A':>8}{'AG+RS':>8}{'permute':>9}{'MB sent':>9}{'syncs':>6}"
-    )
+    print(f"{'':40}{'forward':>9}{'both':>8}{'MB sent':>9}{'syncs':>6}")
     clock = "cpu" if report["device"] == "cpu" else "wall"
     for r in report["results"].values():
-        stages = {name: 1e3 * s[f"{clock}_seconds"] for name, s in r["stages"].items()}
-        a2a = stages.get("a2a_dispatch", 0.0) + stages.get("a2a_combine", 0.0)
-        agrs = stages.get("all_gather", 0.0) + stages.get("reduce_scatter", 0.0)
-        both = stages["permute"] + stages["unpermute"]
         print(
             f"{r['mapping'] + ', ' + r['dispatcher']:40}{1e3 * r[f'forward_{clock}_seconds']:9.1f}"
-            f"{1e3 * r[f'{clock}_seconds']:8.1f}{stages['experts']:9.1f}{a2a:8.1f}{agrs:8.1f}{both:9.1f}"
-            f"{r['sent_bytes_a_rank'] / 1e6:9.2f}{r['host_syncs']:6}"
+            f"{1e3 * r[f'{clock}_seconds']:8.1f}{r['sent_bytes_a_rank'] / 1e6:9.2f}{r['host_syncs']:6}"
         )
     ratio = report["allgather_over_alltoall"]
     unit = "CPU ms of all ranks" if clock == "cpu" else "ms until the last rank is done"
-    print(f"{unit}, forward and both passes; stages of the forward pass; megabytes of a rank's forward pass")
+    print(f"{unit}, forward and both passes; megabytes of a rank's forward pass")
     print(
         f"ep8, all-gather over all-to-all: bytes {ratio['bytes']:.3f} (EP/K = {report['ep_over_k']:g}), both passes "
         + ", ".join(f"{key} {ratio[key]:.2f}" for key in ("wall", "cpu") if key in ratio)
-        + ", dispatch alone "
-        + ", ".join(f"{key} {ratio['dispatch_' + key]:.2f}" for key in ("wall", "cpu") if f"dispatch_{key}" in ratio)
         + f" (aim: {AIM})"
     )
 
@@ -228,7 +188,7 @@ def main() -> None:
             )
     names = list(ranks[0]["times"])
     report: dict[str, Any] = {
-        "what": "one MoE layer, forward and backward, balanced routing: stages and totals by mapping",
+        "what": "one MoE layer, forward and backward, balanced routing, by mapping",
         "quick": args.quick,
         "commit": commit(
             "../automoe/moe", "../automoe/parallel/expert.py", "../automoe/parallel/collectives.py", "moe_*.py"

@@ -17,13 +17,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.model.init import initialize
-from automoe.moe.dispatch.measure import HostSyncs, StageTimer
 from automoe.moe.layer import MoE
 from automoe.moe.tokens import Tokens
 from automoe.parallel.expert import apply_expert_parallel
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.parallelize import allocate, build_decoder, build_runtime
 from tests.support.communication import CommunicationLog
+from tests.support.host_syncs import HostReads
 
 RANKS = 8
 # The layer sees T tokens of its own on every rank whatever attention's axes are; after sequence-parallel
@@ -115,21 +115,11 @@ class Contender:
         self.forget()
         return answer
 
-    def time_plainly(self) -> dict[str, tuple[float, float]]:
+    def time(self) -> dict[str, tuple[float, float]]:
         dist.barrier()
         times = {"forward": timed(self.device, self.forward), "backward": timed(self.device, self.backward)}
         self.forget()
         return times
-
-    def time_stages(self) -> dict[str, tuple[float, float]]:
-        """Stages of one forward pass, and ``router and rest``: what of it is in no stage."""
-        dist.barrier()
-        with StageTimer(self.device) as timer:
-            whole = timed(self.device, self.forward)
-        stages = timer.times()
-        self.forget()
-        rest = tuple(max(whole[i] - sum(s[i] for s in stages.values()), 0.0) for i in range(2))
-        return {**stages, "router and rest": (rest[0], rest[1])}
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -138,10 +128,10 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def sent_bytes(contender: Contender) -> tuple[int, int]:
     """Bytes of activations that this rank sends in a forward pass, and how often its dispatch waits for sizes."""
-    with CommunicationLog() as log, HostSyncs() as syncs:
+    with CommunicationLog() as log, HostReads() as reads:
         contender.forward()
     contender.forget()
-    return sum(m.sent for m in log.messages if m.dtype.is_floating_point), syncs.count
+    return sum(m.sent for m in log.messages if m.dtype.is_floating_point), reads.count
 
 
 def measure(size: Size, rounds: int, device_type: str = "cpu", spoil: str = "") -> dict[str, Any]:
@@ -175,11 +165,9 @@ def measure(size: Size, rounds: int, device_type: str = "cpu", spoil: str = "") 
     result["sent_bytes"] = {name: sent for name, (sent, _) in measured.items()}
     result["host_syncs"] = {name: syncs for name, (_, syncs) in measured.items()}
     for contender in contenders.values():
-        contender.time_plainly()
+        contender.time()
     result["times"] = {name: [] for name in contenders}
-    result["stages"] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
-            result["times"][name].append(contender.time_plainly())
-            result["stages"][name].append(contender.time_stages())
+            result["times"][name].append(contender.time())
     return result

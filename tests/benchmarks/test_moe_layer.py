@@ -39,17 +39,13 @@ def test_quick_run_passes_the_gates_and_writes_every_number(tmp_path: Path) -> N
     folds = [r["mesh"] for r in report["results"].values()]
     for wanted in ({"ep": 8}, {"tp": 4, "ep": 8}, {"ep": 4, "etp": 2}, {"dp_shard": 8, "ep": 2}):
         assert any(wanted.items() <= mesh.items() for mesh in folds)
-    exchange = {"alltoall": {"a2a_dispatch", "a2a_combine"}, "allgather": {"all_gather", "reduce_scatter"}}
     for result in report["results"].values():
         assert result["difference"] <= report["gate_tolerance"]
-        etp = result["mesh"].get("etp", 1) > 1
-        wanted = exchange[result["dispatcher"]] | (exchange["allgather"] if etp else set())
-        assert set(result["stages"]) == wanted | {"permute", "experts", "unpermute", "router and rest"}
-        assert result["host_syncs"] == 1 + etp
+        assert result["host_syncs"] == 1 + (result["mesh"].get("etp", 1) > 1)
         assert len(result["rounds"]) == 2 and result["cpu_seconds"] > result["forward_cpu_seconds"] > 0
     ratio = report["allgather_over_alltoall"]
     assert ratio["bytes"] == pytest.approx(report["ep_over_k"], rel=0.02)
-    assert all(len(ratio["rounds"][key]) == 2 for key in ("wall", "cpu", "dispatch_wall", "dispatch_cpu"))
+    assert all(len(ratio["rounds"][key]) == 2 for key in ("wall", "cpu"))
     folded, plain = (
         report["results"][f"{name} | alltoall"]["sent_bytes_a_rank"] for name in ("ep8", "ep8 over tp4 dp2")
     )
