@@ -9,16 +9,14 @@ preferred one, and less of the other, than the weights did that it started from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.recipe_args import DPOArgs as Args  # or a dataclass Args in a copy of this file
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
-from automoe.errors import ConfigError
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
@@ -33,28 +31,10 @@ from automoe.training.step import forward_backward, optimizer_step, prepare_inpu
 from automoe.training.weights import export_weights, first_weights
 
 
-@dataclass
-class Args:
-    """Direct preference optimisation (``docs/dpo.md``)."""
-
-    beta: float = 0.1  # larger: the model stays closer to the weights that it started from
-    # sigmoid: DPO's own; ipo: margins of mean log-probabilities, drawn to 1 / (2 beta)
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-
-    def check(self, config: Config) -> None:
-        if not self.beta > 0:
-            raise ConfigError("recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1")
-        if not config.data.is_preference:
-            rule = f"recipe={config.recipe} compares two answers"
-            raise ConfigError("data.kind", config.data.kind, rule, "Set data=preference data.path=FILE")
-        if config.train.loss != "cross_entropy":
-            rule = f"recipe={config.recipe} has a loss of its own"
-            raise ConfigError("train.loss", config.train.loss, rule, "Leave it out, and set recipe_args.loss")
-
-
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     """Train ``config`` on this rank; returns the last validation loss, else the last training loss."""
-    device, train, args = context.device, config.train, config.recipe_args
+    device, train = context.device, config.train
+    args: Args = config.recipe_args
 
     # ---------------------------------------------------------------- a checkpoint's model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))

@@ -26,7 +26,7 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
 
     Args:
-        trusted: read the recipe's ``Args``, which runs lines of its file. Else ``recipe_args`` stays a dictionary.
+        trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays a dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -53,13 +53,6 @@ def _make_args(config: Config) -> Any:
             "Leave it out, or name the recipe that has it: recipe=NAME",
         )
     return raw
-
-
-def as_class(config: Config, cls: type | None) -> Config:
-    """A copy whose ``recipe_args`` are of ``cls``: what ``Args`` is once the recipe itself is imported."""
-    return (
-        config if cls is None else replace(config, recipe_args=_to_dataclass(cls, asdict(config.recipe_args), SECTION))
-    )
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

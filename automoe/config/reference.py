@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import textwrap
 import tokenize
@@ -18,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import automoe.config.schema as schema
 from automoe.config.convert import check_key, field_types, type_name
-from automoe.config.recipe_args import SECTION, args_class, default_args, recipe_file
+from automoe.config.recipe_args import SECTION, args_class, default_args
 from automoe.errors import ConfigError
 
 
@@ -57,8 +58,8 @@ def sections(
 
 def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
     """What ``sections`` gives, of the recipe's own keys; none where it declares none."""
-    cls, file = args_class(recipe), recipe_file(recipe)
-    return list(sections(cls, f"{SECTION}.", file)) if cls is not None and file is not None else []
+    cls = args_class(recipe)
+    return [] if cls is None else list(sections(cls, f"{SECTION}.", inspect.getsourcefile(cls) or ""))
 
 
 def help_on(name: str, recipe: str = schema.Config.recipe, width: int = 80) -> str:
