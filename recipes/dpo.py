@@ -14,7 +14,7 @@ from datetime import timedelta
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
-from automoe.config.recipe_args import DPOArgs as Args  # or a dataclass Args in a copy of this file
+from automoe.config.recipe_args import DPOArgs
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
 from automoe.optim.adamw import build_optimizer
@@ -30,11 +30,12 @@ from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 from automoe.training.weights import export_weights, first_weights
 
+Args = DPOArgs  # recipe_args.beta and recipe_args.loss; a copy of this file may declare a dataclass of its own
+
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     """Train ``config`` on this rank; returns the last validation loss, else the last training loss."""
-    device, train = context.device, config.train
-    args: Args = config.recipe_args
+    device, train, args = context.device, config.train, config.recipe_args
 
     # ---------------------------------------------------------------- a checkpoint's model on both meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))

@@ -100,7 +100,7 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted key that holds a value, in order: ``mesh.pp``, ``train.steps``, ...; a recipe's own not."""
     for name, hint in field_types(cls).items():
-        if is_dataclass(hint):
+        if is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
         elif hint is not Any:
             yield f"{prefix}{name}"
@@ -113,7 +113,7 @@ def check_key(key: str, value: object) -> None:
     if parts[0] == SECTION:
         return  # which keys there are depends on the recipe, and that on the primary: config_from_dict knows
     for depth, part in enumerate(parts):
-        if not is_dataclass(cls):
+        if not is_section(cls):
             parent = ".".join(parts[:depth])
             raise ConfigError(key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=...")
         if part not in field_types(cls):
@@ -132,6 +132,11 @@ def typed(key: str, value: object) -> Any:
 def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
     """The choices most like ``word``, best first; empty when none is close."""
     return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
+
+
+def is_section(hint: object) -> bool:
+    """True if a field of this type holds a section with keys of its own."""
+    return is_dataclass(hint)
 
 
 @cache
@@ -172,7 +177,7 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    if is_dataclass(hint):
+    if is_section(hint):
         return _to_dataclass(hint, value, f"{key}.")
     if hint is Any:
         return value
