@@ -1,6 +1,6 @@
 """``python -m automoe.train``: parse, check, hand over. Torch is not imported before the configuration is valid.
 
-``automoe.train(...)`` of Python is this module too, called: ``automoe.launch.from_python`` has what it does.
+``automoe.train(...)`` in Python calls this module: see ``automoe.launch.from_python.train``.
 
 Exit status: 0 done, 1 a rank failed, 2 the configuration or the launch is wrong, 3 the hardware is not
 here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 EXIT_NO_HARDWARE = 3
 
 
-class _Called(ModuleType):
-    """A module and a function of one name: whichever of them was imported first, ``automoe.train`` is both."""
+class _CallableModule(ModuleType):
+    """Lets ``automoe.train(...)`` train after ``import automoe.train`` too, which binds the name to this module."""
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class _Called(ModuleType):
         return train(config, config_name, config_dir)
 
 
-sys.modules[__name__].__class__ = _Called
+sys.modules[__name__].__class__ = _CallableModule
 
 
 def main(argv: list[str] | None = None) -> int:

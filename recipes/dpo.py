@@ -9,16 +9,14 @@ preferred one, and less of the other, than the weights did that it started from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.mesh_shape import MeshShape
+from automoe.config.recipe_args import DPOArgs
 from automoe.config.schema import Config
 from automoe.data.loader import Loader
-from automoe.errors import ConfigError
 from automoe.optim.adamw import build_optimizer
 from automoe.parallel.mesh import build_meshes
 from automoe.parallel.pipeline import build_runner
@@ -32,24 +30,7 @@ from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 from automoe.training.weights import export_weights, first_weights
 
-
-@dataclass
-class Args:
-    """Direct preference optimisation (``docs/dpo.md``)."""
-
-    beta: float = 0.1  # larger: the model stays closer to the weights that it started from
-    # sigmoid: DPO's own; ipo: margins of mean log-probabilities, drawn to 1 / (2 beta)
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-
-    def check(self, config: Config) -> None:
-        if not self.beta > 0:
-            raise ConfigError("recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1")
-        if not config.data.is_preference:
-            rule = f"recipe={config.recipe} compares two answers"
-            raise ConfigError("data.kind", config.data.kind, rule, "Set data=preference data.path=FILE")
-        if config.train.loss != "cross_entropy":
-            rule = f"recipe={config.recipe} has a loss of its own"
-            raise ConfigError("train.loss", config.train.loss, rule, "Leave it out, and set recipe_args.loss")
+Args = DPOArgs  # recipe_args.beta and recipe_args.loss; a copy of this file may declare a dataclass of its own
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:

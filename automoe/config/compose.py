@@ -11,7 +11,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -204,20 +204,20 @@ def register_base() -> None:
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
     """Names that ``group=NAME`` accepts; for the empty group, the primaries. What primaries share begins with ``_``."""
-    files = {entry.stem for entry in _entries(group, config_dir) if entry.suffix == ".yaml"}
+    files = {path.stem for path in _glob(str(Path(group, "*.yaml")), config_dir)}
     return sorted(name for name in files if not name.startswith("_"))
 
 
 def list_groups(config_dir: str | None = None) -> list[str]:
     """Config groups: the folders of the tree that hold YAML files."""
-    names = {entry.name for entry in _entries("", config_dir) if entry.is_dir()}
-    return sorted(name for name in names if list_options(name, config_dir))
+    return sorted({path.parent.name for path in _glob("*/[!_]*.yaml", config_dir)})
 
 
-def _entries(group: str, config_dir: str | None) -> list[Path]:
-    """What lies in the folder of a group, here and in ``config_dir``."""
-    places = [shipped_folder("conf")] + ([] if config_dir is None else [Path(config_dir)])
-    return [entry for place in places if (place / group).is_dir() for entry in (place / group).iterdir()]
+def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
+    """Files of the shipped tree and of ``config_dir``."""
+    yield from shipped_folder("conf").glob(pattern)
+    if config_dir is not None:
+        yield from Path(config_dir).glob(pattern)
 
 
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
@@ -247,14 +247,12 @@ def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: 
         BackendError: Hydra is not installed.
     """
     _check_hydra()
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
     groups = list_groups(config_dir)
     for text in overrides:
         try:
-            parsed = parser.parse_override(text)
+            parsed = _parse_override(text)
         except HydraException as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
@@ -287,11 +285,15 @@ def _check_listed(key: str, name: str, listed: list[str], rule: str, prefix: str
         raise ConfigError(key, name, rule, f"{hint}There are: {', '.join(listed)}")
 
 
-def swept_keys(overrides: list[str]) -> set[str]:
-    """Keys of the overrides that have several values. They parse: ``check_overrides``."""
+def _parse_override(text: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    return OverridesParser.create().parse_override(text)
+
+
+def swept_keys(overrides: list[str]) -> set[str]:
+    """Keys of the overrides that have several values. They parse: ``check_overrides``."""
+    parsed = map(_parse_override, overrides)
     return {override.key_or_group for override in parsed if override.is_sweep_override()}
 
 
@@ -322,9 +324,7 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
 
 def _single_values(text: str, config_dir: str | None) -> list[str]:
     """``mesh.ep=1,2`` as ``mesh.ep=1``, ``mesh.ep=2``; of a range or an interval, whose values are alike, the ends."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_override(text)
+    parsed = _parse_override(text)
     if not parsed.is_sweep_override():
         return [text]
     swept: Any = parsed.value()
@@ -367,9 +367,9 @@ def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
     """(key, value) of overrides, sorted; a key is its last word where that names one of them alone."""
     typed = {key_of(text): text.partition("=")[2] for text in overrides}  # the last of a key counts, as for Hydra
     pairs = dict(sorted(typed.items()))
-    last = Counter(key.rpartition(".")[2] for key in pairs)
     short = {key: key.rpartition(".")[2] for key in pairs}
-    return [(short[key] if last[short[key]] == 1 else key, value) for key, value in pairs.items()]
+    count = Counter(short.values())
+    return [(short[key] if count[short[key]] == 1 else key, value) for key, value in pairs.items()]
 
 
 def key_of(override: str) -> str:

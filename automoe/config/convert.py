@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from automoe.config.plugins import registered_names
-from automoe.config.recipe_args import CLASS, SECTION, args_class
+from automoe.config.recipe_args import CLASS, SECTION, args_class, default_args
 from automoe.config.schema import Config
 from automoe.errors import ConfigError
 
@@ -26,7 +26,7 @@ def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
 
     Args:
-        trusted: read the recipe's ``Args``, which runs lines of its file. Else ``recipe_args`` stays a dictionary.
+        trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays a dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -43,23 +43,14 @@ def _make_args(config: Config) -> Any:
     cls, raw = args_class(config.recipe), config.recipe_args
     if cls is not None:
         return _to_dataclass(cls, raw, f"{SECTION}.")
-    if raw != {}:
-        key = f"{SECTION}.{next(iter(raw))}" if isinstance(raw, dict) else SECTION
-        rule = f"unknown key: the recipe {config.recipe} declares no {CLASS}"
-        raise ConfigError(
-            key,
-            raw[next(iter(raw))] if isinstance(raw, dict) else raw,
-            rule,
-            "Leave it out, or name the recipe that has it: recipe=NAME",
-        )
-    return raw
-
-
-def as_class(config: Config, cls: type | None) -> Config:
-    """A copy whose ``recipe_args`` are of ``cls``: what ``Args`` is once the recipe itself is imported."""
-    return (
-        config if cls is None else replace(config, recipe_args=_to_dataclass(cls, asdict(config.recipe_args), SECTION))
-    )
+    if raw == {}:
+        return raw
+    key, value = SECTION, raw
+    if isinstance(raw, dict):
+        name, value = next(iter(raw.items()))
+        key = f"{SECTION}.{name}"
+    rule = f"unknown key: the recipe {config.recipe} declares no {CLASS}"
+    raise ConfigError(key, value, rule, "Leave it out, or name the recipe that has it: recipe=NAME")
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -109,7 +100,7 @@ def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted key that holds a value, in order: ``mesh.pp``, ``train.steps``, ...; a recipe's own not."""
     for name, hint in field_types(cls).items():
-        if _is_section(hint):
+        if is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
         elif hint is not Any:
             yield f"{prefix}{name}"
@@ -122,7 +113,7 @@ def check_key(key: str, value: object) -> None:
     if parts[0] == SECTION:
         return  # which keys there are depends on the recipe, and that on the primary: config_from_dict knows
     for depth, part in enumerate(parts):
-        if not _is_section(cls):
+        if not is_section(cls):
             parent = ".".join(parts[:depth])
             raise ConfigError(key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=...")
         if part not in field_types(cls):
@@ -143,12 +134,8 @@ def nearest(word: str, choices: list[str], count: int = 1) -> list[str]:
     return difflib.get_close_matches(word, choices, n=count, cutoff=0.6)
 
 
-def _is(value: Any, hint: Any) -> bool:
-    """Exactly: True is no rank count."""
-    return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
-
-
-def _is_section(hint: object) -> bool:
+def is_section(hint: object) -> bool:
+    """True if a field of this type holds a section with keys of its own."""
     return is_dataclass(hint)
 
 
@@ -176,64 +163,78 @@ def _wrong_type(key: str, value: object, expected: str) -> ConfigError:
 
 
 def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
-    if not isinstance(raw, dict):
-        raise _wrong_type(prefix.rstrip("."), raw, f"a mapping with keys {', '.join(field_types(cls))}")
     hints = field_types(cls)
+    if not isinstance(raw, dict):
+        raise _wrong_type(prefix.rstrip("."), raw, f"a mapping with keys {', '.join(hints)}")
     for name, value in raw.items():
         if name not in hints:
             raise _unknown_key(f"{prefix}{name}", value, cls)
-    for field in fields(cls):
-        if field.name not in raw and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(
-                f"{prefix}{field.name}", "", "needs a value: it has no default", f"Set {prefix}{field.name}="
-            )
+    for name, default in default_args(cls).items():
+        if default is MISSING and name not in raw:
+            key = f"{prefix}{name}"
+            raise ConfigError(key, "", "needs a value: it has no default", f"Set {key}=")
     return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    if _is_section(hint):
+    if is_section(hint):
         return _to_dataclass(hint, value, f"{key}.")
+    if hint is Any:
+        return value
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):  # `X | None`, or a list or one value in its place
-        if value is None and type(None) in args:
-            return None
-        inner = [a for a in args if a is not type(None)]
-        if len(inner) == 1:
-            return _convert(inner[0], value, key)
-        for hint in inner:
-            if isinstance(value, (list, tuple)) if get_origin(hint) is list else _is(value, hint):
-                return _convert(hint, value, key)
-        raise _wrong_type(key, value, " or ".join(map(type_name, inner)))
+        return _convert_union(args, value, key)
     if origin is Literal:
         return _choice(args, value, key)
     if origin is dict:
         if not isinstance(value, dict):
             raise _wrong_type(key, value, type_name(hint))
         return {_convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    if origin is list:
-        if not isinstance(value, (list, tuple)):
-            raise _wrong_type(key, value, f"a list of {type_name(args[0])}")
-        return [_convert(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)) or len(value) != len(args):
-            raise _wrong_type(key, value, f"a list of {len(args)} values ({', '.join(map(type_name, args))})")
-        return tuple(_convert(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
-    if hint is Any:
-        return value
+    if origin in (list, tuple):
+        return _convert_items(origin, args, value, key)
     if hint is float:
         return _float(value, key)
-    if not _is(value, hint):
+    if not _has_type(value, hint):
         raise _wrong_type(key, value, type_name(hint))
     return value
 
 
+def _convert_union(choices: tuple[Any, ...], value: Any, key: str) -> Any:
+    if value is None and type(None) in choices:
+        return None
+    choices = tuple(choice for choice in choices if choice is not type(None))
+    for hint in choices:
+        if len(choices) == 1 or _has_type(value, get_origin(hint) or hint):
+            return _convert(hint, value, key)
+    raise _wrong_type(key, value, " or ".join(map(type_name, choices)))
+
+
+def _convert_items(origin: type, args: tuple[Any, ...], value: Any, key: str) -> Any:
+    """A list of any length, or a tuple with the type of each item."""
+    expected = f"a list of {type_name(args[0])}"
+    if origin is tuple:
+        expected = f"a list of {len(args)} values ({', '.join(map(type_name, args))})"
+    if not _has_type(value, list) or (origin is tuple and len(value) != len(args)):
+        raise _wrong_type(key, value, expected)
+    hints = args if origin is tuple else args * len(value)
+    items = zip(hints, value, strict=True)
+    return origin(_convert(hint, item, f"{key}[{i}]") for i, (hint, item) in enumerate(items))
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """True if ``value`` is exactly of this type (True is no int); a tuple is a list, text of the environment text."""
+    if hint is list:
+        return isinstance(value, (list, tuple))
+    return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
+
+
 def _float(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise _wrong_type(key, value, "a number")
     try:
-        return float(value)
-    except ValueError:
-        raise _wrong_type(key, value, "a number") from None
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise _wrong_type(key, value, "a number") from None
 
 
 def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:

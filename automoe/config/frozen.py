@@ -22,7 +22,7 @@ from automoe.storage.files import replace_file
 Device = Literal["cpu", "cuda"]
 CONFIG_FILE = "config.yaml"
 ABSENT = "not a key"  # of the recipe
-_VALUES = frozenset(leaf_keys())  # some are mappings themselves
+VALUE_KEYS = frozenset(leaf_keys())  # some are mappings themselves
 # Never part of what a run is: where it lies, how its ranks are started, what is shown of it, what it saves when.
 FREE = ("run_dir", "launch", "observe", "cluster", "checkpoint")
 # May differ as well where training goes on from a checkpoint, or nothing is finished: how the same numbers are
@@ -127,7 +127,7 @@ def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as one mapping, keys dotted, tuples as lists."""
     values: dict[str, Any] = {}
     for key, value in fields.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in _VALUES and prefix != f"{SECTION}.":
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in VALUE_KEYS and prefix != f"{SECTION}.":
             values |= flat(value, f"{prefix}{key}.")
         else:
             values[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
@@ -146,9 +146,8 @@ def differences(then: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, An
     for values in (old, new):
         if values["checkpoint.resume"] == "never":  # not a path: weights come from nowhere else
             values["checkpoint.resume"] = "auto"
-    own_keys = (
-        key for key in old | new if key.startswith(f"{SECTION}.")
-    )  # a recipe may have lost one, or another name
+    # A recipe may have lost a key, or given it another name.
+    own_keys = (key for key in old | new if key.startswith(f"{SECTION}."))
     pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in (*leaf_keys(), *own_keys)}
     return {key: both for key, both in pairs.items() if both[0] != both[1] and not is_free(key)}
 

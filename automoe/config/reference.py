@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import textwrap
 import tokenize
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import automoe.config.schema as schema
-from automoe.config.convert import check_key, field_types, type_name
-from automoe.config.recipe_args import SECTION, args_class, default_args, recipe_file
+from automoe.config.convert import check_key, field_types, is_section, type_name
+from automoe.config.recipe_args import SECTION, args_class, default_args
 from automoe.errors import ConfigError
+
+WIDTH = 80  # columns of a terminal
 
 
 @dataclass(frozen=True)
@@ -32,36 +34,30 @@ class Key:
     comment: str
 
 
-def sections(
-    cls: type = schema.Config, prefix: str = "", file: str | Path = schema.__file__
-) -> Iterator[tuple[str, str, list[Key]]]:
-    """Each section's name, its docstring in one line and its keys, a section before those inside it.
-
-    Args:
-        file: where ``cls`` and the sections inside it are written.
-    """
-    document, comments = _source(Path(file).read_text()).get(cls.__name__, ("", {}))
+def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
+    """Each section's name, its docstring in one line and its keys, a section before those inside it."""
+    document, comments = _source(cls)
     types, defaults = field_types(cls), default_args(cls)
     keys = [
         Key(prefix + name, _kind(hint), _shown(defaults[name]), comments.get(name, ""))
         for name, hint in types.items()
-        if not is_dataclass(hint)
+        if not is_section(hint)
     ]
     yield prefix.rstrip("."), document, keys
     for name, hint in types.items():
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from sections(hint, f"{prefix}{name}.", file)
-        elif get_origin(hint) is list and isinstance(item := get_args(hint)[0], type) and is_dataclass(item):
-            yield from sections(item, f"{prefix}{name}[].", file)
+        if is_section(hint):
+            yield from sections(hint, f"{prefix}{name}.")
+        elif get_origin(hint) is list and is_section(item := get_args(hint)[0]):
+            yield from sections(item, f"{prefix}{name}[].")
 
 
 def args_sections(recipe: str) -> list[tuple[str, str, list[Key]]]:
     """What ``sections`` gives, of the recipe's own keys; none where it declares none."""
-    cls, file = args_class(recipe), recipe_file(recipe)
-    return list(sections(cls, f"{SECTION}.", file)) if cls is not None and file is not None else []
+    cls = args_class(recipe)
+    return [] if cls is None else list(sections(cls, f"{SECTION}."))
 
 
-def help_on(name: str, recipe: str = schema.Config.recipe, width: int = 80) -> str:
+def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
     """What there is to say of a section and all inside it, or of one key, for a terminal.
 
     Args:
@@ -80,10 +76,10 @@ def help_on(name: str, recipe: str = schema.Config.recipe, width: int = 80) -> s
         if not shown:
             continue
         if name != shown[0].name:
-            lines += textwrap.wrap(f"{section}: {document}" if document else section, width) + [""]
+            lines += textwrap.wrap(f"{section}: {document}" if document else section, WIDTH) + [""]
         for key in shown:
             lines.append(f"  {key.name}={key.default}   ({key.kind})")
-            lines += textwrap.wrap(key.comment, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     if not lines:
         known = ", ".join(key.name for _, _, keys in own for key in keys) or "none"
@@ -92,27 +88,24 @@ def help_on(name: str, recipe: str = schema.Config.recipe, width: int = 80) -> s
 
 
 @cache
-def _source(text: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """Class that ``text`` declares -> its docstring, and field -> the comments above it and behind it."""
+def _source(cls: type) -> tuple[str, dict[str, str]]:
+    """The docstring of a dataclass, and the comments above and behind each of its fields."""
+    text = inspect.getsource(cls)
     comments = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.type == tokenize.COMMENT
     }
-    found: dict[str, tuple[str, dict[str, str]]] = {}
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        own: dict[str, str] = {}
-        after = node.lineno
-        for item in node.body:
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                above = [comments[line] for line in range(after + 1, item.lineno) if line in comments]
-                behind = [comments[item.end_lineno]] if item.end_lineno in comments else []
-                own[item.target.id] = " ".join(above + behind)
-            after = item.end_lineno or after
-        found[node.name] = (" ".join((ast.get_docstring(node) or "").split()), own)
-    return found
+    [node] = ast.parse(text).body
+    assert isinstance(node, ast.ClassDef)
+    found: dict[str, str] = {}
+    after = node.lineno
+    for item in node.body:
+        after, last = item.end_lineno or after, after
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            lines = [*range(last + 1, item.lineno), after]
+            found[item.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return " ".join((ast.get_docstring(node) or "").split()), found
 
 
 def _kind(hint: Any) -> str:

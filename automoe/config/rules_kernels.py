@@ -122,10 +122,6 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
     yield key, uses_ring(config, shape), "ring attention (parallel.context=ring) calls kernels of its own", remedy
     if kernel == "math":
         return
-    if kernel == "c":
-        yield key, device == "cuda", "it is for the CPU, and this run is on cuda", remedy
-        yield key, dtype != "float32", f"it computes in float32 alone, and train.dtype={dtype}", remedy
-        return
     query, value = head_dims(config)
     if kernel in _FOREIGN_ATTENTION:
         yield key, device == "cpu", f"{_FOREIGN_ATTENTION[kernel]} needs CUDA, and this run is on cpu", remedy

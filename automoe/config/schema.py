@@ -182,9 +182,8 @@ class ParallelConfig:
 class KernelsConfig:
     """Which implementation computes what; none of it changes a checkpoint (``docs/kernels.md``)."""
 
-    # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced. c: this package's
-    # own, float32 on the CPU; needs a C compiler
-    attention: Literal["sdpa", "cudnn", "flash", "math", "te", "c"] = "sdpa"
+    # sdpa: the best of torch's for the head dims, the mask and the device; the others are forced
+    attention: Literal["sdpa", "cudnn", "flash", "math", "te"] = "sdpa"
     rope: Literal["torch", "triton"] = "torch"  # rotation of heads, and MLA's keys put together
     norm: Literal["torch", "te"] = "torch"  # te: CUDA, and transformer-engine installed
 
@@ -432,9 +431,8 @@ class Config:
 
     run_dir: str = "runs/default"
     recipe: str = "pretrain"  # a name, a file or a module whose main(config, shape, context) a rank runs
-    recipe_args: Any = field(
-        default_factory=dict
-    )  # keys that the recipe declares, in its dataclass Args (docs/launch.md)
+    # keys that the recipe declares, in its dataclass Args (docs/launch.md)
+    recipe_args: Any = field(default_factory=dict)
     plugins: list[str] = field(default_factory=list)  # modules that register names of a user's own
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -458,8 +456,9 @@ def tokenizer_of(config: Config) -> str:
 
 def export_name(config: Config) -> str | None:
     """The folder in a run's own that it writes at its end: ``hf``, or ``adapter``; None where it exports nothing."""
-    adapter = config.lora.rank > 0 and config.lora.export == "adapter"
-    return ("adapter" if adapter else "hf") if config.checkpoint.export_hf else None
+    if not config.checkpoint.export_hf:
+        return None
+    return "adapter" if config.lora.rank > 0 and config.lora.export == "adapter" else "hf"
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:

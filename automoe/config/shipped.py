@@ -75,27 +75,29 @@ def load_recipe(recipe: str) -> ModuleType:
         ConfigError: no such recipe, or one without ``main``.
     """
     found = find_recipe(recipe)
-    if isinstance(found, str):
-        module = importlib.import_module(found)
-    else:
-        module = load_file(found)
+    module = import_recipe(found)
     if not hasattr(module, "main"):
         raise ConfigError("recipe", recipe, f"{found} has no main(config, shape, context)", "Define it")
     return module
 
 
+def import_recipe(found: Path | str) -> ModuleType:
+    """The module that ``find_recipe`` has found."""
+    return importlib.import_module(found) if isinstance(found, str) else load_file(found)
+
+
 def load_file(path: str | Path) -> ModuleType:
-    """The module in a file, run once; it can import files of its own folder.
+    """The module in a file, run once until its text changes; it can import files of its own folder.
 
     Raises:
         ImportError: there is no such file.
     """
     path = Path(path).expanduser().absolute()
-    name = f"automoe_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
     if not path.is_file():
         raise ImportError(f"no such file: {path}")
+    name = f"automoe_file_{path.stem}_{zlib.crc32(str(path).encode() + path.read_bytes()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -259,10 +259,12 @@ def checkpoint_rows(config: Config) -> Iterator[Row]:
            checkpoint.resume not in ("auto", "never") and not Path(checkpoint.resume).expanduser().is_dir(),
            f"no such directory (looked from {os.getcwd()})",
            "Set auto, never, or the run or step directory to start from")
-    by_clock = "checkpoint.every_minutes saves any step"
-    steps = f"checkpoints are of steps that divide by checkpoint.every={every}"
+    rule = f"checkpoints are of steps that divide by checkpoint.every={every}"
+    if not every:
+        saved = "checkpoint.every_minutes saves any step" if checkpoint.saves else "no checkpoints are written"
+        rule = f"{saved}: checkpoint.every=0"
     yield ("checkpoint.keep_every", checkpoint.keep_every > 0 and (not every or checkpoint.keep_every % every != 0),
-           steps if every else f"{by_clock if checkpoint.saves else 'no checkpoints are written'}: checkpoint.every=0",
+           rule,
            f"Nearest valid choice: checkpoint.keep_every={-(-checkpoint.keep_every // every) * every if every else 0}")
     yield ("checkpoint.keep_best",
            checkpoint.keep_best > 0 and (not every or not val_every or every % val_every != 0),

@@ -24,7 +24,6 @@ from automoe.errors import BackendError, import_backend
 from automoe.model.attention_kernels import AttentionFn
 from automoe.model.norm import RMSNorm
 from automoe.moe.activation import SWIGLU, Activation
-from automoe.moe.dispatch.measure import on_host
 from automoe.moe.experts import ExpertFn
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.parallel.collectives import wait_tensor
@@ -86,7 +85,7 @@ def experts() -> ExpertFn:
     ) -> torch.Tensor:  # fmt: skip
         if b_gate_up_E2I is not None or b_down_EH is not None:
             raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
-        ends: list[int] = on_host(offsets_E)
+        ends: list[int] = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         num_rows, used = gather_idx_R.shape[0], ends[-1]
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros

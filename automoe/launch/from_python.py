@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from automoe.config.compose import DEFAULT_PRIMARY, Arguments
-from automoe.config.convert import config_from_dict, leaf_keys
+from automoe.config.convert import config_from_dict
+from automoe.config.frozen import VALUE_KEYS
 from automoe.config.plugins import load_plugins
 from automoe.config.schema import Config, export_name
 from automoe.errors import ConfigError, LaunchError, TrainingError
@@ -124,13 +125,10 @@ def _overrides(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """``{"mesh": {"ep": 2}}`` as ``mesh.ep=2``."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in _WHOLE:
+        if isinstance(value, Mapping) and key not in VALUE_KEYS:
             yield from _overrides(value, f"{key}.")
         else:
             yield f"{key}={_text(value)}"
-
-
-_WHOLE = frozenset(leaf_keys())  # some are mappings themselves
 
 
 def _text(value: object) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
+import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -121,10 +123,6 @@ def check_backends(config: Config, shape: MeshShape, device: str) -> None:
     """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
     if config.train.compile:
         _check_compile(device)
-    if config.kernels.attention == "c" and device == "cpu":
-        from automoe.kernels.c_library import ATTENTION, load_library
-
-        load_library(ATTENTION)
     if config.launch.numa and device != "cuda":
         raise BackendError("launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false")
     deepep = config.moe.dispatcher == "deepep" and shape.ep > 1
@@ -217,15 +215,28 @@ def _check_compile(device: str) -> None:
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
     """Check for a compiler and Python's headers: Inductor needs them on the CPU, Triton's launchers on CUDA."""
-    from automoe.kernels.c_library import find_compiler
-
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
-    find_compiler(f"{key} on {device}", variable, names, remedy)
+    _find_compiler(f"{key} on {device}", variable, names, remedy)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         raise BackendError(
             f"{key} compiles against Python's headers, and there is no {header}. Install them (Debian: python3-dev), "
             f"or {remedy}"
+        )
+
+
+def _find_compiler(key: str, variable: str, names: list[str], remedy: str) -> None:
+    """Check that the PATH has the command of the environment's ``variable``, or else one of ``names``."""
+    given = os.environ.get(variable, "")
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise BackendError(f"{key}: {variable}={given} is no command ({error}). Correct it, or {remedy}") from None
+    names = words[:1] or names
+    if not any(shutil.which(name) for name in names):
+        raise BackendError(
+            f"{key} compiles with {' or '.join(names)}, and there is none on the PATH. Install it, set {variable} to "
+            f"another compiler, or {remedy}"
         )
 
 

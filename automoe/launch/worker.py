@@ -19,9 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from automoe.config.convert import as_class
 from automoe.config.frozen import frozen_shape, load_config
-from automoe.config.recipe_args import CLASS
 from automoe.config.schema import Config
 from automoe.config.shipped import load_recipe
 from automoe.errors import AutomoeError, LaunchError, show_everything
@@ -118,7 +116,6 @@ def run_rank(
         if shape.world_size != world_size:
             raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
         recipe = load_recipe(config.recipe)
-        config = as_class(config, getattr(recipe, CLASS, None))
         complete(config)  # a node that the launcher did not run on
         device = watch.device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
         if rank == 0:

@@ -10,8 +10,7 @@ What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_u
     math       everything, and keeps every score [B, N, S, S]
 
 Torch itself lets cuDNN take any dims to 256 on Hopper, also where cuDNN then finds no plan for the backward
-pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any dtype, mask) and math, and this
-package's own in float32 (``automoe.kernels.c_attention``).
+pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any dtype, mask) and math.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automoe.errors import BackendError
-from automoe.kernels.c_attention import c_attention, compiled_functions
 
 # q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, sinks_N or None -> [B, S, N, Dv]
 AttentionFn = Callable[
@@ -119,8 +117,6 @@ def attend(
     if sinks_N is not None:
         out = attend(*_with_sink_key(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N), scale, None, kernel)
         return out[:, out.shape[1] - q_BSND.shape[1] :, :, : v_BRGD.shape[-1]]
-    if kernel == "c":
-        return c_attention(q_BSND, k_BRGD, v_BRGD, mask, scale)
     q_BNSD, k_BGRD, v_BGRD = q_BSND.transpose(1, 2), k_BRGD.transpose(1, 2), v_BRGD.transpose(1, 2)
     value_dim, device, num_heads = v_BGRD.shape[-1], q_BNSD.device.type, q_BNSD.shape[1]
     if value_dim < q_BNSD.shape[-1] and (kernel == "flash" or (kernel == "sdpa" and device == "cpu")):
@@ -167,10 +163,8 @@ def attention_fn(kernel: str) -> AttentionFn:
     """``attend`` with the kernel that ``kernels.attention`` names.
 
     Raises:
-        BackendError: cuDNN is to be forced, and this machine's is wrong; or ``c``, and it does not compile here.
+        BackendError: cuDNN is to be forced, and this machine's is wrong.
     """
-    if kernel == "c":
-        compiled_functions()
     if kernel == "cudnn":
         version = torch.backends.cudnn.version() if torch.cuda.is_available() else _MIN_CUDNN
         if version is None or version < _MIN_CUDNN:

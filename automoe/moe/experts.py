@@ -32,7 +32,6 @@ from automoe.errors import BackendError, import_backend
 from automoe.model.params import EXPERT_SPECS
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.dispatch.base import Dispatcher, LocalDispatcher
-from automoe.moe.dispatch.measure import stage
 from automoe.moe.grouped_mm import grouped_mm_experts
 from automoe.moe.local_shard import local_shard
 
@@ -130,9 +129,8 @@ class GroupedExperts(nn.Module):
         parameters = self.w_gate_up, self.w_down, self.b_gate_up, self.b_down
         *weights, b_down = (None if p is None else local_shard(p) for p in parameters)
         b_down_EH = None if b_down is None else self._pad_to_hidden(b_down)
-        with stage("experts"):
-            multiply = self.backend if self.lora is None else self.lora
-            return multiply(x_TH, gather_idx_R, offsets_E, probs_R, *weights, b_down_EH, self.activation)
+        multiply = self.backend if self.lora is None else self.lora
+        return multiply(x_TH, gather_idx_R, offsets_E, probs_R, *weights, b_down_EH, self.activation)
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
         """[E, some of H] -> [E, H], zeros in the columns that other ranks of the etp axis add."""

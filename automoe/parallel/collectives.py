@@ -15,7 +15,6 @@ import torch.distributed as dist
 from automoe.interop import torch_private
 from automoe.interop.torch_private import AsyncTensor
 from automoe.moe.communicators import SINGLE_RANK, Communicator
-from automoe.moe.dispatch.measure import stages_are_timed
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
@@ -152,14 +151,13 @@ class ProcessGroupDispatch:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._timed(all_gather(x, 0, self.group))
+        return all_gather(x, 0, self.group)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return self._timed(reduce_scatter(x, 0, self.group))
+        return reduce_scatter(x, 0, self.group)
 
     def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
-        received = torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
-        return self._timed(received)
+        return torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(counts)
@@ -168,10 +166,3 @@ class ProcessGroupDispatch:
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         return wait_tensor(x)
-
-    @staticmethod
-    def _timed(x: torch.Tensor) -> torch.Tensor:
-        """``x``; waited for where stages are timed, so that no later stage pays for the wait."""
-        if stages_are_timed() and isinstance(x, AsyncTensor):
-            x.trigger_wait()
-        return x

@@ -80,7 +80,6 @@ class TokenLoad:
     read_rows: float = 0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
     loop: bool = False  # experts by autograd, one after the other
     scores: bool = False  # attention keeps every one of them (kernels.attention=math)
-    in_c: bool = False  # kernels.attention=c: values are not padded, and no layer keeps a mask of its own
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, batch: BatchPlan) -> TokenLoad:
@@ -109,7 +108,6 @@ class TokenLoad:
             read_rows=read_rows,
             loop=config.moe.experts == "loop",
             scores=config.kernels.attention == "math",
-            in_c=config.kernels.attention == "c",
         )
 
 
@@ -180,9 +178,7 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
     size, heads, tokens, kv_tokens = load.number_bytes, attention.num_heads, load.tokens, load.kv_tokens
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     by_math = load.scores and not again
-    # Torch keeps one a layer, in the dtype of heads. C reads that of all layers; with sinks a copy with one more key.
-    mask_size = int(attention.sinks) if load.in_c else size
-    mask_bytes = mask_numbers * mask_size
+    mask_bytes = mask_numbers * size  # one a layer, in the dtype of heads
     kept = 0.0 if again or by_math else 4.0 * tokens * heads + mask_bytes  # log-sum-exp, mask
     if attention.kind == "gqa":
         dim, groups = attention.head_dim, max(attention.num_kv_heads, load.tp)
@@ -202,8 +198,8 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
             return kept + longer * size * (dim + 8 - dim % 8) * (2 * tokens * heads + 2 * kv_tokens * groups)
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
-    padded = load.on_cpu and not load.in_c and value < qk
-    in_place = not load.on_cpu or load.in_c or (padded and again)
+    padded = load.on_cpu and value < qk
+    in_place = not load.on_cpu or (padded and again)
     stored_value = value + attention.qk_nope_head_dim if in_place else value
     out = value
     if padded and not again:

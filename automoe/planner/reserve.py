@@ -85,8 +85,6 @@ def not_modelled(config: Config) -> Iterator[str]:
         yield f"moe.experts={config.moe.experts}: counted as grouped_mm, without {kept}"
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"
-    if config.kernels.attention == "c":
-        yield "kernels.attention=c: its time is counted as that of torch's kernel"
     if config.train.fp8 != "off":
         yield f"train.fp8={config.train.fp8}: codes and scales of the product at work, a byte a number of both operands"
     if config.train.compile:

@@ -14,7 +14,7 @@ from automoe.config.compose import parse_arguments
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
-from automoe.config.schema import Config, DataConfig, KernelsConfig, MeshConfig, ParallelConfig, tokenizer_of
+from automoe.config.schema import Config, DataConfig, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check, check_here, compose
 from automoe.model.params import count_params
@@ -219,7 +219,7 @@ def passes(config: Config) -> list[Config]:
         config,
         train=replace(config.train, dtype="float64"),
         optim=replace(config.optim, master_weights="float32"),
-        kernels=_with_float64(config.kernels),
+        kernels=replace(config.kernels, rope="torch"),  # the other one has no float64
     )
     runs = [replace(in_float64, train=replace(in_float64.train, fp8="off"), moe=replace(config.moe, experts="loop"))]
     if config.train.fp8 != "off":
@@ -227,11 +227,6 @@ def passes(config: Config) -> list[Config]:
     if config.train.dtype != "float64":
         runs.append(config)
     return runs
-
-
-def _with_float64(kernels: KernelsConfig) -> KernelsConfig:
-    """The same kernels, but for those that have no float64."""
-    return replace(kernels, rope="torch", attention="sdpa" if kernels.attention == "c" else kernels.attention)
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:

@@ -1,7 +1,8 @@
-"""Keys of a recipe's own: read without its torch, checked, shown, frozen and compared as every other key."""
+"""Keys of a recipe's own: checked, shown, frozen and compared as every other key."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from automoe.config.compose import check_swept_values, compose_config
-from automoe.config.convert import as_class, config_to_dict
+from automoe.config.convert import config_to_dict
 from automoe.config.frozen import differences, dump_config, load_config, parse_config, save_config
-from automoe.config.recipe_args import check_args
+from automoe.config.recipe_args import DPOArgs, check_args
 from automoe.config.reference import help_on
-from automoe.config.shipped import load_recipe
+from automoe.config.shipped import copy_recipe, load_recipe, own_recipe
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check_here
 
@@ -22,10 +23,7 @@ RECIPE = '''
 from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
-import not_needed_before_ranks_start
 from beside import FLOOR
-
-print("not run")
 
 @dataclass
 class Reference:
@@ -45,7 +43,7 @@ class Args:
             raise ValueError(f"beta must be larger than {FLOOR}")
 
 def main(config, shape, context):
-    return not_needed_before_ranks_start.loss(config.recipe_args.beta)
+    return config.recipe_args.beta
 '''
 
 
@@ -58,13 +56,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["recipe=mine.py", "recipe_args.pairs=a.jsonl"]
 
 
-def test_they_are_a_typed_object_and_nothing_else_of_the_recipe_has_run(
-    recipe: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_they_are_a_typed_object(recipe: list[str]) -> None:
     args = compose_config(overrides=[*recipe, "recipe_args.beta=1", "recipe_args.reference.dtype=bfloat16"]).recipe_args
     assert (type(args).__name__, args.pairs, args.beta, args.names) == ("Args", "a.jsonl", 1.0, None)
     assert isinstance(args.beta, float) and args.reference.dtype == "bfloat16"
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -124,10 +119,9 @@ def test_they_are_frozen_and_part_of_what_a_run_is(recipe: list[str], tmp_path: 
 
 
 def test_a_rank_hands_the_recipe_its_own_class(recipe: list[str], tmp_path: Path) -> None:
-    (tmp_path / "not_needed_before_ranks_start.py").write_text("")
-    module = load_recipe("mine.py")
-    config = as_class(compose_config(overrides=recipe), module.Args)
-    assert type(config.recipe_args) is module.Args and config.recipe_args.pairs == "a.jsonl"
+    save_config(compose_config(overrides=recipe), tmp_path)
+    config = load_config(tmp_path, plugins=True)
+    assert type(config.recipe_args) is load_recipe("mine.py").Args and config.recipe_args.pairs == "a.jsonl"
 
 
 def test_a_recipe_that_is_a_module_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +132,25 @@ def test_a_recipe_that_is_a_module_imports_its_neighbours(tmp_path: Path, monkey
     text = "import torch\nfrom dataclasses import dataclass\nfrom .common import BETA\n"
     (tmp_path / "house_recipes" / "dpo.py").write_text(f"{text}@dataclass\nclass Args:\n    beta: float = BETA\n")
     assert compose_config(overrides=["recipe=house_recipes.dpo"]).recipe_args.beta == 0.5
-    (tmp_path / "house_recipes" / "dpo.py").write_text("class Args:\n    beta = 1\n")
+    (tmp_path / "house_recipes" / "plain.py").write_text("class Args:\n    beta = 1\n")
     with pytest.raises(ConfigError, match="is no dataclass"):
-        compose_config(overrides=["recipe=house_recipes.dpo"])
+        compose_config(overrides=["recipe=house_recipes.plain"])
+
+
+def test_torch_waits_for_the_keys_of_shipped_recipes_and_those_without_any(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\ndef main(config, shape, context): pass\n")
+    for recipe in ("pretrain", "dpo", "mine.py"):
+        typed = [f"recipe={recipe}", "data=preference", "data.path=x"]
+        code = f"from automoe.config.compose import compose_config; compose_config(overrides={typed})"
+        code += "; import sys; assert 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_copy_of_a_shipped_recipe_keeps_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy_recipe("dpo")
+    typed = ["recipe=dpo", "data=preference", "data.path=x", "recipe_args.beta=0.3"]
+    assert own_recipe("dpo") is not None and compose_config(overrides=typed).recipe_args == DPOArgs(beta=0.3)
 
 
 def test_help_shows_them(recipe: list[str]) -> None:

@@ -30,7 +30,7 @@ from automoe.verify.run import TOLERANCES
         (schema.MoEConfig, "gate", ["learned", *GATES]),
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
         (schema.ParallelConfig, "schedule", SCHEDULES),
-        (schema.KernelsConfig, "attention", ["sdpa", "te", "c", *FORCED]),
+        (schema.KernelsConfig, "attention", ["sdpa", "te", *FORCED]),
         (schema.DataConfig, "kind", [*_SOURCES, *schema.CHAT_KINDS, "benchmark"]),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (DTYPE_BYTES, TOLERANCES)),

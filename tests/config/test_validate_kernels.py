@@ -66,10 +66,6 @@ def gqa(dim: int, **changes: object) -> AttentionConfig:
         (config("te", document_mask=True), "cuda", "data.document_mask=true masks documents"),
         (config("te", gqa(120, sinks=True)), "cuda", "model.attention.sinks=true adds a key"),
         (config("math", cp=2, context="ring"), "cuda", "ring attention .* calls kernels of its own"),
-        (config("c", cp=2, context="ring", dtype="float32"), "cpu", "ring attention .* calls kernels of its own"),
-        (config("c", dtype="float32"), "cuda", "it is for the CPU, and this run is on cuda"),
-        (config("c", dtype="bfloat16"), "cpu", "it computes in float32 alone, and train.dtype=bfloat16"),
-        (config("c", dtype="float64"), "auto", "it computes in float32 alone, and train.dtype=float64"),
     ],
 )
 def test_what_a_kernel_cannot_serve(wrong: Config, device: str, problem: str) -> None:
@@ -93,8 +89,6 @@ def test_what_a_kernel_cannot_serve(wrong: Config, device: str, problem: str) ->
         (config("flash", document_mask=True, dtype="float64"), "cpu"),
         (config("flash", document_mask=True, dtype="float64"), "auto"),  # told when the device is known
         (config("cudnn"), "auto"),
-        (config("c", gqa(12, sinks=True), document_mask=True, cp=2, dtype="float32"), "cpu"),
-        (config("c", dtype="float32"), "auto"),
     ],
 )
 def test_what_a_kernel_serves(right: Config, device: str) -> None:

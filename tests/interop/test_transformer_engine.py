@@ -38,12 +38,12 @@ from automoe.interop import transformer_engine
 from automoe.launch.hardware import check_backends
 from automoe.model.attention_kernels import attention_fn
 from automoe.moe.activation import ClampedSwiGLU
-from automoe.moe.dispatch.measure import HostSyncs
 from automoe.moe.experts import loop_experts
 from automoe.parallel.parallelize import build_decoder, build_runtime
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
 from tests.support.gpu import conf_model, one_rank
+from tests.support.host_syncs import HostReads
 from tests.support.trajectories import run_trajectory
 
 # transformer_engine 2.20.2, read from the wheel's sources: parameters of what the adapters call.
@@ -246,9 +246,9 @@ def test_experts_equal_the_float64_loop(counts: list[int], past_the_end: int) ->
     te, results = transformer_engine.experts(), []
     for fn in (te, loop_experts):
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
-        with HostSyncs() as syncs:
+        with HostReads("interop") as reads:
             out = fn(*leaves)
-        assert fn is loop_experts or (syncs.count == 1 and out.shape == (used + past_the_end, H))
+        assert fn is loop_experts or (reads.count == 1 and out.shape == (used + past_the_end, H))
         out[:used].square().sum().backward()
         results.append([out[:used], *(leaf.grad for leaf in leaves if leaf.requires_grad)])
     for got, expected in zip(*results, strict=True):

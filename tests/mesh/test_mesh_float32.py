@@ -66,12 +66,6 @@ def test_the_first_step_with_forced_routing(ranks: RankPool, recorded, case: Cas
     check_first_step(ranks, case, float32(case), recorded(case))
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[7], CASES[13]], ids=["mla cp", "gqa tp", "sinks and windows pp cp"])
-def test_the_first_step_of_attention_in_c_is_that_of_torch_s(ranks: RankPool, recorded, case: Case) -> None:
-    config = float32(case)
-    check_first_step(ranks, case, replace(config, kernels=replace(config.kernels, attention="c")), recorded(case))
-
-
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_first_step_of_kernels_that_read_what_a_dispatcher_brings(ranks: RankPool, dispatcher: str) -> None:
     """Triton's, which want a pointer; in its interpreter, so one layer."""

@@ -178,7 +178,7 @@ def test_a_model_gets_the_kernel_of_its_configuration() -> None:
         assert (FLASH_ON_CPU in operators.names) == fused, name
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flash", "math", "c"])
+@pytest.mark.parametrize("name", ["sdpa", "flash", "math"])
 def test_the_choice_of_kernels_compiles_without_a_graph_break(name: str) -> None:
     fn = torch.compile(attention_fn(name), fullgraph=True, backend="aot_eager")
     args = heads(24, 16, torch.float32)

@@ -104,7 +104,7 @@ def test_a_step_waits_for_its_statistics_and_its_norm(config: Config) -> None:
 def test_dropping_waits_once_a_layer_and_micro_batch() -> None:
     config = one_gpu("small_dsv3", {"capacity_factor": 1.0})
     layers = config.model.num_layers - config.model.first_k_dense
-    dropped = {"moe/dispatch/measure.py:on_host": layers * ROWS // MICRO_ROWS}
+    dropped = {"moe/dispatch/base.py:run_choices": layers * ROWS // MICRO_ROWS}
     assert places_of_a_step(config) == STATS | dropped
 
 

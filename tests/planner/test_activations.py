@@ -160,19 +160,6 @@ def test_scores_are_kept_by_math_alone(model: str, layer: int, dtype: torch.dtyp
     assert planned["attention"] > fused["attention"]
 
 
-@pytest.mark.parametrize("recompute", [[], ["core_attn"]], ids=["kept", "core_attn"])
-@pytest.mark.parametrize("documents", [False, True], ids=["one_document", "documents"])
-@pytest.mark.parametrize(("model", "layer"), LAYERS[1:6])
-def test_a_layer_with_attention_in_c_keeps_what_the_plan_says(
-    model: str, layer: int, documents: bool, recompute: list[str]
-) -> None:
-    config = composed(f"model={model}")
-    load = replace(token_load(config, documents, torch.float32), in_c=True)
-    planned = layer_activation_bytes(config.model, layer, load, frozenset(recompute))
-    measured = layer_bytes(config, layer, torch.float32, documents, recompute, partial(attend, kernel="c"))
-    assert measured == pytest.approx(sum(planned.values()), rel=0.005)
-
-
 @pytest.mark.parametrize(("model", "layer"), [("small_qwen3_moe", 1), ("small_gpt_oss", 0)])
 def test_grouped_heads_that_cuda_copies_under_a_mask_are_kept_as_planned(model: str, layer: int) -> None:
     """The copy is for CUDA alone; here it is made in front of the CPU's attention."""

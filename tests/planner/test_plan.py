@@ -248,9 +248,6 @@ def test_what_is_not_modelled_is_marked(override: str, said: str) -> None:
     print_plan(config, resolve_mesh(config.mesh, None), Console(file=file, width=200))
     assert "not modelled" in file.getvalue() and said in file.getvalue()
     assert plan_of("mixtral_8x7b").not_modelled == []
-    assert plan_of("config", "kernels.attention=c").not_modelled == [
-        "kernels.attention=c: its time is counted as that of torch's kernel"
-    ]
 
 
 def test_no_limit_no_verdict() -> None:

@@ -41,6 +41,33 @@ def host_syncs(work: Callable[[], object], device: torch.device) -> dict[str, in
     return dict(Counter(f"{warning.filename}:{warning.lineno}" for warning in waits))
 
 
+class HostReads(TorchFunctionMode):
+    """While entered, ``count`` is how often code of one folder of automoe reads a tensor's numbers on the host.
+
+    On a GPU each such read waits for the device; here they are counted on any device, ranks of gloo included.
+    """
+
+    READS = {
+        torch.Tensor.tolist,
+        torch.Tensor.item,
+        torch.Tensor.__int__,
+        torch.Tensor.__bool__,
+        torch.Tensor.__index__,
+        torch.Tensor.__float__,
+    }
+
+    def __init__(self, room: str = "moe/dispatch") -> None:
+        super().__init__()
+        self.count, self._room = 0, PACKAGE / room
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.READS:
+            paths = (Path(frame.f_code.co_filename) for frame in _frames())
+            reader = next((path for path in paths if path.is_relative_to(PACKAGE)), None)
+            self.count += reader is not None and reader.is_relative_to(self._room)
+        return func(*args, **(kwargs or {}))
+
+
 class HostSyncFinder(TorchDispatchMode):
     """While entered, ``places`` counts waits for a tensor on ``DEVICE``; what is read or copied from there is one.
 

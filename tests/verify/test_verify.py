@@ -231,7 +231,6 @@ CHOICES = [
     )
     for name in names
     for value in get_args(get_type_hints(schema)[name])
-    if value != "c"  # not for CUDA
 ]
 NEED_CUDA = {
     ("kernels.attention", "cudnn"): "sdpa",
@@ -265,16 +264,6 @@ def test_whatever_a_kernel_is_both_passes_run_here_or_it_is_said(
     assert said == [(key, value, instead[key, value])] if (key, value) in instead else said == []
     exact, own = passes(config)
     assert (exact.train.dtype, own.train.dtype) == ("float64", "bfloat16")
-    for each in (exact, own):
-        validate(each, None, "cpu")
-
-
-def test_attention_in_c_is_verified_in_float32() -> None:
-    config, _, cuts = make_runnable(compose_config(overrides=["kernels.attention=c", "launch.device=cpu"]))
-    assert not cuts
-    exact, own = passes(config)
-    assert (exact.train.dtype, exact.kernels.attention) == ("float64", "sdpa")
-    assert (own.train.dtype, own.kernels.attention) == ("float32", "c")
     for each in (exact, own):
         validate(each, None, "cpu")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
-from automoe.moe.dispatch.measure import stage
 
 
 class AllGatherDispatcher:
@@ -25,20 +24,17 @@ class AllGatherDispatcher:
         self.first_expert = ep.rank * self.num_local
 
     def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
-        with stage("all_gather"):
-            x_AH = self.ep.all_gather(x_TH)
-            weights_AK = self.ep.all_gather(weights_TK)
-            topk_ids_AK = self.ep.all_gather(topk_ids_TK)
+        x_AH = self.ep.all_gather(x_TH)
+        weights_AK = self.ep.all_gather(weights_TK)
+        topk_ids_AK = self.ep.all_gather(topk_ids_TK)
 
-        with stage("permute"):
-            local_ids_AK = topk_ids_AK - self.first_expert
-            elsewhere_AK = (local_ids_AK < 0) | (local_ids_AK >= self.num_local)
-            local_ids_AK = local_ids_AK.masked_fill(elsewhere_AK, self.num_local)
-            num_rows = None if rows_per_expert is None else rows_per_expert * self.num_local * self.ep.num_ranks
+        local_ids_AK = topk_ids_AK - self.first_expert
+        elsewhere_AK = (local_ids_AK < 0) | (local_ids_AK >= self.num_local)
+        local_ids_AK = local_ids_AK.masked_fill(elsewhere_AK, self.num_local)
+        num_rows = None if rows_per_expert is None else rows_per_expert * self.num_local * self.ep.num_ranks
 
         def wait_and_run(x_AH: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
             return experts(self.ep.wait(x_AH), *routing)
 
         partial_AH = run_choices(x_AH, local_ids_AK, weights_AK, wait_and_run, self.num_local, num_rows)
-        with stage("reduce_scatter"):
-            return self.ep.reduce_scatter(partial_AH)
+        return self.ep.reduce_scatter(partial_AH)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, sort_by_expert, sum_to_tokens
-from automoe.moe.dispatch.measure import on_host, stage
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
@@ -23,20 +22,15 @@ class AllToAllDispatcher:
         self.num_experts, self.ep = num_experts, ep
 
     def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
-        with stage("permute"):
-            order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
-        with stage("a2a_dispatch"):
-            counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
-        with stage("permute"):
-            order_M = order_M[: sum(sent)]  # dropped choices come last
-            token_idx_M = order_M // topk_ids_TK.shape[1]
-            weights_M1 = weights_TK.flatten()[order_M].unsqueeze(1)
+        order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
+        counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
+        order_M = order_M[: sum(sent)]  # dropped choices come last
+        token_idx_M = order_M // topk_ids_TK.shape[1]
+        weights_M1 = weights_TK.flatten()[order_M].unsqueeze(1)
         exchange = RowExchange(self.ep, x_TH, token_idx_M, weights_M1, counts_2P, sent, received)
         out_RH = run_received(exchange, counts_PL, experts)
-        with stage("a2a_combine"):
-            out_MH = self.ep.all_to_all(out_RH, sent, received)
-        with stage("unpermute"):
-            return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
+        out_MH = self.ep.all_to_all(out_RH, sent, received)
+        return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
     def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None):
         """[P, L] rows from each rank for each expert of this one; rows sent to and received from each rank, as [2, P]
@@ -49,5 +43,5 @@ class AllToAllDispatcher:
         if known:
             sent = received = [rows_per_expert * counts_PL.shape[1]] * num_ranks
         else:
-            sent, received = on_host(counts_2P)
+            sent, received = counts_2P.tolist()
         return counts_PL, counts_2P, sent, received

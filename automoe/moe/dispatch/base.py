@@ -25,8 +25,6 @@ from typing import Protocol
 
 import torch
 
-from automoe.moe.dispatch.measure import on_host, stage
-
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Dispatcher = Callable[..., torch.Tensor]  # its arguments are told above
 
@@ -134,14 +132,14 @@ def run_choices(
         topk_ids_TK: an id of ``num_experts`` or more is a choice of none of them.
         num_rows: choices of these experts in all; None: they are counted, and the host waits for it.
     """
-    with stage("permute"):
-        order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
-        order_M = order_M[: on_host(counts_E.sum()) if num_rows is None else num_rows]
-        token_idx_M = order_M // topk_ids_TK.shape[1]
-        probs_M = weights_TK.flatten()[order_M]
+    order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
+    if num_rows is None:
+        num_rows = int(counts_E.sum())
+    order_M = order_M[:num_rows]
+    token_idx_M = order_M // topk_ids_TK.shape[1]
+    probs_M = weights_TK.flatten()[order_M]
     rows_MH = experts(x_TH, token_idx_M, group_ends(counts_E), probs_M)
-    with stage("unpermute"):
-        return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
+    return sum_to_tokens(rows_MH, token_idx_M, x_TH.shape[0])
 
 
 class LocalDispatcher:

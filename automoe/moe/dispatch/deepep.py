@@ -14,7 +14,6 @@ import torch
 
 from automoe.errors import BackendError
 from automoe.moe.dispatch.base import Experts, run_choices
-from automoe.moe.dispatch.measure import count_host_sync, stage
 
 
 @dataclass(frozen=True)
@@ -95,20 +94,16 @@ class DeepEPDispatcher:
             BackendError: rows that DeepEP cannot send.
         """
         _check(x_TH, topk_ids_TK)
-        with stage("a2a_dispatch"):
-            topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)
-            out: list[Received] = []
-            count_host_sync()
-            wide_TK = weights_TK.to(torch.float32)
-            x_RH, weights_RK = _Dispatch.apply(x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, out)
-            received = out[0]
-        with stage("permute"):
-            local_ids_RK = received.topk_ids_RK.to(torch.int64)
-            local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
+        topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)
+        out: list[Received] = []
+        wide_TK = weights_TK.to(torch.float32)
+        x_RH, weights_RK = _Dispatch.apply(x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, out)
+        received = out[0]
+        local_ids_RK = received.topk_ids_RK.to(torch.int64)
+        local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
         num_rows = sum(received.counts)
         sums_RH = run_choices(x_RH, local_ids_RK, weights_RK, experts, self.num_local, num_rows)
-        with stage("a2a_combine"):
-            return _Combine.apply(sums_RH, received.handle, self.exchange)
+        return _Combine.apply(sums_RH, received.handle, self.exchange)
 
 
 def _check(x_TH: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from automoe.moe.dispatch.base import Dispatcher, DispatchGroup, Experts
-from automoe.moe.dispatch.measure import on_host, stage
 from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
@@ -30,21 +29,19 @@ class ExpertTensorDispatcher:
 
         def spread(x_XH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
             num_rows = gather_idx_R.shape[0]
-            with stage("all_gather"):
-                ends_E = offsets_E.to(torch.int64)
-                counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-                if rows_per_expert is not None:  # then all ranks of the group have the same number
-                    counts_PE, sizes = counts_E.expand(num_ranks, -1), [num_rows] * num_ranks
-                else:
-                    counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))
-                    sizes = on_host(counts_PE.sum(1))
+            ends_E = offsets_E.to(torch.int64)
+            counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+            if rows_per_expert is not None:  # then all ranks of the group have the same number
+                counts_PE, sizes = counts_E.expand(num_ranks, -1), [num_rows] * num_ranks
+            else:
+                counts_PE = self.etp.all_gather(counts_E.unsqueeze(0))
+                sizes = counts_PE.sum(1).tolist()
             received_P, sent = counts_PE.sum(1), [num_rows] * num_ranks
             counts_2P = torch.stack((torch.full_like(received_P, num_rows), received_P))
             source_GR, probs_G1 = gather_idx_R.repeat(num_ranks), probs_R.repeat(num_ranks).unsqueeze(1)
-            exchange = RowExchange(self.etp, x_XH, source_GR, probs_G1, counts_2P, sent, sizes, "all_gather")
+            exchange = RowExchange(self.etp, x_XH, source_GR, probs_G1, counts_2P, sent, sizes)
             out_GH = run_received(exchange, counts_PE, experts)
-            with stage("reduce_scatter"):
-                terms = self.etp.all_to_all(out_GH, sent, sizes)
-                return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
+            terms = self.etp.all_to_all(out_GH, sent, sizes)
+            return terms.unflatten(0, (num_ranks, num_rows)).sum(0)
 
         return self.dispatcher(x_TH, topk_ids_TK, weights_TK, spread, rows_per_expert)

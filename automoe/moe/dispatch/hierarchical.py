@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, count_choices, run_choices, sort_by_expert
-from automoe.moe.dispatch.measure import on_host, stage
 from automoe.moe.dispatch.rows import RowExchange, SumLines
 
 
@@ -37,41 +36,34 @@ def _send(levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Expe
     group, *inner = levels
     num_parts, top_k = group.num_ranks, topk_ids_TK.shape[1]
     num_local = num_experts // num_parts
-    with stage("permute"):
-        part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
-        # Of several choices in one part the first stands for all of them.
-        again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
-        order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
-        choices_P = count_choices(part_TK, num_parts)
-    with stage("a2a_dispatch"):
-        if rows_per_expert is None:
-            theirs_P2 = group.exchange_counts(torch.stack((copies_P, choices_P), dim=1).flatten()).view(num_parts, 2)
-            counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
-            *sizes, choices = on_host(torch.cat((counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))))
-            sent, received = sizes[:num_parts], sizes[num_parts:]
-        else:  # tokens have one choice each
-            sent = received = [rows_per_expert * num_local] * num_parts
-            counts_2P, choices = torch.full_like(copies_P, sent[0]).expand(2, -1), sum(received)
-            rows_per_expert *= num_parts
-    with stage("permute"):
-        token_idx_M = order_M[: sum(sent)] // top_k
-        weights_MK, ids_MK = weights_TK[token_idx_M], topk_ids_TK[token_idx_M]
+    part_TK = topk_ids_TK.div(num_local, rounding_mode="floor").clamp(max=num_parts)
+    # Of several choices in one part the first stands for all of them.
+    again_TK = (part_TK.unsqueeze(2) == part_TK.unsqueeze(1)).tril(-1).any(2)
+    order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
+    choices_P = count_choices(part_TK, num_parts)
+    if rows_per_expert is None:
+        theirs_P2 = group.exchange_counts(torch.stack((copies_P, choices_P), dim=1).flatten()).view(num_parts, 2)
+        counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
+        *sizes, choices = torch.cat((counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))).tolist()
+        sent, received = sizes[:num_parts], sizes[num_parts:]
+    else:  # tokens have one choice each
+        sent = received = [rows_per_expert * num_local] * num_parts
+        counts_2P, choices = torch.full_like(copies_P, sent[0]).expand(2, -1), sum(received)
+        rows_per_expert *= num_parts
+    token_idx_M = order_M[: sum(sent)] // top_k
+    weights_MK, ids_MK = weights_TK[token_idx_M], topk_ids_TK[token_idx_M]
     exchange = RowExchange(
         group, x_TH, token_idx_M, torch.cat((weights_MK, ids_MK.to(weights_MK.dtype)), dim=1), counts_2P, sent, received
     )
-    with stage("a2a_dispatch"):
-        x_BH, words_RC = exchange.wait()
-    with stage("permute"):
-        ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
-        ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
-        # Lines of words are tokens without a choice.
-        ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(0, exchange.row_R, ids_RK)
-        weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(0, exchange.row_R, words_RC[:, :top_k])
+    x_BH, words_RC = exchange.wait()
+    ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
+    ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
+    # Lines of words are tokens without a choice.
+    ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(0, exchange.row_R, ids_RK)
+    weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(0, exchange.row_R, words_RC[:, :top_k])
     if inner:
         out_BH = _send(inner, num_local, x_BH, ids_BK, weights_BK, experts, rows_per_expert)
     else:
         out_BH = run_choices(x_BH, ids_BK, weights_BK, experts, num_local, choices)
-    with stage("a2a_combine"):
-        out_BH = group.all_to_all(out_BH, exchange.out_splits, exchange.in_splits)
-    with stage("unpermute"):
-        return SumLines.apply(out_BH, exchange.source_B, x_TH.shape[0])
+    out_BH = group.all_to_all(out_BH, exchange.out_splits, exchange.in_splits)
+    return SumLines.apply(out_BH, exchange.source_B, x_TH.shape[0])

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from automoe.moe.dispatch.base import DispatchGroup, Experts, group_ends, regroup_by_expert
-from automoe.moe.dispatch.measure import stage
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ class RowExchange:
         token_idx_M: row of x that each row sent reads, sorted by the rank that it goes to.
         words_MC: of each row, in at least the width of x: a whole number of them fills a row.
         counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` on the host.
-        name: of the stage that this all-to-all is.
 
     Attributes:
         source_B: what each line sent is of x; T: none.
@@ -135,23 +133,20 @@ class RowExchange:
         counts_2P: torch.Tensor,
         sent: list[int],
         received: list[int],
-        name: str = "a2a_dispatch",
     ) -> None:
-        self.group, self.name = group, name
+        self.group = group
         self.dtype, (num_tokens, hidden) = words_MC.dtype, x_TH.shape
         line_words, rest = divmod(hidden * x_TH.element_size(), words_MC.element_size())
         assert not rest, f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {self.dtype} words"
-        with stage("permute"):
-            out, self.into = (
-                layout_of(counts_P, counts, words_MC.shape[1], line_words)
-                for counts_P, counts in zip(counts_2P.unbind(0), (sent, received), strict=True)
-            )
-            self.source_B = token_idx_M.new_full((sum(out.splits),), num_tokens)
-            self.source_B[out.row_M] = token_idx_M
-            lines_BH = _Pack.apply(x_TH, words_MC, self.source_B, out.word_MC)
+        out, self.into = (
+            layout_of(counts_P, counts, words_MC.shape[1], line_words)
+            for counts_P, counts in zip(counts_2P.unbind(0), (sent, received), strict=True)
+        )
+        self.source_B = token_idx_M.new_full((sum(out.splits),), num_tokens)
+        self.source_B[out.row_M] = token_idx_M
+        lines_BH = _Pack.apply(x_TH, words_MC, self.source_B, out.word_MC)
         self.out_splits, self.in_splits, self.row_R = out.splits, self.into.splits, self.into.row_M
-        with stage(name):
-            self._lines = group.all_to_all(lines_BH, self.in_splits, self.out_splits)
+        self._lines = group.all_to_all(lines_BH, self.in_splits, self.out_splits)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The lines [B, H] and the words [R, C] that have arrived."""
@@ -163,13 +158,9 @@ def run_received(exchange: RowExchange, counts_PE: torch.Tensor, experts: Expert
 
     ``counts_PE`` as for ``regroup_by_expert``.
     """
-    with stage("permute"):
-        by_expert_R, back_R = regroup_by_expert(counts_PE, exchange.row_R.shape[0])
-        gather_idx_R = exchange.row_R[by_expert_R]
-    with stage(exchange.name):
-        lines_BH, words_R1 = exchange.wait()
-    with stage("permute"):
-        probs_R = words_R1.squeeze(1)[by_expert_R]
+    by_expert_R, back_R = regroup_by_expert(counts_PE, exchange.row_R.shape[0])
+    gather_idx_R = exchange.row_R[by_expert_R]
+    lines_BH, words_R1 = exchange.wait()
+    probs_R = words_R1.squeeze(1)[by_expert_R]
     out_RH = experts(lines_BH, gather_idx_R, group_ends(counts_PE.sum(0)), probs_R)
-    with stage("unpermute"):
-        return out_RH.index_select(0, back_R)
+    return out_RH.index_select(0, back_R)
