@@ -27,7 +27,7 @@ from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
 from automoe.launch.prepare import missing_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
-from automoe.launch.worker import STOP_SIGNALS
+from automoe.launch.worker import STOP_SIGNALS, run_rank
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _KILL_AFTER_S = 8  # for the other ranks to leave by themselves once one has failed
@@ -188,8 +188,8 @@ class _Launch:
         return self._judge()
 
     def _start(self, store: Path) -> None:
-        # Where this process finds recipes and plugins, ranks do.
-        job = Job(str(self.run_dir), self.num_ranks, str(store), os.getpid(), sys.path)
+        options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
+        job = Job(run_rank, self.num_ranks, options, sys.path)
         if _is_terminal_or_file():
             self.ranks = self.server.start(job, stdout=1)
         else:
