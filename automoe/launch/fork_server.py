@@ -1,9 +1,9 @@
 """The pool of ranks on one machine: forks of a process that has imported torch and this package, once for all of them.
 
 A launcher starts the server and sends it jobs through a socket pair. For each job the server forks the ranks, and
-answers with their process ids, and with the exit status of each as it ends. The next job (another attempt, the next run
-of a sweep, the next case of ``automoe verify``) imports nothing again. The server computes nothing and starts no thread,
-and no rank has touched CUDA before it is a process of its own: that is what makes a fork of torch safe.
+answers with their process ids, and with the exit status of each as it ends. The next job (another attempt, the next
+run of a sweep, new ranks for ``automoe verify``) imports nothing again. The server computes nothing and starts no
+thread, and no rank has touched CUDA before it is a process of its own: that is what makes a fork of torch safe.
 """
 
 from __future__ import annotations

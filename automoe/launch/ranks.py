@@ -27,7 +27,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter is 
 
 
 class Imports(NamedTuple):
-    """What came of importing torch for a rank: their error, which the rank reports, and their output to standard error."""
+    """The outcome of importing torch for a rank: an error, which the rank reports, and output to standard error."""
 
     error: BaseException | None = None
     output: str = ""

@@ -108,7 +108,7 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
-    """Return ``overrides`` with ``sweep.parallel=N`` replaced by settings of Hydra's joblib launcher for N jobs at a time.
+    """Replace ``sweep.parallel=N`` in ``overrides`` by settings of Hydra's joblib launcher for N jobs at a time.
 
     Raises:
         ConfigError: N is no such number, another launcher is set too, or joblib's is not installed.

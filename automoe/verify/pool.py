@@ -1,4 +1,4 @@
-"""Functions run as gloo ranks of one machine, in processes that serve many calls: torch is imported once, not once a call.
+"""Functions run as gloo ranks of one machine, in processes that serve many calls: torch is imported once for all.
 
 The processes are forks of a ``ForkServer``. Each case gets a process group of its own, on an empty store, and loses it
 afterwards together with every cache that remembers a mesh: a mesh left behind costs dozens of file descriptors and
