@@ -28,12 +28,10 @@ _HERE = {
 }
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Hand the rest of the command line to a command's ``main(argv)``; returns the exit status."""
-    return exit_status(lambda: _main(sys.argv[1:] if argv is None else argv))
-
-
-def _main(argv: list[str]) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0 if argv else 2

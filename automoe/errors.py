@@ -11,12 +11,14 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO, TypeVar
+from typing import ParamSpec, TextIO, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # What a network file system, or a disk that reads a block at the second try, answers for a moment.
 _PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
@@ -95,41 +97,48 @@ class BackendError(AutomoeError, RuntimeError):
     """A backend that this machine does not have; the message names the one that it has."""
 
 
-def exit_status(command: Callable[[], int]) -> int:
-    """What ``command`` returns; 2 after an error for people, which is printed; 130 after Ctrl-C; 141 where nobody reads
-    its output any more (``automoe ... | head -1``).
+def exit_status(command: Callable[P, int]) -> Callable[P, int]:
+    """Decorate an entry point, so that errors and Ctrl-C become exit statuses.
 
-    What takes its time to import is imported inside ``command``: Ctrl-C then is as quiet as later, also where a library
-    in the middle of its imports makes another error of it.
+    The decorated function returns what ``command`` returns; 2 after an ``AutomoeError``, whose message is printed; 130
+    after Ctrl-C; 141 if the reader of standard output has gone (``automoe ... | head -1``).
+
+    Import slow modules inside ``command``. Then Ctrl-C during an import is as quiet as later, even if the imported
+    library turns the ``KeyboardInterrupt`` into an error of its own.
     """
-    outermost = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    outermost &= threading.current_thread() is threading.main_thread()
-    if outermost:
-        signal.signal(signal.SIGINT, _interrupt)
-    show_everything(sys.stdout)
-    try:
-        try:
-            status = command()
-        except SystemExit:  # argparse, after --help
-            _flush()
-            raise
-        _flush()  # here, and not where the interpreter ends
-        return status
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        if _interrupted:
-            return EXIT_INTERRUPTED
-        if isinstance(error, OSError) and error.filename is None and (lost := _lost_output()) is not None:
-            return lost
-        if not isinstance(error, AutomoeError):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
-    finally:
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        outermost = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        outermost &= threading.current_thread() is threading.main_thread()
         if outermost:
-            _interrupted.clear()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, _interrupt)
+        show_everything(sys.stdout)
+        try:
+            try:
+                status = command(*args, **kwargs)
+            except SystemExit:  # argparse, after --help
+                _flush()
+                raise
+            _flush()  # here, and not where the interpreter ends
+            return status
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        except Exception as error:
+            if _interrupted:
+                return EXIT_INTERRUPTED
+            if isinstance(error, OSError) and error.filename is None and (lost := _lost_output()) is not None:
+                return lost
+            if not isinstance(error, AutomoeError):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_WRONG
+        finally:
+            if outermost:
+                _interrupted.clear()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return run
 
 
 def show_everything(stream: TextIO) -> None:

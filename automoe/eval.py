@@ -27,6 +27,7 @@ RESULTS = "eval.json"
 _NO_CHOICE = "Label index was not in"  # the harness's words
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Run the tasks that ``argv`` names; 0 if all of them were run and every number is finite."""
     parser = argparse.ArgumentParser(
@@ -51,10 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help=f"results as JSON (default: WHERE/{RESULTS}, or the next number)")
     args = parser.parse_args(argv)
-    return exit_status(lambda: _main(args))
+    return _evaluate(args)
 
 
-def _main(args: argparse.Namespace) -> int:
+def _evaluate(args: argparse.Namespace) -> int:
     where = Path(args.where).expanduser()
     remedy = "Install automoe[eval], which brings lm_eval"
     import_backend("lm_eval.models.huggingface", "automoe eval", remedy)

@@ -214,25 +214,22 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
     )
 
 
+@exit_status
 def report(args: argparse.Namespace, write: Callable[..., Any], describe: Callable[[Any], str] | None = None) -> int:
-    """Import plugins, ``write`` as ``add_options`` asked, say what was saved or why not; the exit status.
+    """Load plugins, ``write`` with the options of ``add_options``, and print what was saved; returns the exit status.
 
     Args:
         write: ``export_run`` or ``convert_hf`` of a source.
-        describe: what was saved, for people; None takes ``Written``'s own words.
+        describe: words for what was saved; default: those of ``Written``.
     """
+    from automoe.config.plugins import load_plugins
 
-    def run() -> int:
-        from automoe.config.plugins import load_plugins
-
-        max_bytes = int(args.max_shard_gb * 1e9)
-        load_plugins(args.plugins)
-        written = write(args.out, dtype=args.dtype, fp8=args.fp8, overwrite=args.overwrite, max_shard_bytes=max_bytes)
-        own = partial(textwrap.fill, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        print(f"saved {describe(written)}" if describe else own(f"saved {written}"))
-        return 0
-
-    return exit_status(run)
+    max_bytes = int(args.max_shard_gb * 1e9)
+    load_plugins(args.plugins)
+    written = write(args.out, dtype=args.dtype, fp8=args.fp8, overwrite=args.overwrite, max_shard_bytes=max_bytes)
+    own = partial(textwrap.fill, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(f"saved {describe(written)}" if describe else own(f"saved {written}"))
+    return 0
 
 
 def _positive(text: str) -> float:

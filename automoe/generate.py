@@ -23,6 +23,7 @@ from automoe.errors import CheckpointError, exit_status, listed, spelled_out
 from automoe.launch.run_dir import read_status
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Answer what ``argv`` asks; returns the exit status (2: there is nothing to ask)."""
     parser = argparse.ArgumentParser(
@@ -41,10 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=_seed, default=0, help="of drawing tokens, with a temperature (default: 0)")
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
-    return exit_status(lambda: _main(args))
-
-
-def _main(args: argparse.Namespace) -> int:
     with checkpoint_of(Path(args.where).expanduser()) as folder:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
         system = [{"role": "system", "content": args.system}] if args.system else []

@@ -54,12 +54,10 @@ cluster=h200, ...
 """
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
     """Plan the configuration that ``argv`` names; returns the exit status."""
-    return exit_status(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
-
-
-def _main(argv: list[str]) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     as_json, build = "--json" in argv, "--build" in argv
     argv = [word for word in argv if word not in ("--json", "--build")]
     # Imported here: --help is there in a tenth of a second, Hydra in half of one.

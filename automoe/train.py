@@ -20,6 +20,7 @@ from automoe.errors import exit_status
 
 if TYPE_CHECKING:
     from automoe.config.compose import Arguments
+    from automoe.config.mesh_shape import MeshShape
     from automoe.config.schema import Config
     from automoe.launch.from_python import TrainResult
 
@@ -44,27 +45,17 @@ class _CallableModule(ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``automoe train``; returns the exit status."""
-    return exit_status(lambda: _main(sys.argv[1:] if argv is None else argv))
-
-
-def _main(argv: list[str]) -> int:
+    """Train, sweep or print help, as ``argv`` asks; returns the exit status."""
     from automoe.config.compose import parse_arguments
     from automoe.launch.external import detect_external, left_over
     from automoe.launch.worker import end_process, outlive_streams
 
     outlive_streams()
-    args = parse_arguments(argv)
+    args = parse_arguments(sys.argv[1:] if argv is None else argv)
     if args.help:
-        from automoe.cli import train_help
-        from automoe.config.recipe_args import SECTION
-        from automoe.config.reference import help_on
-
-        asked = [word for word in args.overrides if "=" not in word]
-        recipe = _recipe(args) if any(word.startswith(SECTION) for word in asked) else ""
-        print("\n\n".join(help_on(word, recipe) for word in asked) or train_help(args.config_dir))
-        return 0
+        return _print_help(args)
     external = detect_external(os.environ)
     if external is not None:
         from automoe.launch.external import run_external
@@ -81,7 +72,29 @@ def _main(argv: list[str]) -> int:
         from automoe.planner.plan import predict
 
         return run_sweep(args, predict)
-    return _train_here(args)
+
+    from automoe.config.frozen import dump_config
+    from automoe.launch.hardware import missing_hardware
+    from automoe.launch.local import train_here
+    from automoe.launch.prepare import prepare
+
+    config, shape, device = prepare(args)
+    if args.print_config:
+        print(dump_config(config), end="")
+        return 0
+    missing = missing_hardware(shape, device)
+    return _print_plan(config, shape, missing) if missing else train_here(config, shape, device).exit_code
+
+
+def _print_help(args: Arguments) -> int:
+    from automoe.cli import train_help
+    from automoe.config.recipe_args import SECTION
+    from automoe.config.reference import help_on
+
+    asked = [word for word in args.overrides if "=" not in word]
+    recipe = _recipe(args) if any(word.startswith(SECTION) for word in asked) else ""
+    print("\n\n".join(help_on(word, recipe) for word in asked) or train_help(args.config_dir))
+    return 0
 
 
 def _recipe(args: Arguments) -> str:
@@ -91,19 +104,9 @@ def _recipe(args: Arguments) -> str:
     return str(composed_container(args.config_name, typed, args.config_dir)["recipe"])
 
 
-def _train_here(args: Arguments) -> int:
-    from automoe.config.frozen import dump_config
-    from automoe.launch.hardware import missing_hardware
-    from automoe.launch.local import train_here
-    from automoe.launch.prepare import missing_data, prepare
-
-    config, shape, device = prepare(args)
-    if args.print_config:
-        print(dump_config(config), end="")
-        return 0
-    missing = missing_hardware(shape, device)
-    if missing is None:
-        return train_here(config, shape, device).exit_code
+def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
+    """Show what the configuration costs, and the hardware and data that are missing to train it here."""
+    from automoe.launch.prepare import missing_data
     from automoe.planner.views.plan_view import print_plan
 
     print_plan(config, shape)

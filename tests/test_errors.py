@@ -74,12 +74,13 @@ PRINTS = """
 import sys
 from automoe import errors
 
+@errors.exit_status
 def command():
     for n in range(20000):
         print(n, "\\u23ce")
     return 0
 
-sys.exit(errors.exit_status(command))
+sys.exit(command())
 """
 
 

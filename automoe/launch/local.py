@@ -1,6 +1,6 @@
-"""Ranks of one machine: started, watched, stopped, judged by the status file, and started again.
+"""A run on this machine: its ranks are started, watched, stopped, judged by the status file, and started again.
 
-Ranks are forks of one process that has imported torch (``automoe.launch.fork_server``), which knows nothing of runs.
+Ranks are forks of a process that has imported torch (``automoe.launch.fork_server``) and knows nothing of runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from automoe.launch.fork_server import ForkedRank, ForkServer, Job, fork_server
 from automoe.launch.hardware import check_backends, start_notes
 from automoe.launch.prepare import missing_data
 from automoe.launch.ranks import LOOPBACK, check_system, store_file
-from automoe.launch.worker import STOP_SIGNALS
+from automoe.launch.worker import STOP_SIGNALS, run_rank
 
 _LOST_PEER_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _KILL_AFTER_S = 8  # for the other ranks to leave by themselves once one has failed
@@ -51,10 +51,10 @@ class RunResult:
 
 
 def train_here(config: Config, shape: MeshShape, device: Device, another_follows: bool = False) -> RunResult:
-    """Run a checked configuration on this machine, say how it ended, and write its report.
+    """Run a checked configuration on this machine, print how it ended, and write its report.
 
     Args:
-        another_follows: a run of the same program, perhaps: what has imported torch for the ranks is kept for it.
+        another_follows: keep the fork server for another run, which then need not import torch again.
 
     Raises:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
@@ -90,7 +90,7 @@ def train_here(config: Config, shape: MeshShape, device: Device, another_follows
 
 
 def _environment(config: Config, num_ranks: int) -> dict[str, str]:
-    """Of the ranks."""
+    """Return the environment of the ranks."""
     env = without_rendezvous(os.environ) | LOOPBACK
     share = str(max(1, (os.cpu_count() or 1) // num_ranks))
     env["OMP_NUM_THREADS"] = str(config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share))
@@ -110,46 +110,50 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
         LaunchError: another run holds it.
     """
     run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
+    limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
-        runs.check_same_run(run_dir, frozen)  # again: what was there before the lock says nothing
+        runs.check_same_run(run_dir, frozen)  # again: another run may have been there until the lock was free
         runs.start_run(run_dir)
         save_config(frozen, run_dir)
+        earlier, failures = _identity(run_dir / "checkpoints"), list[dict[str, Any]]()
         launch = _Launch(server, run_dir, shape.world_size, config, run_dir_lost)
         with launch.forwarding_signals():
-            return _attempts(launch, config, shape, device)
-
-
-def _attempts(launch: _Launch, config: Config, shape: MeshShape, device: Device) -> RunResult:
-    failures: list[dict[str, Any]] = []
-    limit = config.launch.max_restarts
-    earlier = _identity(launch.run_dir / "checkpoints")
-    while True:
-        result = launch.attempt()
-        if launch.run_dir_lost() is not None:
-            return result
-        if result.error is None or launch.signum is not None:
-            break
-        step, number = last_step(launch.run_dir), len(failures) + 1
-        failures.append({"attempt": number, "step": step, "error": result.error})
-        if (why_not := refusal(failures, limit)) is not None:
+            while True:
+                result = launch.attempt()
+                if run_dir_lost() is not None:
+                    return result
+                if result.error is None or launch.signum is not None:
+                    break
+                if not _start_again(run_dir, result.error, failures, limit):
+                    break
+                if config.checkpoint.resume == "never" and earlier != _identity(run_dir / "checkpoints"):
+                    # The first attempt has set aside what was there; the next goes on from its checkpoints.
+                    config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+                    save_config(resolved(config, shape, device), run_dir)
             if limit:
-                print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
-            break
-        after = "" if step is None else f" after step {step}"
-        print(f"attempt {number} failed{after}: {runs.describe_error(result.error)}", file=sys.stderr)
-        again = f"starting again from the newest checkpoint: restart {number} of at most {limit}"
-        print(again, file=sys.stderr, flush=True)
-        runs.start_again(launch.run_dir, number)
-        if config.checkpoint.resume == "never" and earlier != _identity(launch.run_dir / "checkpoints"):
-            # The first attempt has set aside what was there; the next goes on from its checkpoints.
-            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-            save_config(resolved(config, shape, device), launch.run_dir)
-    if limit:
-        runs.add_to_status(launch.run_dir, failed_attempts=failures)
+                runs.add_to_status(run_dir, failed_attempts=failures)
     return result
 
 
+def _start_again(run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int) -> bool:
+    """Add a failed attempt to ``failures``, and make room for another one; False if none may follow."""
+    step, number = last_step(run_dir), len(failures) + 1
+    failures.append({"attempt": number, "step": step, "error": error})
+    if (why_not := refusal(failures, limit)) is not None:
+        if limit:
+            print(f"no further attempt: {why_not}", file=sys.stderr, flush=True)
+        return False
+    after = "" if step is None else f" after step {step}"
+    print(f"attempt {number} failed{after}: {runs.describe_error(error)}", file=sys.stderr)
+    again = f"starting again from the newest checkpoint: restart {number} of at most {limit}"
+    print(again, file=sys.stderr, flush=True)
+    runs.start_again(run_dir, number)
+    return True
+
+
 class _Launch:
+    """The ranks of one run, through all its attempts."""
+
     def __init__(
         self, server: ForkServer, run_dir: Path, num_ranks: int, config: Config, run_dir_lost: Callable[[], str | None]
     ) -> None:
@@ -157,14 +161,13 @@ class _Launch:
         self.config = config
         self.signum: int | None = None
         self.kill_at = math.inf  # on the monotonic clock, once asked to stop
-        self.gave_up = False  # on ranks that were asked to stop: they were killed
+        self.gave_up = False  # the ranks did not leave when asked to, and were killed
         self.ranks: list[ForkedRank] = []
-        self.killed: set[int] = set()  # ranks that were ended from here
-        self.printer: threading.Thread | None = None
+        self.killed: set[int] = set()  # ranks that this process killed
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, between two attempts as well."""
+        """Have SIGTERM, SIGHUP and Ctrl-C ask the ranks to stop, between two attempts as well."""
         old = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield
@@ -173,36 +176,23 @@ class _Launch:
                 signal.signal(number, handler)
 
     def attempt(self) -> RunResult:
-        """Start every rank, wait for the end, and say how it ended."""
+        """Start every rank, wait for the end, and return how it ended."""
         self.ranks, self.killed = [], set()
-        with store_file() as store:
+        with store_file() as store, _rank_output() as stdout:
+            options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
             try:
-                self._start(store)
+                self.ranks = self.server.start(Job(run_rank, self.num_ranks, options, sys.path), stdout)
+                if self.signum is not None:
+                    self._ask_to_stop()
                 self._wait()
-                if self.printer is not None:
-                    self.printer.join(timeout=5)  # a process that rank 0 left behind may hold the pipe
             finally:
                 self._kill()
         if (lost := self.run_dir_lost()) is not None:
             return RunResult("failed", None, runs.launch_failure(None, lost))
         return self._judge()
 
-    def _start(self, store: Path) -> None:
-        # Where this process finds recipes and plugins, ranks do.
-        job = Job(str(self.run_dir), self.num_ranks, str(store), os.getpid(), sys.path)
-        if _is_terminal_or_file():
-            self.ranks = self.server.start(job, stdout=1)
-        else:
-            reader, writer = os.pipe()
-            self.ranks = self.server.start(job, stdout=writer)
-            os.close(writer)
-            self.printer = threading.Thread(target=_pass_on, args=(reader,), daemon=True)
-            self.printer.start()
-        if self.signum is not None:
-            self._ask_to_stop()
-
     def _wait(self) -> None:
-        """Until every rank has left; those that outlive a failed one, or a request to stop, are killed in the end."""
+        """Wait until every rank has left. Kill ranks that outlive a failed one, or a request to stop."""
         failed_at = math.inf
         while any([rank.poll() is None for rank in self.ranks]):
             now = time.monotonic()
@@ -247,7 +237,7 @@ class _Launch:
             rank.send_signal(signal.SIGTERM)
 
     def _kill(self) -> None:
-        """No orphan behind: whatever rank still lives."""
+        """Kill the ranks that still live: none may be left behind."""
         for number, rank in enumerate(self.ranks):
             if rank.poll() is None:
                 self.killed.add(number)
@@ -293,16 +283,29 @@ class _Launch:
         return None
 
 
-def _is_terminal_or_file() -> bool:
-    """Whether ``print`` of this process ends where a child's standard output does; a notebook's cell is no file."""
+@contextlib.contextmanager
+def _rank_output() -> Iterator[int]:
+    """Give a file descriptor for rank 0's standard output: this process's own, if ``print`` writes there.
+
+    In a notebook it does not; there a thread prints what rank 0 writes into a pipe.
+    """
+    own = False
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        own = sys.stdout.fileno() == 1
+    if own:
+        yield 1
+        return
+    reader, writer = os.pipe()
+    printer = threading.Thread(target=_pass_on, args=(reader,), daemon=True)
+    printer.start()
     try:
-        return sys.stdout.fileno() == 1
-    except (OSError, ValueError, AttributeError):
-        return False
+        yield writer
+    finally:
+        os.close(writer)
+        printer.join(timeout=5)  # a process that rank 0 left behind may hold the pipe
 
 
 def _pass_on(reader: int) -> None:
-    """Print what rank 0 says, until it ends."""
     with open(reader, "rb") as lines:
         for line in lines:
             sys.stdout.write(line.decode(errors="replace"))

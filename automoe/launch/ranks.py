@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from automoe.config.schema import LaunchConfig
 from automoe.errors import LaunchError
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter is the older name
+
+
+class Imports(NamedTuple):
+    """The outcome of importing torch for a rank: an error, which the rank reports, and output to standard error."""
+
+    error: BaseException | None = None
+    output: str = ""
+
+
+NOT_IMPORTED = Imports()
 
 
 def prepare_process() -> None:

@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,15 @@ Predict = Callable[[Config, MeshShape], Record]  # a function of a module: jobs 
 def run_sweep(args: Arguments, predict: Predict) -> int:
     """Run every combination of the comma-separated overrides; returns the exit status.
 
-    Args:
-        predict: returns what a job is predicted to reach, under the names of ``_measured``.
-
     0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143, 129: stopped by Ctrl-C, SIGTERM,
     SIGHUP.
 
-    The objective of a job (final validation loss, else training loss; infinity where there is none) is
-    what the job function returns, so Hydra sweepers such as Optuna minimise it. With
-    ``observe.objective=tokens_per_second`` it is their median, negative.
+    The objective of a job (final validation loss, else training loss; infinity if there is none) is what the job
+    function returns, so Hydra sweepers such as Optuna minimise it. With ``observe.objective=tokens_per_second`` it is
+    their median, negative.
+
+    Args:
+        predict: returns what a job is predicted to reach, under the names of ``_measured``.
 
     Raises:
         ConfigError: an override that no job could use, or a directory in which another sweep or a run is.
@@ -90,11 +90,11 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
     check_overrides(args.overrides, args.config_dir, sweep=True)
     directory, overrides = sweep_directory(args)
     check_swept_values(args.config_name, overrides, args.config_dir)
-    start = uuid.uuid4().hex
+    sweep = Sweep(replace(args, overrides=overrides), directory, predict)
     with runs.locked(directory):
-        _claim(directory, args.config_name, overrides)
-        status = _multirun(args, directory, overrides, start, predict)
-        jobs = _collect(directory, start, stopped=status == STOPPED)
+        sweep.claim()
+        status = sweep.run()
+        jobs = sweep.collect(stopped=status == STOPPED)
         if jobs:
             from automoe.observe.plots import draw_sweep
             from automoe.observe.summary import from_here, print_sweep
@@ -104,14 +104,14 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
                 print(f"\nplot {from_here(str(draw_sweep(directory, jobs)))}")
             except OSError as error:
                 print(f"\nno plot: {error}", file=sys.stderr)
-    return _exit_status(status, [job for job in jobs if job["start"] == start])
+    return _exit_status(status, [job for job in jobs if job["start"] == sweep.start])
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
-    """``overrides``, in which ``sweep.parallel=N`` is what Hydra's joblib launcher takes: N jobs at a time.
+    """Replace ``sweep.parallel=N`` in ``overrides`` by settings of Hydra's joblib launcher for N jobs at a time.
 
     Raises:
-        ConfigError: no such number, another launcher beside it, or joblib's is not installed.
+        ConfigError: N is no such number, another launcher is set too, or joblib's is not installed.
     """
     given = [text.partition("=")[2] for text in overrides if key_of(text) == PARALLEL]
     rest = [text for text in overrides if key_of(text) != PARALLEL]
@@ -129,7 +129,7 @@ def side_by_side(overrides: list[str]) -> list[str]:
 
 
 def _exit_status(status: int, jobs: list[Record]) -> int:
-    """The sweep's exit status; ``status`` is what Hydra made of it, ``jobs`` are those of this start."""
+    """Return the sweep's exit status, from that of Hydra and the jobs of this start."""
     stops = [job["exit_code"] for job in jobs if job["state"] == "preempted"]
     if stops or status == STOPPED:
         print("\nsweep stopped; the same command goes on where it left off", file=sys.stderr)
@@ -141,7 +141,7 @@ def _exit_status(status: int, jobs: list[Record]) -> int:
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
-    """The sweep's directory, ``run_dir=`` or one named after what is swept and fixed, and the other overrides."""
+    """Return the sweep's directory and the overrides without ``run_dir``, by which it is named if that is not given."""
     given = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
     rest = [text for text in args.overrides if key_of(text) != "run_dir"]
     if "run_dir" in swept_keys(args.overrides):
@@ -153,7 +153,7 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
 
 
 def _definition(overrides: list[str]) -> list[str]:
-    """What makes the sweep: all that is swept, and fixed settings that make its jobs other runs."""
+    """Return the overrides that define the sweep: swept ones, and fixed ones that make its jobs other runs."""
     swept = swept_keys(overrides)
     own = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
     return sorted(
@@ -161,153 +161,192 @@ def _definition(overrides: list[str]) -> list[str]:
     )
 
 
-def _claim(directory: Path, config_name: str, overrides: list[str]) -> None:
-    """Write the sweep's definition where there is none yet.
+@dataclass(frozen=True)
+class Sweep:
+    """One start of a sweep.
 
-    Raises:
-        ConfigError: there is another one, or a run, or a file that a sweep cannot use.
+    Attributes:
+        args: with the overrides of all jobs.
+        directory: takes the journal and a folder for each job.
+        predict: as for ``run_sweep``.
+        start: random id by which jobs of this start are told from those of an earlier one.
     """
-    path, now = directory / runs.SWEEP_FILE, [f"--config-name={config_name}", *_definition(overrides)]
-    if (directory / CONFIG_FILE).exists():
-        raise ConfigError("run_dir", directory, f"holds a run ({CONFIG_FILE})", "Name another run_dir for the sweep")
-    if os.path.lexists(path):
+
+    args: Arguments
+    directory: Path
+    predict: Predict
+    start: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def claim(self) -> None:
+        """Write the sweep's definition into its directory, if there is none yet.
+
+        Raises:
+            ConfigError: another sweep or a run is there, or a file that a sweep cannot use.
+        """
+        directory, path = self.directory, self.directory / runs.SWEEP_FILE
+        now = [f"--config-name={self.args.config_name}", *_definition(self.args.overrides)]
+        if (directory / CONFIG_FILE).exists():
+            raise ConfigError(
+                "run_dir", directory, f"holds a run ({CONFIG_FILE})", "Name another run_dir for the sweep"
+            )
+        if os.path.lexists(path):
+            try:
+                then = read_json(path)["definition"]
+                both = [" ".join(t for t in a if t not in b) or "nothing" for a, b in ((then, now), (now, then))]
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
+                raise ConfigError("run_dir", directory, rule, "Name another run_dir, or delete that file") from None
+            if then != now:
+                rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
+                raise ConfigError(
+                    "run_dir", directory, rule, "Name another run_dir, or none: then each sweep has its own"
+                )
+        for file in (directory / "multirun.yaml", directory / "sweep.png", *directory.glob(f"{RECORDS}/*")):
+            if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
+                rule = f"{file} is no file that can be read and written"
+                raise ConfigError("run_dir", directory, rule, "Mend its permissions, or move it away")
+        replace_json(path, {"definition": now, "jobs": _records(directory)})
+
+    def run(self) -> int:
+        """Let Hydra's sweeper run every job, in the processes of its launcher. Returns 0, 130 or Hydra's status."""
+        import hydra
+
+        register_base()
+        args = self.args
+        options = ["--multirun", f"--config-name={args.config_name}"]
+        if args.config_dir is not None:
+            options.append(f"--config-dir={Path(args.config_dir).absolute()}")
+        quoted = str(self.directory).replace("'", "\\'")
+        options += [f"hydra.sweep.dir='{quoted}'", "hydra.sweep.subdir=."]
+        options += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        interrupts, status = [], 0
+
+        def interrupt(signum: int, frame: object) -> None:
+            interrupts.append(signum)  # a library may make another error of it
+            raise KeyboardInterrupt
+
+        saved, sys.argv = sys.argv, ["automoe", *options, *args.overrides]
+        handler = signal.signal(signal.SIGINT, interrupt)
         try:
-            then = read_json(path)["definition"]
-            both = [" ".join(t for t in a if t not in b) or "nothing" for a, b in ((then, now), (now, then))]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
-            raise ConfigError("run_dir", directory, rule, "Name another run_dir, or delete that file") from None
-        if then != now:
-            rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
-            raise ConfigError("run_dir", directory, rule, "Name another run_dir, or none: then each sweep has its own")
-    for file in (directory / "multirun.yaml", directory / "sweep.png", *directory.glob(f"{RECORDS}/*")):
-        if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
-            rule = f"{file} is no file that can be read and written"
-            raise ConfigError("run_dir", directory, rule, "Mend its permissions, or move it away")
-    replace_json(path, {"definition": now, "jobs": _records(directory)})
+            conf = str(shipped_folder("conf"))
+            hydra.main(version_base="1.3", config_path=conf, config_name=args.config_name)(self.job)()
+        except KeyboardInterrupt:
+            status = STOPPED
+        except SystemExit as error:  # of a sweeper or launcher, which has said why
+            status = error.code if isinstance(error.code, int) else 1
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            sys.argv = saved
+        if interrupts or status == STOPPED:
+            self._end_others()
+            return STOPPED
+        return status
 
+    def job(self, composed: Any) -> float:
+        """Run one job, in the process that Hydra's launcher chose, and return its objective; an error is its result.
 
-def _multirun(args: Arguments, directory: Path, overrides: list[str], start: str, predict: Predict) -> int:
-    """Let Hydra's sweeper run every job, in whatever process its launcher does. Returns 0, 130 or Hydra's status."""
-    import hydra
-    from omegaconf import DictConfig
+        Raises:
+            KeyboardInterrupt: the job was stopped, so the sweep is to end.
+        """
+        from hydra.core.hydra_config import HydraConfig
 
-    fixed = {key_of(text) for text in overrides} - swept_keys(overrides)
+        mine, task = HydraConfig.get(), list(HydraConfig.get().overrides.task)
+        fixed = {key_of(text) for text in self.args.overrides} - swept_keys(self.args.overrides)
+        swept = [text for text in task if key_of(text) not in fixed]
+        name = folder_name(swept) or "as-configured"
+        path, label = (
+            self.directory / RECORDS / f"{name}.json",
+            " ".join(f"{key}={value}" for key, value in short_keys(swept)),
+        )
+        record: Record = {"name": name, "job": mine.job.num, "overrides": swept, "start": self.start}
+        record |= {"label": label or "as configured", "state": "running", "objective": None}
+        record["process"] = [socket.gethostname(), os.getpid()]
+        path.parent.mkdir(exist_ok=True)
+        with os.fdopen(open_lock(path.with_suffix(".lock"))) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            print(f"\njob {mine.job.num}: {record['label']}", flush=True)
+            earlier = _read(path)
+            if earlier is not None and earlier["start"] == self.start and earlier["state"] != "running":
+                print(f"done as job {earlier['job']} of this sweep")  # Optuna may draw values twice, and two at once
+                record = earlier
+            else:
+                replace_json(path, record)
+                record |= self._result(composed, name, task, earlier, mine.launcher.get("n_jobs", 1))
+                replace_json(path, record)
+        if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
+            raise KeyboardInterrupt
+        if record["state"] != "done":
+            return math.inf
+        if composed.observe.objective == "loss":
+            return math.inf if record["objective"] is None else record["objective"]
+        return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
-    def job(composed: DictConfig) -> float:
-        return _job(composed, directory, start, fixed, predict)
+    def _result(self, composed: Any, name: str, task: list[str], earlier: Record | None, num_jobs: int) -> Record:
+        """Run one job and return what is to stand in its record, errors too."""
+        began = time.monotonic()
+        try:
+            run_dir = {"run_dir": str(self.directory / name)}
+            found = self._run_job(resolved_container(composed) | run_dir, task, num_jobs)
+        except (AutomoeError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            found = {"state": "failed", "reason": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            found = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
+        ran = not found.pop("earlier", False)
+        return found | {"seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")}
 
-    register_base()
-    options = ["--multirun", f"--config-name={args.config_name}"]
-    if args.config_dir is not None:
-        options.append(f"--config-dir={Path(args.config_dir).absolute()}")
-    quoted = str(directory).replace("'", "\\'")
-    options += [f"hydra.sweep.dir='{quoted}'", "hydra.sweep.subdir=."]
-    options += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-    interrupts, status = [], 0
-
-    def interrupt(signum: int, frame: object) -> None:
-        interrupts.append(signum)  # a library may make another error of it
-        raise KeyboardInterrupt
-
-    saved, sys.argv = sys.argv, ["automoe", *options, *overrides]
-    handler = signal.signal(signal.SIGINT, interrupt)
-    try:
-        hydra.main(version_base="1.3", config_path=str(shipped_folder("conf")), config_name=args.config_name)(job)()
-    except KeyboardInterrupt:
-        status = STOPPED
-    except SystemExit as error:  # of a sweeper or launcher, which has said why
-        status = error.code if isinstance(error.code, int) else 1
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        sys.argv = saved
-    if interrupts or status == STOPPED:
-        _end_others(directory, start)
-        return STOPPED
-    return status
-
-
-def _job(composed: Any, directory: Path, start: str, fixed: set[str], predict: Predict) -> float:
-    """One job, in the process that Hydra's launcher chose; its objective. Whatever goes wrong is this job's result.
-
-    Raises:
-        KeyboardInterrupt: the job was stopped, so the sweep is to end.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
-    mine, task = HydraConfig.get(), list(HydraConfig.get().overrides.task)
-    swept = [text for text in task if key_of(text) not in fixed]
-    name = folder_name(swept) or "as-configured"
-    path, label = directory / RECORDS / f"{name}.json", " ".join(f"{key}={value}" for key, value in short_keys(swept))
-    record: Record = {"name": name, "job": mine.job.num, "overrides": swept, "start": start}
-    record |= {"label": label or "as configured", "state": "running", "objective": None}
-    record["process"] = [socket.gethostname(), os.getpid()]
-    path.parent.mkdir(exist_ok=True)
-    with os.fdopen(open_lock(path.with_suffix(".lock"))) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        print(f"\njob {mine.job.num}: {record['label']}", flush=True)
-        earlier = _read(path)
-        if earlier is not None and earlier["start"] == start and earlier["state"] != "running":
-            print(f"done as job {earlier['job']} of this sweep")  # Optuna may draw values twice, and two at once
-            record = earlier
+    def _run_job(self, raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record:
+        """Check a job that is one of ``num_jobs`` at a time, run it, and return what is to stand in its record."""
+        try:
+            load_plugins(raw["plugins"])
+            config = settle(config_from_dict(raw), overrides)
+            shape, device = check_here(config)
+            check_alone(device, num_jobs)
+            meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
+            missing = missing_hardware(shape, device)
+            if missing is not None:
+                raise ConfigError("mesh", meshes["default"], missing, "Run this job where there are as many")
+        except ConfigError as error:
+            if error.key.startswith(NO_SHAPE):
+                raise
+            print(f"skipped: {error}")
+            return {"state": "skipped", "reason": str(error)}
+        found: Record = {**meshes, "predicted": self.predict(config, shape)}
+        if (earlier := _finished(resolved(config, shape, device))) is not None:
+            print("done in an earlier run of this sweep")
+            found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
         else:
-            replace_json(path, record)
-            record |= _result(composed, directory / name, task, earlier, mine.launcher.get("n_jobs", 1), predict)
-            replace_json(path, record)
-    if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
-        raise KeyboardInterrupt
-    if record["state"] != "done":
-        return math.inf
-    if composed.observe.objective == "loss":
-        return math.inf if record["objective"] is None else record["objective"]
-    return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
+            result = train_here(config, shape, device, another_follows=True)
+            found |= {"state": result.state, "objective": result.objective, "exit_code": result.exit_code}
+            found |= {"reason": runs.describe_error(result.error)} if result.error else {}
+        if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
+            found |= {"state": "failed", "reason": f"its objective is {found['objective']}", "objective": None}
+        measured = _measured(config, shape)
+        return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
 
+    def collect(self, stopped: bool) -> list[Record]:
+        """Write all records into ``sweep.json`` and return them; jobs that never ended become failed or stopped."""
+        jobs = _records(self.directory)
+        for path in self.directory.glob(f"{RECORDS}/*.json"):
+            if _read(path) is None:
+                print(f"warning: {path} is damaged; its job is not in the table", file=sys.stderr)
+        for job in jobs:
+            if job["state"] == "running":
+                ended = {"state": "failed", "reason": "its process ended without a result"}
+                job |= {"state": "stopped"} if stopped or job["start"] != self.start else ended
+        path = self.directory / runs.SWEEP_FILE
+        replace_json(path, {"definition": read_json(path)["definition"], "jobs": jobs})
+        return jobs
 
-def _result(
-    composed: Any, run_dir: Path, task: list[str], earlier: Record | None, num_jobs: int, predict: Predict
-) -> Record:
-    """Run one job in ``run_dir``; what its record says of it, whatever goes wrong."""
-    began = time.monotonic()
-    try:
-        found = _run_job(resolved_container(composed) | {"run_dir": str(run_dir)}, task, num_jobs, predict)
-    except (AutomoeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        found = {"state": "failed", "reason": str(error)}
-    except Exception as error:
-        traceback.print_exc()
-        found = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
-    ran = not found.pop("earlier", False)
-    return found | {"seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")}
-
-
-def _run_job(raw: dict[str, Any], overrides: list[str], num_jobs: int, predict: Predict) -> Record:
-    """Check and run one job in its own process tree, one of ``num_jobs`` at a time; what its record says of it."""
-    try:
-        load_plugins(raw["plugins"])
-        config = settle(config_from_dict(raw), overrides)
-        shape, device = check_here(config)
-        check_alone(device, num_jobs)
-        meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
-        missing = missing_hardware(shape, device)
-        if missing is not None:
-            raise ConfigError("mesh", meshes["default"], missing, "Run this job where there are as many")
-    except ConfigError as error:
-        if error.key.startswith(NO_SHAPE):
-            raise
-        print(f"skipped: {error}")
-        return {"state": "skipped", "reason": str(error)}
-    found: Record = {**meshes, "predicted": predict(config, shape)}
-    if (earlier := _finished(resolved(config, shape, device))) is not None:
-        print("done in an earlier run of this sweep")
-        found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
-    else:
-        result = train_here(config, shape, device, another_follows=True)
-        found |= {"state": result.state, "objective": result.objective, "exit_code": result.exit_code}
-        found |= {"reason": runs.describe_error(result.error)} if result.error else {}
-    if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
-        found |= {"state": "failed", "reason": f"its objective is {found['objective']}", "objective": None}
-    measured = _measured(config, shape)
-    return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
+    def _end_others(self) -> None:
+        """Ask jobs of this start in other processes of this machine to stop: submitit's would outlive this one."""
+        here = socket.gethostname()
+        for job in _records(self.directory):
+            other = job["process"] != [here, os.getpid()]
+            if (job["state"], job["start"], job["process"][0]) == ("running", self.start, here) and other:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(job["process"][1], signal.SIGTERM)
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
@@ -346,31 +385,6 @@ def _finished(config: Config) -> dict[str, Any] | None:
 
 
 # ---------------------------------------------------------------- the journal
-
-
-def _collect(directory: Path, start: str, stopped: bool) -> list[Record]:
-    """All records, also in ``sweep.json``: those of jobs that never came to an end say how that is to be read."""
-    jobs = _records(directory)
-    for path in directory.glob(f"{RECORDS}/*.json"):
-        if _read(path) is None:
-            print(f"warning: {path} is damaged; its job is not in the table", file=sys.stderr)
-    for job in jobs:
-        if job["state"] == "running":
-            ended = {"state": "failed", "reason": "its process ended without a result"}
-            job |= {"state": "stopped"} if stopped or job["start"] != start else ended
-    path = directory / runs.SWEEP_FILE
-    replace_json(path, {"definition": read_json(path)["definition"], "jobs": jobs})
-    return jobs
-
-
-def _end_others(directory: Path, start: str) -> None:
-    """Ask jobs of this start in other processes of this machine to stop: submitit's would outlive this one."""
-    here = socket.gethostname()
-    for job in _records(directory):
-        other = job["process"] != [here, os.getpid()]
-        if (job["state"], job["start"], job["process"][0]) == ("running", start, here) and other:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(job["process"][1], signal.SIGTERM)
 
 
 def _records(directory: Path) -> list[Record]:

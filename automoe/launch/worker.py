@@ -78,27 +78,28 @@ def run_rank(
     run_dir: Path,
     rank: int,
     world_size: int,
-    local_rank: int,
+    local_rank: int | None = None,
     config: Config | None = None,
     store: Store | Path | None = None,
     launcher: int | None = None,
     run_dir_lost: Callable[[], str | None] = lambda: None,
-    imported: BaseException | None = None,
-    said: str = "",
+    imports: ranks.Imports = ranks.NOT_IMPORTED,
 ) -> int:
     """Run the recipe on this rank and return its exit status; never raises.
 
     Args:
         run_dir: takes logs, status and everything the recipe writes.
+        local_rank: rank on this machine; default: ``rank``.
         config: resolved configuration; None reads ``run_dir/config.yaml``.
         store: where ranks meet, as in ``init_ranks``.
-        launcher: process id of ``launch_local``'s process; None under torchrun and srun.
-        run_dir_lost: what is wrong where the run directory is not the one that the run began in.
-        imported: what went wrong when torch was imported for this rank, and ``said`` to standard error.
+        launcher: process id of the process that started the ranks; None under torchrun and srun.
+        run_dir_lost: says what is wrong if the run directory is not the one that the run began in.
+        imports: what came of importing torch for this rank, if that was done already.
     """
+    local_rank = rank if local_rank is None else local_rank
     ranks.prepare_process()
     terminal = _redirect(run_dir, rank)
-    sys.stderr.write(said)
+    sys.stderr.write(imports.output)
     stop = StopRequest()
     _handle_signals(stop)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
@@ -108,8 +109,8 @@ def run_rank(
     watch.tells_errors = launcher is None
     threading.Thread(target=_watch, args=(run_dir, watch, report), daemon=True).start()
     try:
-        if imported is not None:
-            raise imported
+        if imports.error is not None:
+            raise imports.error
         config = config or load_config(run_dir, plugins=True)
         watch.timeout_s = config.launch.timeout_s
         shape = frozen_shape(config)

@@ -7,6 +7,7 @@ import importlib
 from automoe.errors import exit_status
 
 
+@exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit status. The rest of the package is imported when it is called."""
-    return exit_status(lambda: importlib.import_module("automoe.verify.run").main(argv))
+    """Verify the configuration that ``argv`` names; returns the exit status. Imports the package when it is called."""
+    return importlib.import_module("automoe.verify.run").main(argv)

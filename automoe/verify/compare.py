@@ -87,11 +87,6 @@ def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparis
     return compared + _compare_named("expert bias", steps - 1, got.biases, expected.biases)
 
 
-def differences(got: Trajectory, expected: Trajectory, tolerance: float) -> list[Comparison]:
-    """What differs by more than ``tolerance``, in the order in which a step makes it."""
-    return [c for c in compare_trajectories(got, expected) if not c.within(tolerance)]
-
-
 def _compare_named(
     kind: str, step: int, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> list[Comparison]:

@@ -1,9 +1,8 @@
-"""One pool of gloo ranks that serves many calls, so that torch is imported once and not once a call.
+"""Functions run as gloo ranks of one machine, in processes that serve many calls: torch is imported once for all.
 
-Workers fork from a server that has torch imported. Each case gets a process group of its own, on an empty
-store, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
-costs dozens of file descriptors and threads a rank, and an equal mesh of a later case would be answered
-with the earlier one's dead groups.
+The processes are forks of a ``ForkServer``. Each case gets a process group of its own, on an empty store, and loses it
+afterwards together with every cache that remembers a mesh: a mesh left behind costs dozens of file descriptors and
+threads a rank, and an equal mesh of a later case would be answered with the earlier one's dead groups.
 """
 
 from __future__ import annotations
@@ -14,27 +13,26 @@ import faulthandler
 import gc
 import itertools
 import math
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe, connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 from automoe.config.schema import LaunchConfig
-from automoe.launch.ranks import LOOPBACK, check_system, init_ranks, store_file
+from automoe.launch.fork_server import ForkedRank, ForkServer, Job
+from automoe.launch.ranks import LOOPBACK, Imports, check_system, init_ranks, store_file
+from automoe.launch.worker import STOP_SIGNALS
 
-_PRELOAD = ["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining"]
-_DEATH_NOTICE_S = 0.5  # from a process' end to its sentinel, with room for a busy machine
+_DEATH_NOTICE_S = 0.5  # from the end of a process until the server has reported it, with room for a busy machine
 _STACKS_S = 2.0  # for a rank that hangs to write its threads' stacks
+_PAUSE_S = 0.01  # between two looks at the ranks
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -43,7 +41,7 @@ class RankError(RuntimeError):
 
     Attributes:
         rank: the rank whose failure was seen first, or the lowest one that is still busy.
-        kind: name of the exception type on that rank; ``died`` or ``timeout`` where it raised none.
+        kind: name of the exception type on that rank; ``died`` or ``timeout`` if it raised none.
     """
 
     def __init__(self, rank: int, kind: str, message: str) -> None:
@@ -51,26 +49,22 @@ class RankError(RuntimeError):
         super().__init__(message)
 
 
-@dataclass
-class _Worker:
-    process: Any
-    pipe: connection.Connection
-
-
 class RankPool:
     """Up to ``max_ranks`` processes that run functions as ranks of a gloo world.
 
     Args:
-        max_ranks: largest world; workers start when a case first needs them.
+        max_ranks: largest world; the processes start with the first case.
         timeout_s: a case that takes longer is a hang: its ranks are killed and named. A safety net, so it
             is far above what any case needs.
     """
 
     def __init__(self, max_ranks: int = 16, timeout_s: float = 600.0) -> None:
-        self.max_ranks, self.timeout_s = max_ranks, timeout_s
-        self._workers: list[_Worker] = []
-        self._files = contextlib.ExitStack()
         check_system()
+        self.max_ranks, self.timeout_s = max_ranks, timeout_s
+        self._server: ForkServer | None = None
+        self._ranks: list[ForkedRank] = []
+        self._pipes: list[connection.Connection] = []
+        self._files = contextlib.ExitStack()
         # A store that outlives its case reads its file once more when it is destroyed. If another case has written
         # there, that read never ends. So each case has a file of its own.
         self._stores = Path(self._files.enter_context(TemporaryDirectory(prefix="automoe-ranks-")))
@@ -91,82 +85,91 @@ class RankPool:
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
         payload = pickle.dumps((fn, args, kwargs))
-        self._start(world_size)
         store = self._stores / str(next(self._cases))
-        workers = self._workers[:world_size]
         try:
-            for rank, worker in enumerate(workers):
+            self._start()
+            pipes = self._pipes[:world_size]
+            for pipe in pipes:
                 # callers may have added directories to sys.path since: ranks import from them too
-                worker.pipe.send((store, rank, world_size, sys.path, self.timeout_s))
-                worker.pipe.send_bytes(payload)
-            results = self._gather(workers)
-            for worker in workers:  # only now may groups go: a peer could still be reading from this rank
-                worker.pipe.send("release")
-            self._gather(workers)
+                pipe.send((store, world_size, sys.path, self.timeout_s))
+                pipe.send_bytes(payload)
+            results = self._gather(pipes)
+            for pipe in pipes:  # only now may groups go: a peer could still be reading from this rank
+                pipe.send("release")
+            self._gather(pipes)
         except BaseException:
-            self.close()
+            self._end_ranks()
             raise
         return [pickle.loads(result) for result in results]
 
     def close(self) -> None:
-        """Kill the workers. The next ``run`` starts new ones."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.process.kill()
-        for worker in workers:
-            worker.process.join()
-            worker.process.close()
-            worker.pipe.close()
+        """Kill the ranks and their server. The next ``run`` starts new ones."""
+        self._end_ranks()
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
-    def _start(self, world_size: int) -> None:
-        """See that there are enough workers."""
-        context = multiprocessing.get_context("forkserver")
-        if len(self._workers) < world_size:
-            before = {name: os.environ.get(name) for name in _THREADS}
-            os.environ.update(_THREADS)
-            context.set_forkserver_preload(_PRELOAD)
-            # Ctrl-C is for the caller: blocked, it does not end the server in the middle of its imports.
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            forkserver.ensure_running()
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-        for index in range(len(self._workers), world_size):
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self._stacks), name=f"rank-{index}", daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, pipe))
+    def _start(self) -> None:
+        """Start all ranks, unless they run, and wait until they have their processes."""
+        if self._ranks:
+            return
+        self._server = self._server or ForkServer(os.environ | _THREADS)
+        self._pipes, theirs = map(list, zip(*[Pipe() for _ in range(self.max_ranks)], strict=True))
+        job = Job(_work, self.max_ranks, {"stacks": self._stacks}, sys.path)
+        self._ranks = self._server.start(job, files=[pipe.fileno() for pipe in theirs])
+        for pipe in theirs:
+            pipe.close()
+        while any([rank.poll() is None and rank.pid is None for rank in self._ranks]):
+            time.sleep(_PAUSE_S)
 
-    def _gather(self, workers: list[_Worker]) -> list[bytes]:
-        """One successful answer from each worker, or the first failure."""
+    def _end_ranks(self) -> None:
+        """Kill the ranks, and wait until they have gone."""
+        for rank in self._ranks:
+            rank.kill()
+        while any([rank.poll() is None for rank in self._ranks]):
+            time.sleep(_PAUSE_S)
+        for pipe in self._pipes:
+            pipe.close()
+        self._ranks, self._pipes = [], []
+
+    def _gather(self, pipes: Sequence[connection.Connection]) -> list[bytes]:
+        """Return one successful answer from each rank, or raise the first failure."""
         deadline = time.monotonic() + self.timeout_s
         answers: dict[int, bytes] = {}
-        while len(answers) < len(workers):
-            busy = {workers[rank].pipe: rank for rank in range(len(workers)) if rank not in answers}
+        while len(answers) < len(pipes):
+            busy = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
             ready = connection.wait(list(busy), max(0.0, deadline - time.monotonic()))
             if not ready:
                 ranks = list(busy.values())
-                text = f"ranks {ranks} of {len(workers)} did not finish in {self.timeout_s} s"
-                raise RankError(ranks[0], "timeout", f"{text}\n{self._stacks_of(workers[ranks[0]])}")
-            for rank in [rank for pipe, rank in busy.items() if pipe in ready]:
+                text = f"ranks {ranks} of {len(pipes)} did not finish in {self.timeout_s} s"
+                raise RankError(ranks[0], "timeout", f"{text}\n{self._stacks_of(self._ranks[ranks[0]])}")
+            for pipe, rank in busy.items():
+                if pipe not in ready:
+                    continue
                 try:
-                    kind, body = workers[rank].pipe.recv()
+                    kind, body = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    raise _death(rank, workers[rank]) from None
+                    self._raise_death(len(pipes), math.inf)
                 if kind is not None:
                     # A rank that dies makes its peers raise, and they may be heard first.
-                    processes = {worker.process.sentinel: r for r, worker in enumerate(workers)}
-                    for sentinel in connection.wait(list(processes), _DEATH_NOTICE_S):
-                        raise _death(processes[sentinel], workers[processes[sentinel]])
-                    raise RankError(rank, kind, f"rank {rank} of {len(workers)} raised\n{body}")
+                    self._raise_death(len(pipes), _DEATH_NOTICE_S)
+                    raise RankError(rank, kind, f"rank {rank} of {len(pipes)} raised\n{body}")
                 answers[rank] = body
-        return [answers[rank] for rank in range(len(workers))]
+        return [answers[rank] for rank in range(len(pipes))]
 
-    def _stacks_of(self, worker: _Worker) -> str:
-        """What the threads of a worker that hangs are at; empty if it does not even say that."""
+    def _raise_death(self, world_size: int, patience_s: float) -> None:
+        """Raise ``RankError`` if one of the ranks is dead, or dies within ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            for number, rank in enumerate(self._ranks[:world_size]):
+                if (status := rank.poll()) is not None:
+                    raise RankError(number, "died", f"rank {number} died with exit code {status}")
+            time.sleep(_PAUSE_S)
+
+    def _stacks_of(self, rank: ForkedRank) -> str:
+        """Return the stacks of the threads of a rank that hangs; empty if it does not even write these."""
         os.truncate(self._stacks, 0)
-        os.kill(worker.process.pid, signal.SIGUSR1)
+        rank.send_signal(signal.SIGUSR1)
         deadline, text = time.monotonic() + _STACKS_S, ""
         while time.monotonic() < deadline and (not text or text != self._stacks.read_text()):
             text = self._stacks.read_text()
@@ -174,32 +177,27 @@ class RankPool:
         return text
 
 
-def _death(rank: int, worker: _Worker) -> RankError:
-    worker.process.join()
-    return RankError(rank, "died", f"rank {rank} died with exit code {worker.process.exitcode}")
-
-
-def _work(pipe: connection.Connection, stacks: Path) -> None:
-    """One worker: cases until the pipe closes. SIGUSR1 has it write the stacks of its threads into ``stacks``."""
+def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path) -> NoReturn:
+    """Run cases in this rank until it is killed. SIGUSR1 has it write the stacks of its threads into ``stacks``."""
+    if imports.error is not None:
+        raise imports.error
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR1, stacks.open("a"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, who then closes the pool
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     from automoe.interop.torch_private import cached_functions
 
+    gc.unfreeze()  # the server's imports are frozen, and their caches are looked for here
     imported = cached_functions()
     gc.freeze()  # what is imported by now stays: leave it out of the collection after each case
+    pipe = connection.Connection(file)
     while True:
-        try:
-            store, rank, world_size, path, timeout_s = pipe.recv()
-        except EOFError:
-            return
+        store, world_size, path, timeout_s = pipe.recv()
         payload = pipe.recv_bytes()
         sys.path[:] = path
         try:
             _join_world(store, rank, world_size, timeout_s)
             fn, args, kwargs = pickle.loads(payload)
             answer = pickle.dumps(fn(*args, **kwargs))
-        except BaseException as error:  # handed to the parent, which ends this process
+        except BaseException as error:  # handed to the caller, which ends this process
             pipe.send((type(error).__name__, traceback.format_exc()))
             continue
         pipe.send((None, answer))
@@ -209,20 +207,12 @@ def _work(pipe: connection.Connection, stacks: Path) -> None:
         pipe.send((None, b""))
 
 
-def _die_with_parent() -> None:
-    """A rank that hangs in a collective would otherwise outlive a killed caller."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
 def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> None:
     import torch
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
-    os.environ.update(LOOPBACK, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOOPBACK, WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     launch = LaunchConfig(device="cpu", init_timeout_s=math.ceil(timeout_s), threads_per_rank=1)
     init_ranks(launch, rank, world_size, rank, store)
 

@@ -11,6 +11,7 @@ import pytest
 from launch_command import PATIENCE_S, ROOT, TWO_RANKS, Command
 
 from automoe.launch.fork_server import ForkServer, Job
+from automoe.launch.worker import run_rank
 
 ASKS_NO_DEVICE = """
 import os, threading, torch
@@ -23,7 +24,7 @@ for module, names in {torch.cuda: "is_available device_count init _lazy_init cur
     for name in names.split():
         setattr(module, name, refuse)
 from automoe.launch import fork_server
-error, _ = fork_server._import_all()
+error = fork_server._import_all().error
 assert error is None, error
 assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
 """
@@ -67,7 +68,7 @@ def test_another_environment_or_folder_is_another_server(tmp_path: Path, monkeyp
         monkeypatch.undo()
         server.process.kill()
         server.process.wait()
-        killed, job = server.process.pid, Job(str(tmp_path), 2, "/no/store", os.getpid(), [])
+        killed, job = server.process.pid, Job(run_rank, 2, {"run_dir": tmp_path}, [])
         ranks = server.start(job, stdout=1)
         assert server.process.pid != killed and [rank.poll() for rank in ranks] == [None, None]
         ranks[1].kill()  # which is not there yet

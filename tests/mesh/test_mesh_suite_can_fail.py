@@ -11,10 +11,10 @@ from mesh_faults import Fault, run_with_fault
 from mesh_mappings import CORE, FULL, NODES, PARTS
 from test_mesh_float64 import TOLERANCE
 
-from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import merge_trajectories
 from tests.support.sampling import one_in
+from tests.support.trajectories import differences
 
 # Meshes of the core, so that each of these mistakes would stop any change.
 FOLDED = Case("deepseek", dict(dp_shard=2), rows=4)

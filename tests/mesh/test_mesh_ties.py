@@ -9,11 +9,10 @@ from mesh_cases import ROWS, STEPS, Case, batches
 
 from automoe.config.schema import Config
 from automoe.data.loader import StepBatch
-from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.sampling import one_in
-from tests.support.trajectories import run_trajectory
+from tests.support.trajectories import differences, run_trajectory
 
 DROPS = dict(capacity_factor=0.75, drop_policy="probs", drop_scope="sequence")
 

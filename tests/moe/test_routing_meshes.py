@@ -9,10 +9,10 @@ import pytest
 import torch
 from routing_cases import ROWS, STEPS, routing_config, run_routing
 
-from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
 from tests.support.sampling import one_in
+from tests.support.trajectories import differences
 
 TOLERANCE = 1e-10
 

@@ -18,11 +18,11 @@ from automoe.config.recompute import DISCARDED_OUTPUTS, MODULES
 from automoe.config.schema import Config, ModelConfig
 from automoe.parallel.activation_checkpoint import Recomputed, apply_recompute
 from automoe.parallel.parallelize import build_decoder
-from automoe.verify.compare import compare_trajectories, differences
+from automoe.verify.compare import compare_trajectories
 from automoe.verify.pool import RankError, RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
 from tests.support.sampling import one_in
-from tests.support.trajectories import run_trajectory
+from tests.support.trajectories import differences, run_trajectory
 
 TOLERANCE = 1e-10
 INTERLEAVED = dict(schedule="Interleaved1F1B", stages_per_rank=2)

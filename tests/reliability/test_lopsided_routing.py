@@ -10,10 +10,9 @@ import torch
 from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, OptimConfig, TrainConfig
 from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
-from automoe.verify.compare import differences
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory, merge_trajectories
-from tests.support.trajectories import run_trajectory
+from tests.support.trajectories import differences, run_trajectory
 
 ROWS, SEQ, STEPS, EXPERTS = 4, 8, 3, 4
 DISPATCHERS = ("alltoall", "allgather")

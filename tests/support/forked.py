@@ -25,6 +25,7 @@ from typing import NoReturn
 from automoe.config.compose import compose_config
 from automoe.launch import fork_server
 from automoe.launch.fork_server import Job, become
+from automoe.launch.ranks import Imports
 from automoe.launch.worker import STOP_SIGNALS
 
 IMPORTED = """
@@ -70,7 +71,7 @@ class OwnServer:
     def serves(self, env: Mapping[str, str]) -> bool:
         return self.env == env
 
-    def start(self, job: Job, stdout: int) -> list[ForkedRank]:
+    def start(self, job: Job, stdout: int = 1) -> list[ForkedRank]:
         return [ForkedRank(self._start(job, rank, stdout)) for rank in range(job.num_ranks)]
 
     def _start(self, job: Job, rank: int, stdout: int) -> int:
@@ -81,7 +82,7 @@ class OwnServer:
             _environment(self.env)
             unused, _ = socket.socketpair()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            become(job, rank, parent, [os.dup(stdout), os.dup(2)], unused, None, "")
+            become(job, rank, parent, [os.dup(stdout), os.dup(2)], unused, Imports())
 
         return _fork(target)
 

@@ -8,8 +8,9 @@ from math import inf, isnan, nan
 import pytest
 import torch
 
-from automoe.verify.compare import compare_tensors, compare_trajectories, differences
+from automoe.verify.compare import compare_tensors, compare_trajectories
 from automoe.verify.trajectory import Trajectory
+from tests.support.trajectories import differences
 
 
 def trajectory() -> Trajectory:
