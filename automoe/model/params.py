@@ -53,8 +53,8 @@ class ParamSpec:
             contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.
-        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate and up have one each.
-            A family states what it spells otherwise (``automoe.hf.keys``).
+        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate and up have one
+            each. A family states what it spells otherwise (``automoe.hf.keys``).
         when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after ``not``.
         part: one of ``PARTS``; set by the module.
         group: the name of its part in ``lora.targets``; set by the module.

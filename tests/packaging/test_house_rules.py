@@ -181,6 +181,10 @@ def resolved(dotted: str) -> object:
         return None
 
 
+# Abstract methods with an underscore, which subclasses are there to define.
+TO_OVERRIDE = ("torch.distributed.tensor.parallel.ParallelStyle._apply",)
+
+
 def own_names(trees: list[ast.AST]) -> set[str]:
     """Private names that the package defines or assigns anywhere, so that they are not torch's."""
     names = {
@@ -229,7 +233,8 @@ def private_uses(tree: ast.AST, own: set[str]) -> list[str]:
             bases = [ast.unparse(base).split(".") for base in node.bases]
             dotted = [".".join([torch_names[base[0]], *base[1:]]) for base in bases if base[0] in torch_names]
             methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef) and is_private(one.name)]
-            found += [f"{node.name}.{m} overrides {d}.{m}" for d in dotted for m in methods if hasattr(resolved(d), m)]
+            overridden = [(d, m) for d in dotted for m in methods if hasattr(resolved(d), m)]
+            found += [f"{node.name}.{m} overrides {d}.{m}" for d, m in overridden if f"{d}.{m}" not in TO_OVERRIDE]
     return found
 
 
