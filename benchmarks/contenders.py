@@ -189,7 +189,7 @@ class Recipe:
     def loss_and_gradients(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[float, Gradients]:
         """The model is as before afterwards."""
         stats, _ = self._forward_backward(tokens, labels)
-        (part,) = self.state.parts.values()
+        (part,) = self.state.model_parts.values()
         gradients = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
         self.state.optimizer.zero_grad(set_to_none=True)
         return stats.loss, gradients
@@ -291,8 +291,8 @@ def our_name(hf_name: str) -> str:
     """The parameter of our model that holds what ``transformers`` calls ``hf_name``."""
     name = hf_name.removeprefix("model.")
     name = name.replace("mlp.gate.weight", "mlp.router.weight")
-    return name.replace("mlp.experts.gate_up_proj", "mlp.experts.w_gate_up").replace(
-        "mlp.experts.down_proj", "mlp.experts.w_down"
+    return name.replace("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj").replace(
+        "mlp.experts.down_proj", "mlp.experts.down_proj"
     )
 
 

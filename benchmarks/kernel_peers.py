@@ -3,7 +3,7 @@
 ``torchtitan_moe`` is torchtitan's whole layer, for the steps of ``train_step.py``.
 
 Shapes: T tokens, K top-k, E experts, H hidden, I expert width. A peer is built for one routing and is then a
-function (x [T, H], weights [T, K], w_gate_up [E, 2, I, H], w_down [E, H, I]) -> [T, H].
+function (x [T, H], weights [T, K], gate_up_proj [E, 2, I, H], down_proj [E, H, I]) -> [T, H].
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
         except BackendError as error:
             raise Absent(str(error)) from None
 
-        def layer(x, weights, w_gate_up, w_down):
+        def layer(x, weights, gate_up_proj, down_proj):
             def run(rows, gather_idx, offsets, probs):
-                return experts(rows, gather_idx, offsets, probs, w_gate_up, w_down)
+                return experts(rows, gather_idx, offsets, probs, gate_up_proj, down_proj)
 
             return dispatch(x, ids, weights, run)
 
@@ -78,9 +78,9 @@ def ours(backend: str) -> Callable[[Shape, torch.Tensor], Layer]:
 def eager_loop(shape: Shape, ids: torch.Tensor) -> Layer:
     """One expert after the other, rows gathered and added back: what transformers calls eager."""
 
-    def layer(x, weights, w_gate_up, w_down):
+    def layer(x, weights, gate_up_proj, down_proj):
         out = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(w_gate_up.unbind(0), w_down.unbind(0), strict=True)):
+        for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(0), down_proj.unbind(0), strict=True)):
             token, choice = torch.where(ids == expert)
             gate, up = F.linear(x[token], gate_up.flatten(0, 1)).chunk(2, dim=-1)
             rows = F.linear(F.silu(gate) * up, down) * weights[token, choice, None].to(x.dtype)
@@ -93,13 +93,13 @@ def eager_loop(shape: Shape, ids: torch.Tensor) -> Layer:
 def three_products(shape: Shape, ids: torch.Tensor) -> Layer:
     """Permuted rows through three grouped products, weighted last: the arrangement of torchtitan's experts."""
 
-    def layer(x, weights, w_gate_up, w_down):
+    def layer(x, weights, gate_up_proj, down_proj):
         order, counts = sort_by_expert(ids, shape.experts)
         ends, token = counts.cumsum(0).to(torch.int32), order // shape.top_k
         rows = x[token]
-        gate = F.grouped_mm(rows, w_gate_up[:, 0].transpose(1, 2), offs=ends)
-        up = F.grouped_mm(rows, w_gate_up[:, 1].transpose(1, 2), offs=ends)
-        rows = F.grouped_mm(F.silu(gate) * up, w_down.transpose(1, 2), offs=ends)
+        gate = F.grouped_mm(rows, gate_up_proj[:, 0].transpose(1, 2), offs=ends)
+        up = F.grouped_mm(rows, gate_up_proj[:, 1].transpose(1, 2), offs=ends)
+        rows = F.grouped_mm(F.silu(gate) * up, down_proj.transpose(1, 2), offs=ends)
         rows = rows * weights.flatten()[order].unsqueeze(1).to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, rows)
 
@@ -110,11 +110,11 @@ def transformers_grouped_mm(shape: Shape, ids: torch.Tensor) -> Layer:
     """The function behind ``experts_implementation="grouped_mm"``."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    def layer(x, weights, w_gate_up, w_down):
+    def layer(x, weights, gate_up_proj, down_proj):
         module: Any = SimpleNamespace(
             num_experts=shape.experts,
-            gate_up_proj=w_gate_up.flatten(1, 2),
-            down_proj=w_down,
+            gate_up_proj=gate_up_proj.flatten(1, 2),
+            down_proj=down_proj,
             has_gate=True,
             has_bias=False,
             has_post_expert_norm=False,
@@ -135,8 +135,8 @@ def liger(shape: Shape, ids: torch.Tensor) -> Layer:
     function = _package("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     choices = ids.int()
 
-    def layer(x, weights, w_gate_up, w_down):
-        return function.apply(x, w_gate_up.flatten(1, 2), w_down, choices, weights)
+    def layer(x, weights, gate_up_proj, down_proj):
+        return function.apply(x, gate_up_proj.flatten(1, 2), down_proj, choices, weights)
 
     return layer
 
@@ -149,15 +149,15 @@ def sonic(shape: Shape, ids: torch.Tensor) -> Layer:
     token = torch.arange(shape.tokens, device=ids.device).repeat_interleave(shape.top_k).int()
     choices = ids.flatten().int()
 
-    def layer(x, weights, w_gate_up, w_down):
+    def layer(x, weights, gate_up_proj, down_proj):
         out, *_ = package.moe_general_routing_inputs(
             x,
             weights.flatten().to(x.dtype),
             token,
             choices,
-            w_gate_up.flatten(1, 2).permute(1, 2, 0),
+            gate_up_proj.flatten(1, 2).permute(1, 2, 0),
             None,
-            w_down.permute(1, 2, 0),
+            down_proj.permute(1, 2, 0),
             None,
             E=shape.experts,
             activation_type=package.enums.ActivationType.SWIGLU,
@@ -182,9 +182,9 @@ def bmm_bound(shape: Shape, ids: torch.Tensor) -> Layer:
         requires_grad=True,
     )
 
-    def layer(x, weights, w_gate_up, w_down):
-        gate, up = (rows.to(x.dtype) @ w_gate_up.flatten(1, 2).transpose(1, 2)).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ w_down.transpose(1, 2)
+    def layer(x, weights, gate_up_proj, down_proj):
+        gate, up = (rows.to(x.dtype) @ gate_up_proj.flatten(1, 2).transpose(1, 2)).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ down_proj.transpose(1, 2)
 
     return layer
 
@@ -247,12 +247,12 @@ def torchtitan_moe(config: ModelConfig, layer: MoE) -> nn.Module:
             )
         )
     experts = theirs.routed_experts.inner_experts
-    w_gate_up = layer.experts.w_gate_up.detach()
-    experts.w1_EFD = nn.Parameter(w_gate_up[:, 0].clone())
-    experts.w3_EFD = nn.Parameter(w_gate_up[:, 1].clone())
-    experts.w2_EDF = nn.Parameter(layer.experts.w_down.detach())
+    gate_up_proj = layer.experts.gate_up_proj.detach()
+    experts.w1_EFD = nn.Parameter(gate_up_proj[:, 0].clone())
+    experts.w3_EFD = nn.Parameter(gate_up_proj[:, 1].clone())
+    experts.w2_EDF = nn.Parameter(layer.experts.down_proj.detach())
     theirs.router.gate.weight = nn.Parameter(layer.router.weight.detach())
-    theirs.tokens_per_expert_E = torch.zeros(num_experts, device=w_gate_up.device)
+    theirs.tokens_per_expert_E = torch.zeros(num_experts, device=gate_up_proj.device)
     return TorchtitanLayer(theirs, layer.shared_experts)
 
 

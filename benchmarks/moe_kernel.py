@@ -44,7 +44,7 @@ ROUTINGS = ("balanced", "zipf", "empty")
 class Inputs:
     """Leaves of one layer and the gradient from above; ``weights`` are softmax probabilities, as a router gives."""
 
-    NAMES = ("x", "weights", "w_gate_up", "w_down")
+    NAMES = ("x", "weights", "gate_up_proj", "down_proj")
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -56,8 +56,8 @@ class Inputs:
         self.x = normal(t, h).requires_grad_()
         weights = torch.rand(t, shape.top_k, generator=generator, device=device)
         self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
-        self.w_gate_up = normal(e, 2, i, h, scale=h**-0.5).requires_grad_()
-        self.w_down = normal(e, h, i, scale=i**-0.5).requires_grad_()
+        self.gate_up_proj = normal(e, 2, i, h, scale=h**-0.5).requires_grad_()
+        self.down_proj = normal(e, h, i, scale=i**-0.5).requires_grad_()
         self.grad = normal(t, h)
 
     @property
@@ -80,16 +80,16 @@ def differences(inputs: Inputs, ids: torch.Tensor, out: torch.Tensor) -> dict[st
     """Relative error of ``out`` and of the leaves' gradients against float32, an expert at a time."""
     x, grad = inputs.x.float(), inputs.grad.float()
     expected = {"out": torch.zeros_like(x), "x": torch.zeros_like(x), "weights": torch.zeros_like(inputs.weights)}
-    errors = {"w_gate_up": [0.0, 0.0], "w_down": [0.0, 0.0]}
+    errors = {"gate_up_proj": [0.0, 0.0], "down_proj": [0.0, 0.0]}
 
     def note(name: str, expert: int, value: torch.Tensor) -> None:
         gradient = getattr(inputs, name).grad[expert].float()
         errors[name][0] += float((gradient - value).square().sum())
         errors[name][1] += float(value.square().sum())
 
-    for expert in range(inputs.w_down.shape[0]):
+    for expert in range(inputs.down_proj.shape[0]):
         token, choice = torch.where(ids == expert)
-        gate_up, down = inputs.w_gate_up[expert].float().flatten(0, 1), inputs.w_down[expert].float()
+        gate_up, down = inputs.gate_up_proj[expert].float().flatten(0, 1), inputs.down_proj[expert].float()
         rows, weight = x[token], inputs.weights[token, choice, None]
         gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
         sigmoid = gate.sigmoid()
@@ -97,10 +97,10 @@ def differences(inputs: Inputs, ids: torch.Tensor, out: torch.Tensor) -> dict[st
         expected["out"].index_add_(0, token, (act @ down.T) * weight)
         grad_act = grad[token] @ down
         expected["weights"][token, choice] = (grad_act * act).sum(1)
-        note("w_down", expert, grad[token].T @ (act * weight))
+        note("down_proj", expert, grad[token].T @ (act * weight))
         grad_act *= weight
         both = torch.cat((grad_act * up * sigmoid * (1 + gate * (1 - sigmoid)), grad_act * gate * sigmoid), dim=1)
-        note("w_gate_up", expert, (both.T @ rows).view_as(inputs.w_gate_up[expert]))
+        note("gate_up_proj", expert, (both.T @ rows).view_as(inputs.gate_up_proj[expert]))
         expected["x"].index_add_(0, token, both @ gate_up)
     result = {name: (square / norm) ** 0.5 if norm else float("nan") for name, (square, norm) in errors.items()}
     for name, value in expected.items():
@@ -117,7 +117,7 @@ def poison(device: torch.device) -> None:
 
 def saved_bytes(layer: Layer, inputs: Inputs) -> int:
     """What a forward pass keeps for the backward besides the weights, the tokens themselves included."""
-    weights = {inputs.w_gate_up.untyped_storage().data_ptr(), inputs.w_down.untyped_storage().data_ptr()}
+    weights = {inputs.gate_up_proj.untyped_storage().data_ptr(), inputs.down_proj.untyped_storage().data_ptr()}
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,9 @@ from automoe.parallel.fsdp import apply_data_parallel
 from automoe.parallel.mesh import Meshes
 from automoe.parallel.parallelize import (
     allocate,
+    build_backend,
     build_decoder,
     build_parts,
-    build_runtime,
     materialize,
     parallelize,
     parameter_dtype,
@@ -236,8 +236,8 @@ def torchtitan_layer(config: Config, meshes: Meshes, device: torch.device) -> Bu
         for number, layer in layers:
             mlp, experts = f"layers.{number}.mlp", layer.routed_experts.inner_experts
             gate, up, down = map(_gradient, (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF))
-            yield f"{mlp}.experts.w_gate_up", torch.stack((gate, up), dim=1)
-            yield f"{mlp}.experts.w_down", down
+            yield f"{mlp}.experts.gate_up_proj", torch.stack((gate, up), dim=1)
+            yield f"{mlp}.experts.down_proj", down
             yield f"{mlp}.router.weight", _gradient(layer.router.gate.weight)
 
     return Built(part, choose, gradients)
@@ -286,7 +286,7 @@ class TransformersPart(nn.Module):
 
 def _first_weights(config: Config, device: torch.device, meshes: Meshes | None = None) -> Decoder:
     """Our model before it is sharded, all in ``parameter_dtype``, with the values that every contender starts from."""
-    part = build_decoder(config.model, config.moe, parameter_dtype(config), runtime=build_runtime(config, meshes))
+    part = build_decoder(config.model, config.moe, parameter_dtype(config), backend=build_backend(config, meshes))
     allocate({0: part}, device)
     initialize(part, config.model.initializer_range, config.train.seed)
     return part

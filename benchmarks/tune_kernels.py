@@ -46,7 +46,7 @@ def products(
 ) -> Iterator[tuple[str, int, Callable[[Blocks], Results], Results]]:
     """(name, FLOPs, what computes it with given blocks, what that has to be), expert after expert in float32."""
     inputs, ids = Inputs(shape, device), choices(routing, shape, device)
-    x, w_gate_up, w_down = (leaf.detach() for leaf in (inputs.x, inputs.w_gate_up, inputs.w_down))
+    x, gate_up_proj, down_proj = (leaf.detach() for leaf in (inputs.x, inputs.gate_up_proj, inputs.down_proj))
     order, counts = sort_by_expert(ids, shape.experts)
     gather_idx, offsets = order // shape.top_k, counts.cumsum(0).int()
     probs, num_rows = inputs.weights.detach().flatten()[order], order.numel()
@@ -62,7 +62,7 @@ def products(
         parts = zip(*(each.split(counts.tolist()) for each in (left, right)), strict=True)
         return torch.stack([(a.float().T @ b.float()).to(left.dtype) for a, b in parts])
 
-    pre = by_expert(rows, w_gate_up.flatten(1, 2).transpose(1, 2))
+    pre = by_expert(rows, gate_up_proj.flatten(1, 2).transpose(1, 2))
     gate, up = pre.float().chunk(2, dim=-1)
     sigmoid = gate.sigmoid()
     value = gate * sigmoid * up
@@ -70,24 +70,24 @@ def products(
     yield (
         "up",
         2 * one,
-        lambda b: launches.gather_up_activate(x, gather_idx, w_gate_up, None, probs, tiles, None, b),
+        lambda b: launches.gather_up_activate(x, gather_idx, gate_up_proj, None, probs, tiles, None, b),
         (pre, act),
     )
-    expected = by_expert(act, w_down.transpose(1, 2))
-    yield "down", one, lambda b: (launches.rows_times_weights("down", act, w_down, tiles, blocks=b),), (expected,)
+    expected = by_expert(act, down_proj.transpose(1, 2))
+    yield "down", one, lambda b: (launches.rows_times_weights("down", act, down_proj, tiles, blocks=b),), (expected,)
 
-    grad = by_expert(grad_out, w_down).float()
+    grad = by_expert(grad_out, down_proj).float()
     by_gate, by_up = up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid
     grad_pre = torch.cat((grad * scale * by_gate, grad * scale * by_up), dim=1).to(x.dtype)
     grad_probs = (grad * value).sum(1)
     del gate, up, sigmoid, value, grad, by_gate, by_up
 
     def back(blocks: Blocks) -> Results:
-        *found, shares = launches.grad_down_activate(grad_out, w_down, probs, pre, tiles, None, blocks)
+        *found, shares = launches.grad_down_activate(grad_out, down_proj, probs, pre, tiles, None, blocks)
         return *found, shares.sum(1)
 
     yield "back", one, back, (grad_pre, act, grad_probs)
-    both = w_gate_up.flatten(1, 2)
+    both = gate_up_proj.flatten(1, 2)
     expected = by_expert(grad_pre, both)
     yield (
         "grad_rows",
@@ -96,7 +96,7 @@ def products(
         (expected,),
     )
 
-    into_down, into_up = torch.full_like(w_down, torch.nan), torch.full_like(w_gate_up, torch.nan)
+    into_down, into_up = torch.full_like(down_proj, torch.nan), torch.full_like(gate_up_proj, torch.nan)
     yield (
         "grad_weights",
         one,

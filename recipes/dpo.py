@@ -41,8 +41,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
-    parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
-    runner = build_runner(parts, meshes, config, device)
+    model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
+    runner = build_runner(model_parts, meshes, config, device)
 
     # ---------------------------------------------------------------- pairs, what the first weights say of them, state
     loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
@@ -51,8 +51,8 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     if reference is None:
         return None  # asked to stop
     runner.set_loss(PreferenceLoss(args.beta, args.loss))
-    optimizer = build_optimizer(list(parts.values()), config.optim, train.seed)
-    state = TrainState(parts, optimizer, loader)
+    optimizer = build_optimizer(list(model_parts.values()), config.optim, train.seed)
+    state = TrainState(model_parts, optimizer, loader)
     resumed = store.load_latest(state)
     sampler = Sampler(config, runner, loader.tokenizer, meshes, device)
 
@@ -87,6 +87,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()
         if exports and not run.stopping:
-            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir, optimizer)
+            paths["HF checkpoint"] = export_weights(config, model_parts, context.run_dir, optimizer)
         run.finish(paths)
     return run.objective

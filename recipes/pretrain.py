@@ -38,14 +38,14 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
-    parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
-    runner = build_runner(parts, meshes, config, device)
+    model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
+    runner = build_runner(model_parts, meshes, config, device)
 
     # ---------------------------------------------------------------- optimizer, data, state
-    optimizer = build_optimizer(list(parts.values()), config.optim, train.seed)
+    optimizer = build_optimizer(list(model_parts.values()), config.optim, train.seed)
     loader = Loader(config, meshes.dp_rank, shape.dp)
     same_on_all_ranks(loader.fingerprint(), "the training data")
-    state = TrainState(parts, optimizer, loader)
+    state = TrainState(model_parts, optimizer, loader)
     resumed = store.load_latest(state)
     sampler = Sampler(config, runner, loader.tokenizer, meshes, device)
 
@@ -80,6 +80,6 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
         context.preempted = state.step < train.steps or (run.stopping and exports)
         run.check_result()
         if exports and not run.stopping:
-            paths["HF checkpoint"] = export_weights(config, parts, context.run_dir, optimizer)
+            paths["HF checkpoint"] = export_weights(config, model_parts, context.run_dir, optimizer)
         run.finish(paths)
     return run.objective

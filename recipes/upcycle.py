@@ -29,10 +29,10 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> None:
         rule = "recipe=upcycle makes a mixture of experts out of a dense checkpoint"
         raise ConfigError("model.upcycle", config.model.upcycle, rule, "Set model.hf_path=DENSE model.upcycle=true")
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
-    parts = build_parts(config, meshes)
-    allocate(parts, context.device)
+    model_parts = build_parts(config, meshes)
+    allocate(model_parts, context.device)
     _, upcycling = upcycled_model(config.model, config.train.seed)
-    loaded = load_hf(parts, config.model.hf_path, upcycling=upcycling, progress=True)
-    written = to_hf(parts, context.run_dir / "hf", overwrite=True)
+    loaded = load_hf(model_parts, config.model.hf_path, upcycling=upcycling, progress=True)
+    written = to_hf(model_parts, context.run_dir / "hf", overwrite=True)
     if context.rank == 0:
         print(f"{loaded}\nsaved {written}", flush=True)

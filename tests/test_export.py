@@ -82,7 +82,7 @@ def same_weights(out: Path, ranks_tensors: list[dict[str, torch.Tensor]]) -> Non
     stored = exported(out)
     live = {name: tensor for tensors in ranks_tensors for name, tensor in tensors.items()}
     assert torch.equal(stored["lm_head.weight"], live["lm_head.weight"])
-    experts = live["layers.3.mlp.experts.w_gate_up"]
+    experts = live["layers.3.mlp.experts.gate_up_proj"]
     assert torch.equal(stored["model.layers.3.mlp.experts.7.up_proj.weight"], experts[7, 1])
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ class StepReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the step, which lists its tensors and where they lie."""
         try:
-            metadata = _read_index(Path(self.path) / ".metadata")
+            metadata = _renamed(_read_index(Path(self.path) / ".metadata"))
         except CheckpointError as error:
             self._unread = error
             raise
@@ -75,6 +77,28 @@ class StepReader(dcp.FileSystemReader):
             retried(load)  # by all ranks, which see the same error
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be loaded: {error}") from None
+
+
+# What checkpoints of automoe before 0.7 call the parameters of routed experts.
+_OLD_NAMES = {
+    "w_gate_up": "gate_up_proj",
+    "w_down": "down_proj",
+    "b_gate_up": "gate_up_proj_bias",
+    "b_down": "down_proj_bias",
+}
+_OLD_NAME = re.compile(rf"(?<=\.experts\.)({'|'.join(_OLD_NAMES)})(?![a-z_])")
+
+
+def _renamed(metadata: Metadata) -> Metadata:
+    """Return the index with today's names of parameters."""
+
+    def today(name: str) -> str:
+        return _OLD_NAME.sub(lambda match: _OLD_NAMES[match[0]], name)
+
+    entries, data = metadata.state_dict_metadata, metadata.storage_data
+    metadata.state_dict_metadata = {today(name): entry for name, entry in entries.items()}
+    metadata.storage_data = {replace(index, fqn=today(index.fqn)): place for index, place in data.items()}
+    return metadata
 
 
 def _read_index(path: Path) -> Metadata:

@@ -19,7 +19,7 @@ class TrainState:
     """Model parts, optimizer, loader and counters of this rank.
 
     Attributes:
-        parts: this rank's pipeline stages, {stage number: part}; names inside are global.
+        model_parts: this rank's pipeline stages, {stage number: part}; names inside are global.
         loader: None where batches come from elsewhere; such a state cannot be saved.
         step: optimizer steps done (skipped ones included).
         tokens: tokens trained so far (labels that count), over all ranks.
@@ -27,7 +27,7 @@ class TrainState:
         recent_losses: what the next step's loss is compared with (``automoe.training.step``).
     """
 
-    parts: dict[int, Decoder]
+    model_parts: dict[int, Decoder]
     optimizer: torch.optim.Optimizer
     loader: Loader | None = None
     step: int = 0
@@ -37,7 +37,7 @@ class TrainState:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """This rank's parameters, in a fixed order."""
-        return [parameter for part in self.parts.values() for parameter in part.parameters()]
+        return [parameter for part in self.model_parts.values() for parameter in part.parameters()]
 
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
         """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts, averages.
@@ -46,7 +46,7 @@ class TrainState:
             frozen: parameters that are not trained, too.
         """
         tensors: dict[str, torch.Tensor] = {}
-        for part in self.parts.values():
+        for part in self.model_parts.values():
             fixed = set() if frozen else {name for name, p in part.named_parameters() if not p.requires_grad}
             for name, tensor in part.state_dict().items():
                 if name not in fixed:
@@ -67,7 +67,7 @@ class TrainState:
         """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``, averages of weights."""
         return {
             f"model.{name}.{buffer}"
-            for part in self.parts.values()
+            for part in self.model_parts.values()
             for name, module in part.named_modules()
             for buffer in getattr(module, "optional_state", ())
         } | self._averages().keys()
@@ -82,7 +82,7 @@ class TrainState:
 
     def _averages(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Name in a checkpoint -> (average, parameter), of this rank."""
-        named = (pair for part in self.parts.values() for pair in part.named_parameters())
+        named = (pair for part in self.model_parts.values() for pair in part.named_parameters())
         state = self.optimizer.state
         return {f"optimizer.{KEY}.{name}": (state[p][KEY], p) for name, p in named if KEY in state.get(p, {})}
 

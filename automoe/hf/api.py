@@ -33,7 +33,7 @@ from automoe.parallel.collectives import all_gather
 from automoe.parallel.expert import expert_parallel_style
 from automoe.parallel.fsdp import COMPUTE_DTYPES, PARAM_DTYPES
 from automoe.parallel.mesh import build_meshes
-from automoe.parallel.parallelize import build_decoder, build_runtime, parallelize
+from automoe.parallel.parallelize import build_backend, build_decoder, parallelize
 
 
 def from_hf(
@@ -92,7 +92,7 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
     on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     check_rows(on_mesh, model_rows(on_mesh, shape), shape)
     meshes = build_meshes(shape, device)
-    model = build_decoder(config, moe, PARAM_DTYPES[on_mesh.train.dtype], runtime=build_runtime(on_mesh, meshes))
+    model = build_decoder(config, moe, PARAM_DTYPES[on_mesh.train.dtype], backend=build_backend(on_mesh, meshes))
     parallelize(model, meshes, on_mesh, expert_parallel_style(meshes, on_mesh))
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))

@@ -41,14 +41,14 @@ class KeyMap:
 
     router: str = _published("router.weight")
     expert_bias: str = _published("router.expert_bias")
-    gate: str = _published("experts.w_gate_up", 0)
-    up: str = _published("experts.w_gate_up", 1)
-    down: str = _published("experts.w_down")
+    gate: str = _published("experts.gate_up_proj", 0)
+    up: str = _published("experts.gate_up_proj", 1)
+    down: str = _published("experts.down_proj")
     shared_experts: str = "mlp.shared_experts"  # of the module
     shared_gate: str = _published("shared_experts.output_gate.weight")
     router_bias: str = _published("router.bias")
-    gate_up_bias: str = _published("experts.b_gate_up")  # transposed alone
-    down_bias: str = _published("experts.b_down")
+    gate_up_bias: str = _published("experts.gate_up_proj_bias")  # transposed alone
+    down_bias: str = _published("experts.down_proj_bias")
     fused: bool = False
     transposed: bool = False
     ffn_parts: int = 0
@@ -166,14 +166,14 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         "mlp.router.weight": keys.router,
         "mlp.router.expert_bias": keys.expert_bias,
         "mlp.router.bias": keys.router_bias,
-        "mlp.experts.b_down": keys.down_bias,
+        "mlp.experts.down_proj_bias": keys.down_bias,
         "mlp.shared_experts.output_gate.weight": keys.shared_gate,
     }
     if rest in renamed:
         return whole(prefix + renamed[rest])
-    if rest == "mlp.experts.b_gate_up":
+    if rest == "mlp.experts.gate_up_proj_bias":
         return whole(prefix + keys.gate_up_bias, 0, 2, 1, merged=True)
-    if rest == "mlp.experts.w_gate_up":
+    if rest == "mlp.experts.gate_up_proj":
         if keys.transposed:
             return whole(prefix + keys.gate, 0, 3, 2, 1, merged=True)
         num_experts, _, width, hidden = shape
@@ -186,7 +186,7 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
             for expert in experts or range(num_experts)
             for i, key in enumerate((keys.gate, keys.up))
         ]
-    if rest == "mlp.experts.w_down":
+    if rest == "mlp.experts.down_proj":
         if keys.transposed:
             return whole(prefix + keys.down, 0, 2, 1)
         if keys.fused:
@@ -205,7 +205,7 @@ def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, ex
     if rest.startswith("mlp.router."):
         return []
     numbers = experts or range(shape[0])
-    if rest == "mlp.experts.w_down":
+    if rest == "mlp.experts.down_proj":
         _, hidden, width = shape
         whole, part = (hidden, width * keys.ffn_parts), (hidden, width)
         return [

@@ -131,7 +131,7 @@ def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[st
             both = f"{module}.lora.A2" in tensors and f"{module}.lora.A13" in tensors
             # peft wraps the second of two parameters of a module around the first.
             inner = ".base_layer" if both and suffix == "13" else ""
-            key = _module(f"{module}.w_down", keys, (1, 1, 1)).rpartition(".")[0]
+            key = _module(f"{module}.down_proj", keys, (1, 1, 1)).rpartition(".")[0]
             fused_b = _as_stored(b, keys) if suffix == "13" else b
             yield from _pair(key + inner, a.flatten(0, 1), fused_b.permute(1, 2, 0).flatten(1, 2))
         else:

@@ -49,7 +49,7 @@ class Upcycling:
 
     def finish(self, shard: LocalShard) -> None:
         """Scale a down projection, or draw a router; other shards are as the files filled them."""
-        if shard.name.endswith("mlp.experts.w_down"):
+        if shard.name.endswith("mlp.experts.down_proj"):
             shard.local.mul_(self.granularity)
         elif shard.name.endswith("mlp.router.weight"):
             import torch  # late: a command line is checked without it

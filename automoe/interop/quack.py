@@ -47,37 +47,41 @@ def experts() -> ExpertFn:
 
 
 def _experts(
-    ops: Any, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    ops: Any, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:  # fmt: skip
-    if b_gate_up_E2I is not None or b_down_EH is not None or activation is not SWIGLU:
+    if gate_up_proj_bias_E2I is not None or down_proj_bias_EH is not None or activation is not SWIGLU:
         raise BackendError("moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm")
     if x_TH.dtype not in DTYPES:
         raise BackendError(
             f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x_TH.dtype}. Set "
             "moe.experts=grouped_mm"
         )
-    w_gate_up_EJH = w_gate_up_E2IH.flatten(1, 2)
-    return _QuackExperts.apply(ops, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI)
+    gate_up_proj_EJH = gate_up_proj_E2IH.flatten(1, 2)
+    return _QuackExperts.apply(ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI)
 
 
 class _QuackExperts(torch.autograd.Function):
     """probs * down(silu(gate) * up) of gathered rows; J = 2I, gates first."""
 
     @staticmethod
-    def forward(ctx, ops, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI):
+    def forward(ctx, ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI):
         ctx.ops = ops
-        x_TH, w_gate_up_EJH, w_down_EHI = x_TH.contiguous(), w_gate_up_EJH.contiguous(), w_down_EHI.contiguous()
+        x_TH, gate_up_proj_EJH, down_proj_EHI = (
+            x_TH.contiguous(),
+            gate_up_proj_EJH.contiguous(),
+            down_proj_EHI.contiguous(),
+        )
         # Kernels read these in groups of four: copies, since a view may begin between two groups.
         ends = F.pad(offsets_E.int(), (1, 0))  # [E + 1], from 0
         row_idx_R = gather_idx_R.to(torch.int32, copy=True)
-        args = x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI
+        args = x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI
         if gather_idx_R.shape[0] == 0:  # kernels need not take empty operands, but the backward will still run
             ctx.save_for_backward(*args, row_idx_R, ends, x_TH.new_empty(0))
             return x_TH.new_empty(0, x_TH.shape[1])
         gate_up_RJ, act_RI = ops.gemm_gated(
             x_TH,
-            w_gate_up_EJH.mT,
+            gate_up_proj_EJH.mT,
             activation="swiglu",
             cu_seqlens_m=ends,
             A_idx=row_idx_R,
@@ -86,13 +90,13 @@ class _QuackExperts(torch.autograd.Function):
         )
         ctx.save_for_backward(*args, row_idx_R, ends, gate_up_RJ)
         act_RI.mul_(probs_R.unsqueeze(1))
-        return _product(ops, act_RI, w_down_EHI.mT, cu_seqlens_m=ends)
+        return _product(ops, act_RI, down_proj_EHI.mT, cu_seqlens_m=ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out_RH):
         *args, row_idx_R, ends, gate_up_RJ = ctx.saved_tensors
-        x_TH, gather_idx_R, _, probs_R, w_gate_up_EJH, w_down_EHI = args
+        x_TH, gather_idx_R, _, probs_R, gate_up_proj_EJH, down_proj_EHI = args
         if gather_idx_R.shape[0] == 0:
             return None, *zero_gradients(*args)
         ops, grad_out_RH = ctx.ops, grad_out_RH.contiguous()
@@ -100,7 +104,7 @@ class _QuackExperts(torch.autograd.Function):
         # for the gradient of probs each row's product of the activation with its own gradient.
         grad_gate_up_RJ, act_RI, grad_probs_R = ops.gemm_dgated(
             grad_out_RH,
-            w_down_EHI,
+            down_proj_EHI,
             gate_up_RJ,
             activation="swiglu",
             colvec_scale=probs_R.to(torch.promote_types(probs_R.dtype, torch.float32), copy=True),
@@ -111,10 +115,10 @@ class _QuackExperts(torch.autograd.Function):
         grad_w_down_EHI = _product(ops, grad_out_RH.mT, act_RI, cu_seqlens_k=ends)
         # Transposed, because only the rows of the left operand can be gathered. Gates and ups are interleaved in
         # grad_gate_up and halves of the result, along the dim that is not contiguous.
-        grad_w_gate_up_EJH = torch.empty_like(w_gate_up_EJH)
+        grad_w_gate_up_EJH = torch.empty_like(gate_up_proj_EJH)
         out, halves = grad_w_gate_up_EJH.mT, ("out",)
         _product(ops, x_TH.mT, grad_gate_up_RJ, out=out, cu_seqlens_k=ends, A_idx=row_idx_R, concat_layout=halves)
-        grad_rows_RH = _product(ops, grad_gate_up_RJ, w_gate_up_EJH, cu_seqlens_m=ends, concat_layout=("B",))
+        grad_rows_RH = _product(ops, grad_gate_up_RJ, gate_up_proj_EJH, cu_seqlens_m=ends, concat_layout=("B",))
         grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         return None, grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up_EJH, grad_w_down_EHI
 

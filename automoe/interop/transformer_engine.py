@@ -80,21 +80,21 @@ def experts() -> ExpertFn:
         return functional_call(module(num_experts, size_in, size_out, weights.dtype), ours, (rows, splits))
 
     def te_experts(
-        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+        x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
         activation: Activation = SWIGLU,
     ) -> torch.Tensor:  # fmt: skip
-        if b_gate_up_E2I is not None or b_down_EH is not None:
+        if gate_up_proj_bias_E2I is not None or down_proj_bias_EH is not None:
             raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
         ends: list[int] = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         num_rows, used = gather_idx_R.shape[0], ends[-1]
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
-            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], w_gate_up_E2IH, w_down_EHI)
+            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], gate_up_proj_E2IH, down_proj_EHI)
         else:
             rows = x_TH.index_select(0, gather_idx_R[:used])
-            gate, up = multiply(rows, splits, w_gate_up_E2IH.flatten(1, 2)).chunk(2, dim=-1)
+            gate, up = multiply(rows, splits, gate_up_proj_E2IH.flatten(1, 2)).chunk(2, dim=-1)
             act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
-            out = multiply(act, splits, w_down_EHI)
+            out = multiply(act, splits, down_proj_EHI)
         return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to no expert
 
     return te_experts

@@ -32,8 +32,21 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 31)
 
 
+# Streams of routed experts keep the names that the parameters had before 0.7, so that a seed still
+# gives the same first weights.
+_STREAM_NAMES = {
+    ".experts.gate_up_proj": ".experts.w_gate_up",
+    ".experts.down_proj": ".experts.w_down",
+    ".experts.gate_up_proj_bias": ".experts.b_gate_up",
+    ".experts.down_proj_bias": ".experts.b_down",
+}
+
+
 def stream_key(name: str, seed: int) -> int:
-    """int64 that starts the stream of numbers called ``name``."""
+    """Return the int64 that starts the stream of numbers called ``name``."""
+    for ending, stream in _STREAM_NAMES.items():
+        if name.endswith(ending):
+            name = name.removesuffix(ending) + stream
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return _signed(int.from_bytes(digest[:8], "little"))
 

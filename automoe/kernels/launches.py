@@ -23,26 +23,26 @@ _SUM_COLUMNS = 1024
 def gather_up_activate(
     x: torch.Tensor,
     gather_idx: torch.Tensor,
-    w_gate_up: torch.Tensor,
-    b_gate_up: torch.Tensor | None,
+    gate_up_proj: torch.Tensor,
+    gate_up_proj_bias: torch.Tensor | None,
     probs: torch.Tensor,
     tiles: RowTiles,
     clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [R, 2I], and probs * activation [R, I], of the rows ``x[gather_idx]``."""
-    (num_rows,), (_, _, width, hidden) = gather_idx.shape, w_gate_up.shape
+    (num_rows,), (_, _, width, hidden) = gather_idx.shape, gate_up_proj.shape
     pre, act = x.new_empty(num_rows, 2 * width), x.new_empty(num_rows, width)
-    step = _step(x, w_gate_up, act)
+    step = _step(x, gate_up_proj, act)
     blocks = blocks or blocks_of("up", x.dtype, step > 1)
-    weights = w_gate_up
+    weights = gate_up_proj
     if tma := blocks.tma and step > 1:
-        weights = _described(w_gate_up.flatten(0, 1), (2, blocks.columns, blocks.summed))
+        weights = _described(gate_up_proj.flatten(0, 1), (2, blocks.columns, blocks.summed))
     _over_rows(
         products.gather_up_activate, tiles, width, blocks, x.dtype,
-        x, gather_idx, weights, _or(b_gate_up, w_gate_up), probs, pre, act,
+        x, gather_idx, weights, _or(gate_up_proj_bias, gate_up_proj), probs, pre, act,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
-        BIASED=b_gate_up is not None, CLAMPED=clamp is not None, STEP=step, TMA=tma,
+        BIASED=gate_up_proj_bias is not None, CLAMPED=clamp is not None, STEP=step, TMA=tma,
     )  # fmt: skip
     return pre, act
 
@@ -78,7 +78,7 @@ def rows_times_weights(
 
 def grad_down_activate(
     grad_out: torch.Tensor,
-    w_down: torch.Tensor,
+    down_proj: torch.Tensor,
     probs: torch.Tensor,
     pre: torch.Tensor,
     tiles: RowTiles,
@@ -86,17 +86,17 @@ def grad_down_activate(
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
-    step = _step(grad_out, w_down)
+    step = _step(grad_out, down_proj)
     blocks = blocks or blocks_of("back", pre.dtype, step > 1)
-    _, hidden, width = w_down.shape
+    _, hidden, width = down_proj.shape
     grad_pre, act = torch.empty_like(pre), pre.new_empty(pre.shape[0], width)
     shares = probs.new_empty(pre.shape[0], triton.cdiv(width, blocks.columns), dtype=torch.float32)
     if tma := blocks.tma and step > 1:
         grad_out = _described(grad_out, (tiles.height, blocks.summed))
-        w_down = _described(w_down, (1, blocks.summed, blocks.columns))
+        down_proj = _described(down_proj, (1, blocks.summed, blocks.columns))
     _over_rows(
         products.grad_down_activate, tiles, width, blocks, pre.dtype,
-        grad_out, w_down, probs, pre, grad_pre, act, shares,
+        grad_out, down_proj, probs, pre, grad_pre, act, shares,
         sizes=(hidden, width, *(clamp or (1.0, 0.0))),
         CLAMPED=clamp is not None, STEP=step, TMA=tma,
         COLUMNS_AT_ONCE=blocks.columns_at_once,

@@ -83,8 +83,8 @@ def _activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 def gather_up_activate(
     x,  # [N, H]
     gather_idx,  # [R]
-    w_gate_up,  # [E, 2, I, H]; if TMA its descriptor as [2E, I, H]
-    b_gate_up,  # [E, 2, I], read if BIASED
+    gate_up_proj,  # [E, 2, I, H]; if TMA its descriptor as [2E, I, H]
+    gate_up_proj_bias,  # [E, 2, I], read if BIASED
     probs,  # [R]
     pre,  # [R, 2I], written
     act,  # [R, I], written: probs * activation
@@ -118,19 +118,19 @@ def gather_up_activate(
     # One product for the columns of gate and up: two would read the rows from shared memory twice.
     if TMA:
         product = _described_product(
-            from_x, first, real, w_gate_up, 2 * expert, column * BLOCK_N, hidden,
+            from_x, first, real, gate_up_proj, 2 * expert, column * BLOCK_N, hidden,
             True, True, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
         both = column * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
-        from_w = w_gate_up + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden
+        from_w = gate_up_proj + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden
         product = _product(from_x, from_w, real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
     gate, up = _halves(product, BLOCK_M, 2 * BLOCK_N)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
     if BIASED:
-        bias = b_gate_up + expert * 2 * width + cols
+        bias = gate_up_proj_bias + expert * 2 * width + cols
         gate += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + width, mask=inside, other=0.0).to(tl.float32)[None, :]
     _store_activation(
@@ -259,11 +259,11 @@ def _described_product(
 @triton.jit
 def grad_down_activate(
     grad_out,  # [R, H]; if TMA its descriptor
-    w_down,  # [E, H, I]; if TMA its descriptor
+    down_proj,  # [E, H, I]; if TMA its descriptor
     probs,  # [R]
     pre,  # [R, 2I]
     grad_pre,  # [R, 2I], written
-    act,  # [R, I], written: probs * activation, for the gradient of w_down
+    act,  # [R, I], written: probs * activation, for the gradient of down_proj
     grad_probs,  # [R, blocks of columns] float32, written: shares of each row's sum
     tile_expert,
     tile_row,
@@ -293,12 +293,12 @@ def grad_down_activate(
         return
     if TMA:
         grad = _described_product(
-            grad_out, first, real, w_down, expert, column * BLOCK_N, hidden,
+            grad_out, first, real, down_proj, expert, column * BLOCK_N, hidden,
             False, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        from_w = w_down + expert.to(tl.int64) * hidden * width + cols[None, :]
+        from_w = down_proj + expert.to(tl.int64) * hidden * width + cols[None, :]
         grad = _product(
             grad_out + first * hidden + row[:, None] * hidden, from_w, real, cols < width, hidden, width,
             PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,

@@ -94,7 +94,7 @@ def adapter_activation_bytes(
     kept = 0.0
     for param in layer_params(config.model, layer):
         if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
-            rows = 0.0 if param.name.endswith("w_down") else expert_rows if param.expert else tokens
+            rows = 0.0 if param.name.endswith("down_proj") else expert_rows if param.expert else tokens
             kept += config.lora.rank * rows * number_bytes
     return kept
 

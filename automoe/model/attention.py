@@ -14,11 +14,11 @@ from torch import nn
 from automoe.config.context import expanded_width, gathers_latents, query_blocks
 from automoe.config.schema import ModelConfig, window_of
 from automoe.model.attention_kernels import prepare_cuda
+from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
 from automoe.model.rope import rotary_cos_sin, rotary_dim, softmax_scale
-from automoe.model.runtime import Runtime
-from automoe.moe.communicators import SINGLE_RANK, Communicator, first_of_rank
 from automoe.moe.local_shard import local_shard
+from automoe.moe.process_groups import SINGLE_RANK, Communicator, first_of_rank
 from automoe.moe.tokens import Tokens
 
 # DeepSeek's latent norms keep this epsilon whatever the model's own is.
@@ -28,20 +28,20 @@ LATENT_NORM_EPS = 1e-6
 class AttentionContext:
     """What all layers of one forward share: rotation angles, masks, how keys and values are gathered and used."""
 
-    def __init__(self, config: ModelConfig, tokens: Tokens, runtime: Runtime, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
-        self.rope, self.keys = runtime.rope, runtime.comms.keys
+        self.rope, self.keys = backend.rope, backend.pg_collection.keys
         self.cos, self.sin = rotary_cos_sin(config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype)
         self.interleaved = config.rope.interleaved
-        self.mask = attention_mask(tokens, self.keys, always=runtime.always_masked)
+        self.mask = attention_mask(tokens, self.keys, always=backend.always_masked)
         self.window = attention.sliding_window
         cut = tokens.index.shape[1], self.keys.num_ranks, self.keys.rank
         self.blocks = {window: query_blocks(*cut, window) for window in {0, self.window}}
         self.window_mask = None
         if self.window:
-            self.window_mask = attention_mask(tokens, self.keys, self.window, runtime.always_masked)
-        self._attend = runtime.attend
+            self.window_mask = attention_mask(tokens, self.keys, self.window, backend.always_masked)
+        self._attend = backend.attend
         if tokens.positions.device.type == "cuda":
             prepare_cuda()
 
@@ -102,9 +102,9 @@ class GroupedQueryAttention(nn.Module):
     (GPT-OSS, arXiv 2508.10925, section 2.3).
     """
 
-    def __init__(self, config: ModelConfig, layer: int, runtime: Runtime) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
-        attention, hidden, self.sequence = config.attention, config.hidden_size, runtime.comms.sequence
+        attention, hidden, self.sequence = config.attention, config.hidden_size, backend.pg_collection.sequence
         self.head_dim = attention.head_dim
         bias, kv_rows = attention.qkv_bias, self._kv_rows(attention.num_kv_heads)
         self.output_gate = attention.output_gate
@@ -115,7 +115,7 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
         self.sinks = nn.Parameter(torch.empty(attention.num_heads)) if attention.sinks else None
         self.window = window_of(attention, layer)
-        norm = partial(runtime.norm, self.head_dim, config.norm_eps, config.zero_centered_norms)
+        norm = partial(backend.norm, self.head_dim, config.norm_eps, config.zero_centered_norms)
         self.q_norm = norm() if attention.qk_norm else nn.Identity()
         self.k_norm = norm() if attention.qk_norm else nn.Identity()
         self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it
@@ -147,9 +147,9 @@ class GroupedQueryAttention(nn.Module):
 class LatentAttention(nn.Module):
     """MLA: keys and values are expanded from one latent of kv_lora_rank numbers a token."""
 
-    def __init__(self, config: ModelConfig, runtime: Runtime) -> None:
+    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
-        attention, hidden, self.sequence = config.attention, config.hidden_size, runtime.comms.sequence
+        attention, hidden, self.sequence = config.attention, config.hidden_size, backend.pg_collection.sequence
         self.num_heads, self.expanded = attention.num_heads, expanded_width(attention, self.sequence.num_ranks)
         self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
         self.v_dim, self.kv_lora_rank = attention.v_head_dim, attention.kv_lora_rank
@@ -159,10 +159,10 @@ class LatentAttention(nn.Module):
             self.q_proj = Linear(hidden, self.num_heads * qk_dim)
         else:
             self.q_a_proj = Linear(hidden, self.q_lora_rank)
-            self.q_a_layernorm = runtime.norm(self.q_lora_rank, LATENT_NORM_EPS)
+            self.q_a_layernorm = backend.norm(self.q_lora_rank, LATENT_NORM_EPS)
             self.q_b_proj = Linear(self.q_lora_rank, self.num_heads * qk_dim)
         self.kv_a_proj_with_mqa = Linear(hidden, self.kv_lora_rank + self.rope_dim)
-        self.kv_a_layernorm = runtime.norm(self.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_a_layernorm = backend.norm(self.kv_lora_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_lora_rank, self.num_heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(self.num_heads * self.v_dim, hidden)
         self.attend = AttentionContext.attend  # parallel.recompute=[core_attn] wraps it

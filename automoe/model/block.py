@@ -11,11 +11,11 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig, is_linear
 from automoe.model.attention import AttentionContext, GroupedQueryAttention, LatentAttention
+from automoe.model.backend import BackendConfig
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
-from automoe.model.runtime import Runtime
-from automoe.moe.communicators import SINGLE_RANK, Communicator
 from automoe.moe.layer import MoE
+from automoe.moe.process_groups import SINGLE_RANK, Communicator
 from automoe.moe.tokens import Tokens
 
 
@@ -46,17 +46,17 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer ``layer``; dense below ``first_k_dense``, MoE from there on."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, runtime: Runtime) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
-        hidden, sequence = config.hidden_size, runtime.comms.sequence
-        self.input_layernorm = runtime.norm(hidden, config.norm_eps, config.zero_centered_norms)
+        hidden, sequence = config.hidden_size, backend.pg_collection.sequence
+        self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
         if is_linear(config.attention, layer):
-            self.linear_attn = GatedDeltaNet(config, runtime)
+            self.linear_attn = GatedDeltaNet(config, backend)
         elif config.attention.kind == "mla":
-            self.self_attn = LatentAttention(config, runtime)
+            self.self_attn = LatentAttention(config, backend)
         else:
-            self.self_attn = GroupedQueryAttention(config, layer, runtime)
-        self.post_attention_layernorm = runtime.norm(hidden, config.norm_eps, config.zero_centered_norms)
+            self.self_attn = GroupedQueryAttention(config, layer, backend)
+        self.post_attention_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, sequence=sequence)
@@ -64,7 +64,7 @@ class Block(nn.Module):
             width, gated = config.shared_width, config.shared_expert_gate
             shared = MLP(hidden, width, gated, sequence) if width else None
             moe_index = layer - config.first_k_dense
-            given = runtime.comms, runtime.experts, runtime.seed
+            given = backend.pg_collection, backend.experts, backend.seed
             self.mlp = MoE(config, moe, moe_index, shared, *given)
 
     @property

@@ -12,13 +12,13 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.model.attention import AttentionContext
+from automoe.model.backend import BackendConfig
 from automoe.model.block import Block
 from automoe.model.linear import Embedding, Linear
 from automoe.model.loss import LossInputs, cross_entropy_sum, greedy_tokens, token_losses
-from automoe.model.runtime import Runtime
-from automoe.moe.communicators import first_of_rank
 from automoe.moe.layer import MoE
 from automoe.moe.local_shard import local_shard
+from automoe.moe.process_groups import first_of_rank
 from automoe.moe.tokens import IGNORE, TokenCounts, Tokens, num_documents
 
 
@@ -32,10 +32,10 @@ class Decoder(nn.Module):
         layers: which of the model's layers this part holds; None means all.
         embeds: holds the token embedding.
         predicts: holds the final norm and the vocabulary head.
-        runtime: communicators and implementations; default: one rank and plain torch.
+        backend: communicators and implementations; default: one rank and plain torch.
 
     Attributes:
-        loss: what is made of single tokens' losses, that of the runtime; a recipe may set its own.
+        loss: what is made of single tokens' losses, that of the backend; a recipe may set its own.
         reported: sums of what the loss reports, by name.
     """
 
@@ -46,20 +46,20 @@ class Decoder(nn.Module):
         layers: range | None = None,
         embeds: bool = True,
         predicts: bool = True,
-        runtime: Runtime | None = None,
+        backend: BackendConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.runtime = config, runtime or Runtime()
+        self.config, self.backend = config, backend or BackendConfig()
         self.embeds, self.predicts = embeds, predicts
-        self.loss, self.reported = self.runtime.loss, dict[str, torch.Tensor]()
+        self.loss, self.reported = self.backend.loss, dict[str, torch.Tensor]()
         layers = range(config.num_layers) if layers is None else layers
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_embeddings
         # Token id of the first row of embedding and head that this rank holds.
-        self.first_id = first_of_rank(self.runtime.comms.sequence, vocab)
+        self.first_id = first_of_rank(self.backend.pg_collection.sequence, vocab)
         self.embed_tokens = Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer, self.runtime) for layer in layers})
-        norm = self.runtime.norm
+        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer, self.backend) for layer in layers})
+        norm = self.backend.norm
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
 
@@ -107,19 +107,19 @@ class Decoder(nn.Module):
         counts = token_counts or self._own_counts(index, doc_ids, labels)
         positions = index if positions is None else positions
         tokens = Tokens(positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding)
-        sequence = self.runtime.comms.sequence
+        sequence = self.backend.pg_collection.sequence
         if self.embeds:
             assert self.embed_tokens is not None
             x = sequence.reduce_scatter(self.embed_tokens(x))
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
                 x.requires_grad_()  # of a frozen embedding: the next pipeline stage sends a gradient in every case
-        context = AttentionContext(self.config, tokens, self.runtime, x.dtype)
+        context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
             x = block(x, context, local_tokens)
         if not self.predicts:
             return x
-        row = self.runtime.comms.context
+        row = self.backend.pg_collection.context
         inputs = labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
         return self._predict(x, inputs, next_token_at)
 
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Return next tokens, logits, or with labels the loss, of hidden states from the last layer."""
         assert self.norm is not None
-        sequence, weight_VH = self.runtime.comms.sequence, local_shard(self.head_weight)
+        sequence, weight_VH = self.backend.pg_collection.sequence, local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
         if next_token_at is not None:
             tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         if self.loss is not None:
             nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
             return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])
-        loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.runtime.chunk_loss)
+        loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss)
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])

@@ -17,10 +17,10 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig
 from automoe.model.attention import AttentionContext
+from automoe.model.backend import BackendConfig
 from automoe.model.linear import Linear
-from automoe.model.runtime import Runtime
-from automoe.moe.communicators import first_of_rank
 from automoe.moe.local_shard import local_shard
+from automoe.moe.process_groups import first_of_rank
 
 CHUNK = 64
 UNIT_EPS = 1e-6  # under the root of a squared length
@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
 
-    def __init__(self, config: ModelConfig, runtime: Runtime) -> None:
+    def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
         a, hidden = config.attention, config.hidden_size
         self.key_heads, self.value_heads = a.linear_num_key_heads, a.linear_num_value_heads
@@ -128,9 +128,9 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = nn.Conv1d(channels, channels, a.linear_conv_kernel_dim, groups=channels, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
-        self.norm = runtime.norm(self.value_dim, config.norm_eps)
+        self.norm = backend.norm(self.value_dim, config.norm_eps)
         self.out_proj = Linear(values, hidden)
-        self.sequence = runtime.comms.sequence
+        self.sequence = backend.pg_collection.sequence
         self.first_key_head = first_of_rank(self.sequence, self.key_heads)
         self.attend = gated_delta_rule
 

@@ -83,7 +83,9 @@ def initialize(model: nn.Module, std: float, seed: int) -> None:
         first_values = getattr(module, "first_values", {})
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{last}" if prefix else last
-            kind = "zeros" if last in ("bias", "b_gate_up", "b_down") else first_values.get(last, "normal")
+            kind = (
+                "zeros" if last in ("bias", "gate_up_proj_bias", "down_proj_bias") else first_values.get(last, "normal")
+            )
             if kind == "normal":
                 fill_normal_(parameter, name, std, seed)
             elif kind == "log_uniform":

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from automoe.moe.communicators import Communicator
 from automoe.moe.local_shard import local_shard
+from automoe.moe.process_groups import Communicator
 
 
 class Linear(nn.Module):

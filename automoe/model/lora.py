@@ -118,7 +118,7 @@ def merge_adapters(part: Decoder) -> None:
         if isinstance(adapter := getattr(module, "lora", None), Lora):
             _merge(module, "weight", adapter.A, adapter.B, adapter.scale)
         elif isinstance(adapter, ExpertLora):
-            for name, number in (("w_gate_up", "13"), ("w_down", "2")):
+            for name, number in (("gate_up_proj", "13"), ("down_proj", "2")):
                 if (b := getattr(adapter, f"B{number}")) is not None:
                     _merge(module, name, getattr(adapter, f"A{number}"), b, adapter.scale)
 

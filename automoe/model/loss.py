@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automoe.config.rules_kernels import chunk_tokens
-from automoe.moe.communicators import SINGLE_RANK, Communicator
+from automoe.moe.process_groups import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE, TokenCounts
 
 NO_TOKEN = -1  # instead of a next token, where its logits are NaN

@@ -48,7 +48,7 @@ class ParamSpec:
             or compared; ``norm``: scales of a norm; ``buffer``: not trained.
         tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
         etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert add up their
-            outputs, so each of them adds its own columns of b_down.
+            outputs, so each of them adds its own columns of down_proj_bias.
         fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a matrix are
             contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
@@ -165,16 +165,16 @@ _ROUTER = (
 )
 _EXPERTS = (
     _experts(
-        "w_gate_up",
+        "gate_up_proj",
         "E 2 I H",
         7,
         fsdp=2,
         lora="gate_up_proj",
         hf=f"{_EXPERT}.gate_proj.weight {_EXPERT}.up_proj.weight",
     ),
-    _experts("w_down", "E H I", 8, fsdp=1, lora="down_proj", hf=f"{_EXPERT}.down_proj.weight"),
-    _expert_bias("b_gate_up", "E 2 I", 7, etp=2, fsdp=2, hf="mlp.experts.gate_up_proj_bias"),
-    _expert_bias("b_down", "E H", 8, etp=1, fsdp=1, hf="mlp.experts.down_proj_bias"),
+    _experts("down_proj", "E H I", 8, fsdp=1, lora="down_proj", hf=f"{_EXPERT}.down_proj.weight"),
+    _expert_bias("gate_up_proj_bias", "E 2 I", 7, etp=2, fsdp=2, hf="mlp.experts.gate_up_proj_bias"),
+    _expert_bias("down_proj_bias", "E H", 8, etp=1, fsdp=1, hf="mlp.experts.down_proj_bias"),
 )
 _SHARED_EXPERTS = (
     _colwise("gate_proj", "S H", 7),
@@ -260,8 +260,8 @@ _ROWS = [(module.when, module.rows) for module in _MODULES]
 LORA_GROUPS = tuple(dict.fromkeys(module.group for module in _MODULES if module.group))
 # Adapters A and B of a stack of experts: A13 multiplies by the input of gate and up, B13 gives the outputs of both.
 _EXPERT_ADAPTERS = {
-    "w_gate_up": (ParamSpec("lora.A13", "E r H", fsdp=2), ParamSpec("lora.B13", "E 2 I r", etp=2, fsdp=2)),
-    "w_down": (ParamSpec("lora.A2", "E r I", etp=2, fsdp=2), ParamSpec("lora.B2", "E H r", fsdp=1)),
+    "gate_up_proj": (ParamSpec("lora.A13", "E r H", fsdp=2), ParamSpec("lora.B13", "E 2 I r", etp=2, fsdp=2)),
+    "down_proj": (ParamSpec("lora.A2", "E r I", etp=2, fsdp=2), ParamSpec("lora.B2", "E H r", fsdp=1)),
 }
 
 

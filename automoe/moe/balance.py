@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from automoe.moe.communicators import Communicators
+from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.recompute import is_recomputing
 from automoe.moe.tokens import Tokens
 
@@ -45,7 +45,7 @@ def count_choices(topk_ids_BSK: torch.Tensor, valid_BS: torch.Tensor, num_expert
 
 
 def sequence_balance_loss(
-    shares_BSE: torch.Tensor, counts_BE: torch.Tensor, tokens: Tokens, comms: Communicators, top_k: int
+    shares_BSE: torch.Tensor, counts_BE: torch.Tensor, tokens: Tokens, pg_collection: ProcessGroupCollection, top_k: int
 ) -> torch.Tensor:
     """Per-row balance loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), rows weighted by their tokens.
 
@@ -58,7 +58,7 @@ def sequence_balance_loss(
     Returns:
         Scalar: this rank's share of the mean over the global batch, before the coefficient.
     """
-    row_counts_BE = comms.sum_over_row(counts_BE).to(shares_BSE.dtype)
+    row_counts_BE = pg_collection.sum_over_row(counts_BE).to(shares_BSE.dtype)
     row_tokens_B1 = row_counts_BE.sum(-1, keepdim=True) / top_k
     fractions_BE = row_counts_BE / (row_tokens_B1 * top_k).clamp_min(1)
     # P_e of the row times the row's weight N / num_tokens: the N cancels.
@@ -77,7 +77,7 @@ def lagged_balance_loss(shares_BSE: torch.Tensor, fractions_E: torch.Tensor, tok
 
 
 def micro_batch_balance_loss(
-    shares_BSE: torch.Tensor, counts_BE: torch.Tensor, tokens: Tokens, comms: Communicators
+    shares_BSE: torch.Tensor, counts_BE: torch.Tensor, tokens: Tokens, pg_collection: ProcessGroupCollection
 ) -> torch.Tensor:
     """The classical balance loss (arXiv 2101.03961, eq. 4-6), over one micro-batch of all ranks that run it.
 
@@ -85,7 +85,7 @@ def micro_batch_balance_loss(
     together, and micro-batches are weighted by their tokens. So it depends on which rows meet in a micro-batch, that
     is on accumulation, and on nothing else of the mesh. Arguments as for ``sequence_balance_loss``.
     """
-    total_E = comms.sum_over_data(comms.sum_over_row(counts_BE.sum(0))).to(shares_BSE.dtype)
+    total_E = pg_collection.sum_over_data(pg_collection.sum_over_row(counts_BE.sum(0))).to(shares_BSE.dtype)
     fractions_E = total_E / total_E.sum().clamp_min(1)
     share_sums_E = (shares_BSE * tokens.valid.unsqueeze(-1)).sum((0, 1))
     return _balance_loss(fractions_E, share_sums_E, tokens)

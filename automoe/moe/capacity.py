@@ -22,8 +22,8 @@ from math import ceil
 import torch
 
 from automoe.config.schema import MoEConfig
-from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_to_tokens
+from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.tokens import Tokens
 
 # Weights are compared in multiples of this, and of equal ones the first in the row is served first: equal tokens have
@@ -58,27 +58,29 @@ def rank_within_expert(topk_ids_GN: torch.Tensor, num_experts: int, priority_GN:
     return torch.empty_like(ids).scatter_(1, order, place)
 
 
-def rows_per_expert(moe: MoEConfig, tokens: Tokens, comms: Communicators, top_k: int, num_experts: int) -> int:
+def rows_per_expert(
+    moe: MoEConfig, tokens: Tokens, pg_collection: ProcessGroupCollection, top_k: int, num_experts: int
+) -> int:
     """The most choices that one expert can keep from this rank's micro-batch."""
     num_rows, size = tokens.index.shape
     if moe.drop_scope == "rank":
         return expert_capacity(moe.capacity_factor, num_rows * size, top_k, num_experts)
-    whole = size * comms.ranks_per_row
+    whole = size * pg_collection.ranks_per_row
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
-def whole_rows(x: torch.Tensor, index_BS: torch.Tensor, comms: Communicators) -> torch.Tensor:
+def whole_rows(x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection) -> torch.Tensor:
     """x [B, S, ...] at ``index`` of its rows -> [B, W, ...], the whole rows in order; not differentiable.
 
     Parts are written into zeros and summed, which is exact and needs no order among the ranks.
     """
-    if comms.ranks_per_row == 1:
+    if pg_collection.ranks_per_row == 1:
         return x  # a rank with whole rows holds them in order
     num_rows, size = index_BS.shape
-    full = x.new_zeros(num_rows, size * comms.ranks_per_row, *x.shape[2:])
+    full = x.new_zeros(num_rows, size * pg_collection.ranks_per_row, *x.shape[2:])
     rows = torch.arange(num_rows, device=x.device).unsqueeze(1)
     full[rows, index_BS] = x.detach()
-    return comms.sum_over_row(full)
+    return pg_collection.sum_over_row(full)
 
 
 @torch.no_grad()
@@ -86,7 +88,7 @@ def choose_kept(
     topk_ids_BSK: torch.Tensor,
     weights_BSK: torch.Tensor,
     tokens: Tokens,
-    comms: Communicators,
+    pg_collection: ProcessGroupCollection,
     moe: MoEConfig,
     num_experts: int,
 ) -> torch.Tensor:
@@ -100,9 +102,9 @@ def choose_kept(
     else:
         # One collective for both: float64 holds ids exactly.
         both = torch.stack((ids_BSK.to(torch.float64), weights_BSK.to(torch.float64)), dim=-1)
-        ids_GN, weights_GN = whole_rows(both, tokens.index, comms).flatten(1, 2).unbind(-1)
+        ids_GN, weights_GN = whole_rows(both, tokens.index, pg_collection).flatten(1, 2).unbind(-1)
         ids_GN = ids_GN.to(torch.int64)
-        row_size = num_tokens = size * comms.ranks_per_row
+        row_size = num_tokens = size * pg_collection.ranks_per_row
     priority_GN = (weights_GN / PRIORITY_STEP).round() if moe.drop_policy == "probs" else None
     capacity = expert_capacity(moe.capacity_factor, num_tokens, top_k, num_experts)
     fits_GN = rank_within_expert(ids_GN, num_experts, priority_GN) < capacity

@@ -6,10 +6,10 @@ All backends have one signature; the last three arguments are optional:
     gather_idx_R    row of x that each of the R computed rows reads, sorted by expert
     offsets_E       int32, end of each expert's rows among the R
     probs_R         routing weight of each computed row
-    w_gate_up_E2IH  gate and up projections; a view of [E, 2I, H]
-    w_down_EHI      down projection
-    b_gate_up_E2I   added to gate and up; None: no biases
-    b_down_EH       added to the output, before it is weighted
+    gate_up_proj_E2IH  gate and up projections; a view of [E, 2I, H]
+    down_proj_EHI      down projection
+    gate_up_proj_bias_E2I   added to gate and up; None: no biases
+    down_proj_bias_EH       added to the output, before it is weighted
     activation      of gate and up (``automoe.moe.activation``); default: SwiGLU
     returns [R, H]  probs * expert(x[gather_idx]), in gather_idx order
 
@@ -39,15 +39,15 @@ ExpertFn = Callable[..., torch.Tensor]  # its arguments are told above
 
 
 def loop_experts(
-    x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:  # fmt: skip
     """Reference: one expert after the other, any dtype, float64 included."""
     ends = offsets_E.tolist()
     # unbind, not w[i]: indexing gives each expert a gradient as large as all of them.
-    biases = [(None, None)] * len(ends) if b_gate_up_E2I is None else b_gate_up_E2I.unbind(0)
-    down_biases = [None] * len(ends) if b_down_EH is None else b_down_EH.unbind(0)
-    experts = zip(ends, w_gate_up_E2IH.unbind(0), w_down_EHI.unbind(0), biases, down_biases, strict=True)
+    biases = [(None, None)] * len(ends) if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.unbind(0)
+    down_biases = [None] * len(ends) if down_proj_bias_EH is None else down_proj_bias_EH.unbind(0)
+    experts = zip(ends, gate_up_proj_E2IH.unbind(0), down_proj_EHI.unbind(0), biases, down_biases, strict=True)
     outputs, start = [], 0
     for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in experts:
         rows, weight = x_TH[gather_idx_R[start:end]], probs_R[start:end, None].to(x_TH.dtype)
@@ -88,10 +88,10 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
 
 
 class GroupedExperts(nn.Module):
-    """The weights of E experts, w_gate_up [E, 2, I, H] and w_down [E, H, I], and the backend that uses them.
+    """The weights of E experts, gate_up_proj [E, 2, I, H] and down_proj [E, H, I], and the backend that uses them.
 
     ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank
-    all gates and the other all ups. ``config.biased_experts`` adds b_gate_up [E, 2, I] and b_down [E, H].
+    all gates and the other all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
 
     Args:
         drops: choices may be of no expert (``LocalDispatcher``).
@@ -108,14 +108,14 @@ class GroupedExperts(nn.Module):
     def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False) -> None:
         super().__init__()
         num_experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
-        self.w_down = nn.Parameter(torch.empty(num_experts, hidden, width))
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, width))
         biased = config.biased_experts
-        self.b_gate_up = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
-        self.b_down = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
+        self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.num_experts = num_experts
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
-        self.first_bias_column = 0  # of b_down, where this rank has some of its columns
+        self.first_bias_column = 0  # of down_proj_bias, where this rank has some of its columns
         self.hidden_size, self.backend = hidden, backend
         self.lora: nn.Module | None = None  # then it multiplies, instead of the backend
         clamped = config.expert_activation == "clamped_swiglu"
@@ -126,11 +126,11 @@ class GroupedExperts(nn.Module):
     ) -> torch.Tensor:
         """See the module's docstring for shapes."""
         # Of this rank's experts alone: the dispatcher brings the rows for these.
-        parameters = self.w_gate_up, self.w_down, self.b_gate_up, self.b_down
-        *weights, b_down = (None if p is None else local_shard(p) for p in parameters)
-        b_down_EH = None if b_down is None else self._pad_to_hidden(b_down)
+        parameters = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
+        *weights, down_proj_bias = (None if p is None else local_shard(p) for p in parameters)
+        down_proj_bias_EH = None if down_proj_bias is None else self._pad_to_hidden(down_proj_bias)
         multiply = self.backend if self.lora is None else self.lora
-        return multiply(x_TH, gather_idx_R, offsets_E, probs_R, *weights, b_down_EH, self.activation)
+        return multiply(x_TH, gather_idx_R, offsets_E, probs_R, *weights, down_proj_bias_EH, self.activation)
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
         """[E, some of H] -> [E, H], zeros in the columns that other ranks of the etp axis add."""

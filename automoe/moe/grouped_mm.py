@@ -54,7 +54,7 @@ UNSCALED = GroupedProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """probs * (down(activation(gate, up)) + b_down) of gathered rows; gate and up are one dim J here.
+    """probs * (down(activation(gate, up)) + down_proj_bias) of gathered rows; gate and up are one dim J here.
 
     Besides its arguments it keeps gate and up [R, J] for the backward, which gathers the rows [R, H] and computes the
     activation [R, I] again.
@@ -62,46 +62,64 @@ class _GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI, b_gate_up_EJ, b_down_EH,
+        ctx, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH,
         activation: Activation, up: GroupedProducts, down: GroupedProducts,
     ) -> torch.Tensor:  # fmt: skip
         ctx.activation, ctx.products = activation, (up, down)
-        args = (x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI, b_gate_up_EJ, b_down_EH)
+        args = (
+            x_TH,
+            gather_idx_R,
+            offsets_E,
+            probs_R,
+            gate_up_proj_EJH,
+            down_proj_EHI,
+            gate_up_proj_bias_EJ,
+            down_proj_bias_EH,
+        )
         rows_RH = x_TH.index_select(0, gather_idx_R)
-        x_scales, up_scales = up.scales(rows_RH, w_gate_up_EJH, offsets_E)
+        x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         if gather_idx_R.shape[0] == 0:
             # No token for this rank. Kernels need not take empty operands, but the backward will still run.
-            act_scales, down_scales = down.scales(x_TH.new_empty(0, w_down_EHI.shape[-1]), w_down_EHI, offsets_E)
+            act_scales, down_scales = down.scales(x_TH.new_empty(0, down_proj_EHI.shape[-1]), down_proj_EHI, offsets_E)
             ctx.save_for_backward(*args, x_TH.new_empty(0), x_scales, up_scales, act_scales, down_scales)
             return x_TH.new_empty(0, x_TH.shape[1])
-        gate_up_RJ = up.output(rows_RH, w_gate_up_EJH, offsets_E, x_scales, up_scales)
+        gate_up_RJ = up.output(rows_RH, gate_up_proj_EJH, offsets_E, x_scales, up_scales)
         del rows_RH
-        if b_gate_up_EJ is not None:
-            gate_up_RJ += repeat_by_expert(b_gate_up_EJ, offsets_E, gate_up_RJ.shape[0])
+        if gate_up_proj_bias_EJ is not None:
+            gate_up_RJ += repeat_by_expert(gate_up_proj_bias_EJ, offsets_E, gate_up_RJ.shape[0])
         gate_RI, up_RI = gate_up_RJ.chunk(2, dim=-1)
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
         act_RI = activation(gate_RI, up_RI).mul_(scale_R1).contiguous()
-        act_scales, down_scales = down.scales(act_RI, w_down_EHI, offsets_E)
+        act_scales, down_scales = down.scales(act_RI, down_proj_EHI, offsets_E)
         ctx.save_for_backward(*args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales)
-        out_RH = down.output(act_RI, w_down_EHI, offsets_E, act_scales, down_scales)
-        if b_down_EH is not None:
-            out_RH.addcmul_(repeat_by_expert(b_down_EH, offsets_E, out_RH.shape[0]), scale_R1)
+        out_RH = down.output(act_RI, down_proj_EHI, offsets_E, act_scales, down_scales)
+        if down_proj_bias_EH is not None:
+            out_RH.addcmul_(repeat_by_expert(down_proj_bias_EH, offsets_E, out_RH.shape[0]), scale_R1)
         return out_RH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out_RH: torch.Tensor):
         *args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales = ctx.saved_tensors
-        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_EJH, w_down_EHI, b_gate_up_EJ, b_down_EH = args
+        (
+            x_TH,
+            gather_idx_R,
+            offsets_E,
+            probs_R,
+            gate_up_proj_EJH,
+            down_proj_EHI,
+            gate_up_proj_bias_EJ,
+            down_proj_bias_EH,
+        ) = args
         up, down = ctx.products
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         grad_scales = down.grad_scales(grad_out_RH, offsets_E)
         if gather_idx_R.shape[0] == 0:
-            up.grad_scales(x_TH.new_empty(0, w_gate_up_EJH.shape[1]), offsets_E)
+            up.grad_scales(x_TH.new_empty(0, gate_up_proj_EJH.shape[1]), offsets_E)
             return *zero_gradients(*args), None, None, None
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
-        grad_act_RI = down.grad_input(grad_out_RH, w_down_EHI, offsets_E, grad_scales, down_scales)
+        grad_act_RI = down.grad_input(grad_out_RH, down_proj_EHI, offsets_E, grad_scales, down_scales)
         act_RI, grad_gate_up_RJ = torch.empty_like(grad_act_RI), torch.empty_like(gate_up_RJ)
         grad_probs_R = torch.empty_like(probs_R)
         read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
@@ -113,12 +131,12 @@ class _GroupedExperts(torch.autograd.Function):
             grad_w_down_EHI = down.grad_weight(grad_out_RH, act_RI, offsets_E, grad_scales, act_scales)
         del act_RI, grad_act_RI, read, written
         grad_b_gate_up_EJ = grad_b_down_EH = None
-        if b_down_EH is not None:
+        if down_proj_bias_EH is not None:
             grad_b_down_EH = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
-            bias_grad_RH = grad_out_RH * repeat_by_expert(b_down_EH, offsets_E, grad_out_RH.shape[0])
+            bias_grad_RH = grad_out_RH * repeat_by_expert(down_proj_bias_EH, offsets_E, grad_out_RH.shape[0])
             grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
             del bias_grad_RH
-        if b_gate_up_EJ is not None:
+        if gate_up_proj_bias_EJ is not None:
             grad_b_gate_up_EJ = sum_by_expert(grad_gate_up_RJ, offsets_E)
 
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
@@ -126,7 +144,7 @@ class _GroupedExperts(torch.autograd.Function):
             rows_RH = x_TH.index_select(0, gather_idx_R)
             grad_w_gate_up_EJH = up.grad_weight(grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales)
             del rows_RH
-        grad_rows_RH = up.grad_input(grad_gate_up_RJ, w_gate_up_EJH, offsets_E, grad_scales, up_scales)
+        grad_rows_RH = up.grad_input(grad_gate_up_RJ, gate_up_proj_EJH, offsets_E, grad_scales, up_scales)
         grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         return (
             grad_x_TH, None, None, grad_probs_R, grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH,
@@ -180,17 +198,17 @@ def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> tor
 
 
 def grouped_mm_experts(
-    x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
     activation: Activation = SWIGLU, up: GroupedProducts = UNSCALED, down: GroupedProducts = UNSCALED,
 ) -> torch.Tensor:  # fmt: skip
     """Products of ``torch.nn.functional.grouped_mm``; float32, bfloat16 and float16, on CPU and GPU.
 
-    Arguments and result as ``automoe.moe.experts`` says; ``up`` and ``down`` are the products of w_gate_up and of
-    w_down. Rows past the last offset are not computed: their output, and what they add to the gradients of x and
+    Arguments and result as ``automoe.moe.experts`` says; ``up`` and ``down`` are the products of gate_up_proj and of
+    down_proj. Rows past the last offset are not computed: their output, and what they add to the gradients of x and
     probs, is whatever memory held.
     """
-    b_gate_up_EJ = None if b_gate_up_E2I is None else b_gate_up_E2I.flatten(1, 2)
+    gate_up_proj_bias_EJ = None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2)
     return _GroupedExperts.apply(
-        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH.flatten(1, 2), w_down_EHI, b_gate_up_EJ, b_down_EH,
+        x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH.flatten(1, 2), down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH,
         activation, up, down,
     )  # fmt: skip

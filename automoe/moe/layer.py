@@ -14,8 +14,8 @@ from torch import nn
 
 from automoe.config.schema import ModelConfig, MoEConfig
 from automoe.moe.capacity import dispatch_padded, rows_per_expert
-from automoe.moe.communicators import Communicators
 from automoe.moe.experts import ExpertFn, GroupedExperts, expert_backend
+from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.router import Router, Routing
 from automoe.moe.tokens import Tokens
 
@@ -26,7 +26,7 @@ class MoE(nn.Module):
     Args:
         shared_experts: dense FFN that every token passes, or None.
         moe_index: number of this layer among the model's MoE layers, for replayed routing.
-        comms: groups of ranks that share rows and micro-batches; default: one rank.
+        pg_collection: groups of ranks that share rows and micro-batches; default: one rank.
         experts: multiplies by their weights; default: what ``moe.experts`` names.
         seed: of the router's jitter.
     """
@@ -37,13 +37,13 @@ class MoE(nn.Module):
         moe: MoEConfig,
         moe_index: int,
         shared_experts: nn.Module | None,
-        comms: Communicators | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         experts: ExpertFn | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.comms = comms or Communicators()
-        self.router = Router(config, moe, moe_index, self.comms, seed)
+        self.pg_collection = pg_collection or ProcessGroupCollection()
+        self.router = Router(config, moe, moe_index, self.pg_collection, seed)
         drops = moe.capacity_factor > 0 and not moe.pad_to_capacity
         self.experts = GroupedExperts(config, experts or expert_backend(moe.experts), drops)
         self.shared_experts = shared_experts
@@ -67,12 +67,12 @@ class MoE(nn.Module):
 
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch, experts and combine: [B, S, H]."""
-        x_TH, ids_TK, weights_TK = (x.flatten(0, 1) for x in (x_BSH, routing.ids, routing.weights))
+        x_TH, ids_TK, weights_TK = (x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores))
         if routing.kept is not None:
             ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
         dispatcher = self.experts.dispatcher
         if routing.kept is not None and self.moe.pad_to_capacity:
-            capacity = rows_per_expert(self.moe, tokens, self.comms, ids_TK.shape[1], self.num_experts)
+            capacity = rows_per_expert(self.moe, tokens, self.pg_collection, ids_TK.shape[1], self.num_experts)
             y_TH = dispatch_padded(dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity)
         else:
             y_TH = dispatcher(x_TH, ids_TK, weights_TK, self.experts)

@@ -79,15 +79,15 @@ class ExpertLora(Adapter):
             self.register_parameter(each, nn.Parameter(torch.empty(shapes[each])) if each in shapes else None)
 
     def forward(
-        self, x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH,
+        self, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH,
         activation: Activation,
     ) -> torch.Tensor:  # fmt: skip
         """As an ``ExpertFn`` (``automoe.moe.experts``); weights and biases get no gradient."""
         names = ("A13", "B13", "A2", "B2")
         a13, b13, a2, b2 = (None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names)
         return _AdaptedExperts.apply(
-            x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH.flatten(1, 2), w_down_EHI,
-            None if b_gate_up_E2I is None else b_gate_up_E2I.flatten(1, 2), b_down_EH,
+            x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH.flatten(1, 2), down_proj_EHI,
+            None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2), down_proj_bias_EH,
             a13, None if b13 is None else b13.flatten(1, 2), a2, b2, self.scale, activation, self.product,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ from automoe.moe.balance import (
     z_loss,
 )
 from automoe.moe.capacity import choose_kept
-from automoe.moe.communicators import Communicators
+from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.recompute import is_recomputing, save_for_recompute
 from automoe.moe.tokens import Tokens
 
@@ -39,14 +39,14 @@ class Routing(NamedTuple):
     """Which experts serve which token, and with what weight.
 
     Attributes:
-        ids: [B, S, K] int64, the experts that compute.
-        weights: [B, S, K] in at least float32, factors of the experts' outputs.
+        topk_expert_ids: [B, S, K] int64, the experts that compute.
+        topk_scores: [B, S, K] in at least float32, factors of the experts' outputs.
         plain_ids: [B, S, K] top-k of the scores alone (no bias, no groups), for balance losses.
         kept: [B, S, K] bool, choices within their expert's capacity; None: no expert has a limit.
     """
 
-    ids: torch.Tensor
-    weights: torch.Tensor
+    topk_expert_ids: torch.Tensor
+    topk_scores: torch.Tensor
     plain_ids: torch.Tensor
     kept: torch.Tensor | None = None
 
@@ -157,11 +157,16 @@ class Router(nn.Module):
     load_fractions: torch.Tensor
 
     def __init__(
-        self, config: ModelConfig, moe: MoEConfig, moe_index: int, comms: Communicators | None = None, seed: int = 0
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        moe_index: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
-        self.config, self.moe, self.comms = config.router, moe, comms or Communicators()
+        self.config, self.moe, self.pg_collection = config.router, moe, pg_collection or ProcessGroupCollection()
         self.num_experts, self.top_k, self.moe_index = num_experts, config.num_experts_per_token, moe_index
         self.seed = seed  # of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
@@ -188,7 +193,7 @@ class Router(nn.Module):
             topk_ids_BSK, plain_ids_BSK = save_for_recompute(self._choose, scores.choice, tokens)
         routing = Routing(topk_ids_BSK, self.weigh(scores.choice, topk_ids_BSK), plain_ids_BSK)
         if self.moe.capacity_factor:
-            args = topk_ids_BSK, routing.weights, tokens, self.comms, self.moe, self.num_experts
+            args = topk_ids_BSK, routing.topk_scores, tokens, self.pg_collection, self.moe, self.num_experts
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
@@ -229,9 +234,15 @@ class Router(nn.Module):
         moe, shares_BSE = self.moe, scores.shares()
         off = shares_BSE.new_zeros(())
         terms = (
-            (moe.seq_balance_coef, lambda: sequence_balance_loss(shares_BSE, plain_BE, tokens, self.comms, self.top_k)),
+            (
+                moe.seq_balance_coef,
+                lambda: sequence_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k),
+            ),
             (moe.global_balance_coef, lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens)),
-            (moe.micro_batch_balance_coef, lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.comms)),
+            (
+                moe.micro_batch_balance_coef,
+                lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
+            ),
             (moe.z_loss_coef, lambda: z_loss(scores.logits, tokens)),
         )
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
@@ -255,9 +266,9 @@ class Router(nn.Module):
         return self.select(choice_BSE)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.count(scores, routing.ids, routing.plain_ids, tokens)
+        chosen_BE, plain_BE, losses = self.count(scores, routing.topk_expert_ids, routing.plain_ids, tokens)
         if any(loss.requires_grad for loss in losses):
-            routing = routing._replace(weights=attach_loss(routing.weights, torch.stack(losses).sum()))
+            routing = routing._replace(topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum()))
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
         self.load.add(chosen_BE, plain_BE, losses, dropped_BSK)
         return routing
@@ -325,7 +336,7 @@ def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
     seen: dict[int, list[torch.Tensor]] = {}
 
     def keep(router: Router, _tokens: Tokens, routing: Routing) -> None:
-        choices = torch.stack((routing.ids, routing.plain_ids), dim=2).cpu()
+        choices = torch.stack((routing.topk_expert_ids, routing.plain_ids), dim=2).cpu()
         seen.setdefault(router.moe_index, []).append(choices)
 
     with watch_routing([model], keep):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from automoe.moe.communicators import Communicator
+from automoe.moe.process_groups import Communicator
 
 IGNORE = -100  # label of a position that is not trained
 

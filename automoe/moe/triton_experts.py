@@ -30,7 +30,7 @@ def check_gpu() -> None:
 
 
 def triton_experts(
-    x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I=None, b_down_EH=None,
+    x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:  # fmt: skip
     """Arguments and result as ``automoe.moe.experts`` says; bfloat16, float16 and float32, on CUDA.
@@ -43,7 +43,15 @@ def triton_experts(
     """
     check_served(x_TH, "moe.experts=triton", "moe.experts=grouped_mm", "moe.experts=loop")
     return _TritonExperts.apply(
-        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH, activation
+        x_TH,
+        gather_idx_R,
+        offsets_E,
+        probs_R,
+        gate_up_proj_E2IH,
+        down_proj_EHI,
+        gate_up_proj_bias_E2I,
+        down_proj_bias_EH,
+        activation,
     )
 
 
@@ -51,19 +59,30 @@ class _TritonExperts(torch.autograd.Function):
     """``pre`` is gate and up before the activation, J = 2I wide."""
 
     @staticmethod
-    def forward(ctx, x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up, b_down, activation):
-        args = (x, gather_idx, offsets.int(), probs, w_gate_up, w_down, b_gate_up, b_down)
+    def forward(
+        ctx, x, gather_idx, offsets, probs, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, activation
+    ):
+        args = (x, gather_idx, offsets.int(), probs, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
         args = [None if arg is None else arg.contiguous() for arg in args]  # kernels go by the shape
-        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH = args
+        (
+            x_TH,
+            gather_idx_R,
+            offsets_E,
+            probs_R,
+            gate_up_proj_E2IH,
+            down_proj_EHI,
+            gate_up_proj_bias_E2I,
+            down_proj_bias_EH,
+        ) = args
         ctx.clamp = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
         if gather_idx_R.numel() == 0:  # an empty grid is an error, but the backward will still run
-            pre_RJ, out_RH = x_TH.new_empty(0, 2 * w_down_EHI.shape[2]), x_TH.new_empty(0, x_TH.shape[1])
+            pre_RJ, out_RH = x_TH.new_empty(0, 2 * down_proj_EHI.shape[2]), x_TH.new_empty(0, x_TH.shape[1])
         else:
             tiles = row_tiles(offsets_E, gather_idx_R.numel())
             pre_RJ, act_RI = launches.gather_up_activate(
-                x_TH, gather_idx_R, w_gate_up_E2IH, b_gate_up_E2I, probs_R, tiles, ctx.clamp
+                x_TH, gather_idx_R, gate_up_proj_E2IH, gate_up_proj_bias_E2I, probs_R, tiles, ctx.clamp
             )
-            out_RH = launches.rows_times_weights("down", act_RI, w_down_EHI, tiles, b_down_EH, probs_R)
+            out_RH = launches.rows_times_weights("down", act_RI, down_proj_EHI, tiles, down_proj_bias_EH, probs_R)
         ctx.save_for_backward(*args, pre_RJ)
         return out_RH
 
@@ -71,26 +90,35 @@ class _TritonExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out_RH):
         *args, pre_RJ = ctx.saved_tensors
-        x_TH, gather_idx_R, offsets_E, probs_R, w_gate_up_E2IH, w_down_EHI, b_gate_up_E2I, b_down_EH = args
+        (
+            x_TH,
+            gather_idx_R,
+            offsets_E,
+            probs_R,
+            gate_up_proj_E2IH,
+            down_proj_EHI,
+            gate_up_proj_bias_E2I,
+            down_proj_bias_EH,
+        ) = args
         if gather_idx_R.numel() == 0:
             return *zero_gradients(*args), None
         grad_out_RH = grad_out_RH.contiguous()
         tiles = row_tiles(offsets_E, gather_idx_R.numel())
         grad_pre_RJ, act_RI, shares = launches.grad_down_activate(
-            grad_out_RH, w_down_EHI, probs_R, pre_RJ, tiles, ctx.clamp
+            grad_out_RH, down_proj_EHI, probs_R, pre_RJ, tiles, ctx.clamp
         )
         grad_probs_R = shares.sum(1)
-        grad_w_down = launches.grad_weights(grad_out_RH, act_RI, None, offsets_E, torch.empty_like(w_down_EHI))
-        grad_w_gate_up = torch.empty_like(w_gate_up_E2IH)
+        grad_w_down = launches.grad_weights(grad_out_RH, act_RI, None, offsets_E, torch.empty_like(down_proj_EHI))
+        grad_w_gate_up = torch.empty_like(gate_up_proj_E2IH)
         launches.grad_weights(grad_pre_RJ, x_TH, gather_idx_R, offsets_E, grad_w_gate_up)
         grad_b_gate_up = grad_b_down = None
-        if b_gate_up_E2I is not None:
-            grad_b_gate_up = sum_by_expert(grad_pre_RJ, offsets_E).view_as(b_gate_up_E2I)
-        if b_down_EH is not None:
+        if gate_up_proj_bias_E2I is not None:
+            grad_b_gate_up = sum_by_expert(grad_pre_RJ, offsets_E).view_as(gate_up_proj_bias_E2I)
+        if down_proj_bias_EH is not None:
             grad_b_down = sum_by_expert(grad_out_RH * probs_R.unsqueeze(1).to(x_TH.dtype), offsets_E)
-            bias_RH = repeat_by_expert(b_down_EH, offsets_E, gather_idx_R.numel())
+            bias_RH = repeat_by_expert(down_proj_bias_EH, offsets_E, gather_idx_R.numel())
             grad_probs_R += (grad_out_RH * bias_RH).sum(-1, dtype=torch.float32)
-        grad_rows_RH = launches.rows_times_weights("grad_rows", grad_pre_RJ, w_gate_up_E2IH.flatten(1, 2), tiles)
+        grad_rows_RH = launches.rows_times_weights("grad_rows", grad_pre_RJ, gate_up_proj_E2IH.flatten(1, 2), tiles)
         grad_x_TH = launches.sum_of_tokens(grad_rows_RH, gather_idx_R, offsets_E, x_TH)
         return (
             grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up, grad_w_down,

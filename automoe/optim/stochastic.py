@@ -108,7 +108,7 @@ def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], nu
     """``update_in_torch`` of a parameter in bfloat16 or float32 in one kernel, on CUDA."""
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
-    # At most three runs: an expert's w_down is cut in two of its dims, by ep_shard and by etp.
+    # At most three runs: an expert's down_proj is cut in two of its dims, by ep_shard and by etp.
     first_index, runs = index_runs(parameter)
     update_in_one_pass(local_tensors(parameter, state), first_index, runs, numbers)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from automoe.interop import torch_private
 from automoe.interop.torch_private import AsyncTensor
-from automoe.moe.communicators import SINGLE_RANK, Communicator
+from automoe.moe.process_groups import SINGLE_RANK, Communicator
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:

@@ -38,7 +38,7 @@ def apply_compile(model: Decoder, backend: str = "inductor") -> None:
     """Compile, at their first call, the methods ``COMPILED`` of the model's modules and its last norm.
 
     Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks stay outside. The
-    loss is in the model's runtime, compiled when that was built.
+    loss is in the model's backend, compiled when that was built.
     """
     for module in model.modules():
         for name in COMPILED.get(type(module), ()):
@@ -46,7 +46,7 @@ def apply_compile(model: Decoder, backend: str = "inductor") -> None:
     if model.norm is not None:
         assert type(model.norm) is RMSNorm
         _compile_method(model.norm, "forward", backend)
-    assert model.runtime.always_masked, "a mask is made for some documents and not for others"
+    assert model.backend.always_masked, "a mask is made for some documents and not for others"
 
 
 def _compile_method(module: nn.Module, name: str, backend: str) -> None:

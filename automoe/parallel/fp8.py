@@ -102,7 +102,7 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 
 
 @torch.no_grad()
-def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> float:
+def update_scales(model_parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> float:
     """Once a step: delayed scales remember what any rank of their stage has seen. Collective.
 
     Returns the share of the stage's scales that numbers of this step went beyond (of this rank's numbers, if the step
@@ -111,7 +111,7 @@ def update_scales(parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> fl
     Args:
         stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps, is forgotten.
     """
-    delayed = [module for part in parts for module in part.modules() if isinstance(module, Delayed)]
+    delayed = [module for part in model_parts for module in part.modules() if isinstance(module, Delayed)]
     if not delayed:
         return 0.0
     seen = torch.stack([scaling.seen for scaling in delayed])

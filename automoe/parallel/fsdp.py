@@ -26,7 +26,7 @@ COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16"
 
 
 def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
-    """Where FSDP cuts each parameter of ``experts``: by rows, I of w_gate_up [E, 2, I, H] and H of w_down [E, H, I].
+    """Where FSDP cuts each parameter of ``experts``: by rows, I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I].
 
     A row shard of one expert's matrix is contiguous in a HuggingFace checkpoint; and dim 0 already
     belongs to the ep axis.

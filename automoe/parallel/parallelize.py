@@ -9,15 +9,15 @@ from automoe.config.plugins import registered
 from automoe.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from automoe.interop import quack, transformer_engine
 from automoe.model.attention_kernels import attention_fn
+from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize, reset_buffers
 from automoe.model.lora import adapt, fill_adapters
 from automoe.model.loss import chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import rope_fns
-from automoe.model.runtime import Runtime
-from automoe.moe.communicators import SINGLE_RANK, Communicators
 from automoe.moe.experts import expert_backend
+from automoe.moe.process_groups import SINGLE_RANK, ProcessGroupCollection
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.collectives import communicator
 from automoe.parallel.compile import apply_compile, compiled
@@ -49,7 +49,7 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertPara
         apply_data_parallel(part, meshes, config.parallel, config.train.dtype)
 
 
-def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
+def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
     """What the meshes (None: one rank) and the configuration decide about every part before it is built.
 
     Raises:
@@ -59,8 +59,8 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
     kernels, ring = config.kernels, None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
     named = config.train.loss
     attend = transformer_engine.attention() if kernels.attention == "te" else attention_fn(kernels.attention)
-    return Runtime(
-        comms=Communicators() if meshes is None else _build_communicators(meshes, config.parallel),
+    return BackendConfig(
+        pg_collection=ProcessGroupCollection() if meshes is None else _build_communicators(meshes, config.parallel),
         experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS) if config.model.num_moe_layers else None,
         attend=attend if ring is None else ring_attention(ring),
         rope=rope_fns(kernels.rope),
@@ -72,9 +72,9 @@ def build_runtime(config: Config, meshes: Meshes | None = None) -> Runtime:
     )
 
 
-def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> Communicators:
+def _build_communicators(meshes: Meshes, parallel: ParallelConfig) -> ProcessGroupCollection:
     context = communicator(meshes.group("cp"))
-    return Communicators(
+    return ProcessGroupCollection(
         sequence=communicator(meshes.group("tp")),
         context=context,
         keys=context if parallel.context == "gather" else SINGLE_RANK,
@@ -87,7 +87,7 @@ def build_decoder(
     moe: MoEConfig,
     dtype: torch.dtype,
     layers: range | None = None,
-    runtime: Runtime | None = None,
+    backend: BackendConfig | None = None,
     **ends: bool,
 ) -> Decoder:
     """A decoder, or the part of one that holds ``layers``, on the meta device.
@@ -98,7 +98,7 @@ def build_decoder(
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            return Decoder(model, moe, layers, runtime=runtime, **ends)
+            return Decoder(model, moe, layers, backend=backend, **ends)
     finally:
         torch.set_default_dtype(default)
 
@@ -116,15 +116,15 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
         config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
     )
     mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
-    runtime, style = build_runtime(config, meshes), expert_parallel_style(meshes, config)
-    parts = {}
+    backend, style = build_backend(config, meshes), expert_parallel_style(meshes, config)
+    model_parts = {}
     for stage in mine:
         part = build_decoder(
             config.model,
             config.moe,
             parameter_dtype(config),
             stages[stage],
-            runtime,
+            backend,
             embeds=stage == 0,
             predicts=stage == len(stages) - 1,
         )
@@ -133,21 +133,21 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
             for parameter in layer.router.parameters():  # wide in every case
                 parameter.data = parameter.data.to(PARAM_DTYPES[config.train.dtype])
         parallelize(part, meshes, config, style)
-        parts[stage] = part
-    return parts
+        model_parts[stage] = part
+    return model_parts
 
 
-def allocate(parts: dict[int, Decoder], device: torch.device) -> None:
+def allocate(model_parts: dict[int, Decoder], device: torch.device) -> None:
     """Give this rank's shards storage: adapters and buffers at their first values, parameters not yet filled."""
-    for part in parts.values():
+    for part in model_parts.values():
         part.to_empty(device=device)
         reset_buffers(part)
         fill_adapters(part)
         part.train()
 
 
-def materialize(parts: dict[int, Decoder], config: Config, device: torch.device) -> None:
+def materialize(model_parts: dict[int, Decoder], config: Config, device: torch.device) -> None:
     """Give this rank's shards storage, and their first values by name and index."""
-    allocate(parts, device)
-    for part in parts.values():
+    allocate(model_parts, device)
+    for part in model_parts.values():
         initialize(part, config.model.initializer_range, config.train.seed)

@@ -46,9 +46,9 @@ unshard_every_stage_once()  # parallel.reshard=step frees them once a step
 Inputs = dict[str, Any]  # keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
 
 
-def counted_parameters(parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
+def counted_parameters(model_parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
     """Parameters of these parts, each of the model's once over all stages."""
-    for part in parts:
+    for part in model_parts:
         copies = part.embed_tokens is not None and not part.embeds  # it only predicts with the embedding
         skipped = {id(p) for p in part.embed_tokens.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
@@ -64,17 +64,17 @@ class SharedGradients:
     all of them take the sum. Every rank builds it: all ranks make groups together.
     """
 
-    def __init__(self, parts: dict[int, Decoder], meshes: Meshes) -> None:
+    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes) -> None:
         self._by_group: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = []
         if (tp := meshes.group("tp")) is not None:
-            whole = [p for part in parts.values() for p in part.parameters() if _whole_over_tp(p)]
+            whole = [p for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)]
             self._by_group.append((tp, whole))
         if (etp := meshes.group("etp")) is not None:
-            experts = [layer.experts for part in parts.values() for _, layer in part.moe_layers()]
+            experts = [layer.experts for part in model_parts.values() for _, layer in part.moe_layers()]
             whole = [p for e in experts for name, p in e.named_parameters() if e.WIDTH_DIMS[name] is None]
             self._by_group.append((etp, whole))
-        if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in parts.values()):
-            tied = [part.embed_tokens.weight for part in parts.values() if part.embed_tokens is not None]
+        if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in model_parts.values()):
+            tied = [part.embed_tokens.weight for part in model_parts.values() if part.embed_tokens is not None]
             for stages in meshes.shape.groups("default", "pp"):
                 ends = [stages[0], stages[-1]]
                 group = dist.new_group(ends, timeout=meshes.timeout)
@@ -124,23 +124,23 @@ class StepRunner(ABC):
     """Runs this rank's stages over the micro-batches of a step.
 
     Attributes:
-        parts: this rank's stages.
+        model_parts: this rank's stages.
     """
 
-    def __init__(self, parts: dict[int, Decoder], meshes: Meshes, device: torch.device) -> None:
-        self.parts, self.device = parts, device
-        self.shared = SharedGradients(parts, meshes)
+    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes, device: torch.device) -> None:
+        self.model_parts, self.device = model_parts, device
+        self.shared = SharedGradients(model_parts, meshes)
         self.reports_loss = meshes.coordinate("tp") == 0
 
     @property
     def loss(self) -> Loss | None:
         """Of the model, the same on all its stages; None: cross-entropy."""
-        return next(iter(self.parts.values())).loss
+        return next(iter(self.model_parts.values())).loss
 
     def set_loss(self, loss: Loss | None) -> None:
         """Train, and evaluate, on another loss from now on. Raises as ``checked_loss``."""
         loss = checked_loss(loss, "the recipe's")
-        for part in self.parts.values():
+        for part in self.model_parts.values():
             part.loss = loss
 
     @abstractmethod
@@ -168,7 +168,7 @@ class StepRunner(ABC):
     def take_reported(self) -> dict[str, torch.Tensor]:
         """This rank's shares of what the loss has reported since the last call, by every name that it may report."""
         zero, found = torch.zeros((), dtype=torch.float64, device=self.device), dict[str, torch.Tensor]()
-        for part in self.parts.values():
+        for part in self.model_parts.values():
             for name in getattr(part.loss, "metrics", ()):
                 found[name] = found.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
             assert not part.reported, f"a loss lists in metrics what it reports: {sorted(part.reported)}"
@@ -178,9 +178,9 @@ class StepRunner(ABC):
 class SingleStageRunner(StepRunner):
     """The whole model on this rank: a loop over micro-batches."""
 
-    def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
-        super().__init__(parts, meshes, device)
-        self.part, self.config = parts[0], config
+    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
+        super().__init__(model_parts, meshes, device)
+        self.part, self.config = model_parts[0], config
 
     def train(self, inputs: Inputs) -> torch.Tensor:
         micro_batches = self._split(inputs)
@@ -204,8 +204,8 @@ class SingleStageRunner(StepRunner):
     def _split(self, inputs: Inputs) -> list[Inputs]:
         size = self.config.train.micro_batch_size
         counts = {"token_counts": inputs["token_counts"]}
-        parts = {name: value.split(size) for name, value in inputs.items() if name not in counts}
-        return [counts | {name: tensors[i] for name, tensors in parts.items()} for i in range(len(parts["tokens"]))]
+        chunks = {name: value.split(size) for name, value in inputs.items() if name not in counts}
+        return [counts | {name: tensors[i] for name, tensors in chunks.items()} for i in range(len(chunks["tokens"]))]
 
 
 class Stage(BufferlessStage):
@@ -276,8 +276,8 @@ class PipelineRunner(StepRunner):
     uninitialised activations and pollute the expert counts.
     """
 
-    def __init__(self, parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
-        super().__init__(parts, meshes, device)
+    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
+        super().__init__(model_parts, meshes, device)
         num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
 
@@ -290,12 +290,12 @@ class PipelineRunner(StepRunner):
         loss = meta(1, dtype=torch.promote_types(compute, torch.float32))
         make_stage = partial(Stage, num_stages=num_stages, device=device, group=meshes.group("pp"))
         stages = []
-        for stage, part in parts.items():
+        for stage, part in model_parts.items():
             given = tokens if stage == 0 else hidden
             returned = loss if stage == num_stages - 1 else hidden
             stages.append(make_stage(part, stage, input_args=given, output_args=returned))
         self.stages = stages
-        self.first, self.last = 0 in parts, num_stages - 1 in parts
+        self.first, self.last = 0 in model_parts, num_stages - 1 in model_parts
         self.schedule = SCHEDULES[config.parallel.schedule](
             stages if config.parallel.schedule == "Interleaved1F1B" else stages[0],
             n_microbatches=train.global_batch_size // meshes.shape.dp // rows,
@@ -314,12 +314,12 @@ class PipelineRunner(StepRunner):
         return torch.stack(losses).detach().to(torch.float64).sum()
 
     def outputs(self, inputs: Inputs) -> torch.Tensor | None:
-        for part in self.parts.values():
+        for part in self.model_parts.values():
             part.eval()
         found = self._run(self.schedule.eval, inputs, [])
-        for part in self.parts.values():
+        for part in self.model_parts.values():
             part.train()
-        _reshard(self.parts.values())
+        _reshard(self.model_parts.values())
         return found
 
     def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
@@ -332,15 +332,15 @@ class PipelineRunner(StepRunner):
         return found
 
 
-def _reshard(parts) -> None:
+def _reshard(model_parts) -> None:
     # A forward without a backward leaves gathered weights behind, and a checkpoint would save those.
-    for part in parts:
+    for part in model_parts:
         for module in fsdp_modules(part):
             module.reshard()
 
 
-def build_runner(parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> StepRunner:
+def build_runner(model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> StepRunner:
     """The runner for this rank's stages."""
     if meshes.shape.pp == 1:
-        return SingleStageRunner(parts, meshes, config, device)
-    return PipelineRunner(parts, meshes, config, device)
+        return SingleStageRunner(model_parts, meshes, config, device)
+    return PipelineRunner(model_parts, meshes, config, device)

@@ -33,7 +33,7 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
     mesh = meshes.axis("tp")
     if mesh is None:
         return
-    assert model.runtime.comms.sequence.num_ranks == mesh.size(), "built for another mesh"
+    assert model.backend.pg_collection.sequence.num_ranks == mesh.size(), "built for another mesh"
     for name, _ in list(model.named_parameters()):
         spec = find_spec(name)
         if spec is None or spec.tp is None or (spec.per_kv_head and model.config.attention.num_kv_heads < mesh.size()):

@@ -25,11 +25,11 @@ from automoe.moe.tokens import Tokens
 
 
 @contextmanager
-def record_routing(config: Config, parts: Iterable[nn.Module], step: int) -> Iterator[None]:
+def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) -> Iterator[None]:
     """Around a step's forward and backward: writes this rank's choices as it leaves, where that is asked for.
 
     Args:
-        parts: this rank's pipeline stages; any mesh.
+        model_parts: this rank's pipeline stages; any mesh.
         step: counted from 0; a folder of the same step is written over, file by file.
     """
     if config.moe.record_routing is None:
@@ -39,10 +39,10 @@ def record_routing(config: Config, parts: Iterable[nn.Module], step: int) -> Ite
 
     def keep(router: Router, tokens: Tokens, routing: Routing) -> None:
         assert tokens.row_ids is not None
-        choices = torch.stack((routing.ids, routing.plain_ids), dim=2)
+        choices = torch.stack((routing.topk_expert_ids, routing.plain_ids), dim=2)
         seen.setdefault(router.moe_index, []).append((tokens.row_ids, tokens.index, choices))
 
-    with watch_routing(parts, keep):
+    with watch_routing(model_parts, keep):
         yield
     if seen:
         folder = Path(config.moe.record_routing).expanduser() / f"step-{step}"

@@ -47,7 +47,7 @@ class StepStats:
 
 
 def gather_stats(
-    loss_share: torch.Tensor, parts: Iterable[Decoder], config: Config, reported: Mapping[str, torch.Tensor]
+    loss_share: torch.Tensor, model_parts: Iterable[Decoder], config: Config, reported: Mapping[str, torch.Tensor]
 ) -> StepStats:
     """Sum loss shares and every layer's counters over all ranks, and zero the counters.
 
@@ -65,7 +65,7 @@ def gather_stats(
     for place, share in enumerate((loss_share, *reported.values()), start=end):
         sums[place] = share
     table = sums[:end].view(num_layers, size)
-    for part in parts:
+    for part in model_parts:
         for _, layer in part.moe_layers():
             table[layer.router.moe_index] += layer.router.load.totals
             layer.router.load.totals.zero_()
@@ -85,12 +85,12 @@ def gather_stats(
     )
 
 
-def update_balance_state(stats: StepStats, parts: Iterable[Decoder], config: Config) -> None:
+def update_balance_state(stats: StepStats, model_parts: Iterable[Decoder], config: Config) -> None:
     """After an optimizer step that was not skipped: move expert biases, remember the load fractions.
 
     The biases of a frozen router are frozen with it.
     """
-    for part in parts:
+    for part in model_parts:
         for _, layer in part.moe_layers():
             router = layer.router
             counts, plain = stats.device_counts[router.moe_index]

@@ -101,12 +101,12 @@ def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, conf
 
     Gradients are added to those that parameters have already; ``optimizer_step`` clears them.
     """
-    parts = state.parts.values()
+    model_parts = state.model_parts.values()
     if config.lora.dropout:
-        set_dropout_step(parts, state.step)
-    with phase("forward_backward", state.step + 1), record_routing(config, parts, state.step):
+        set_dropout_step(model_parts, state.step)
+    with phase("forward_backward", state.step + 1), record_routing(config, model_parts, state.step):
         loss_share = runner.train(inputs)
-    return gather_stats(loss_share, parts, config, runner.take_reported())
+    return gather_stats(loss_share, model_parts, config, runner.take_reported())
 
 
 def optimizer_step(
@@ -124,25 +124,25 @@ def optimizer_step(
         num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
         report: values of this rank (``Run.report``), which the exchange about skipping combines over ranks.
     """
-    parts, train = list(state.parts.values()), config.train
+    model_parts, train = list(state.model_parts.values()), config.train
     with phase("optimizer_step", state.step + 1):
         lr = learning_rate(config.optim, state.step, train.steps)
         with phase("grad_norm", state.step + 1):  # one over both meshes and all stages, the same on every rank
-            norm = global_grad_norm(counted_parameters(parts), meshes.group("pp"))
+            norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
         # One exchange for all that ranks agree on; here the host has waited for the device anyway.
         over_ranks = max_over_ranks({"skip": reason is not None, **report})
         skipped = bool(over_ranks["skip"])
         # Before the update, for which the host would have to wait otherwise.
-        clipped_share = update_scales(parts, meshes, stepped=not skipped)
+        clipped_share = update_scales(model_parts, meshes, stepped=not skipped)
         if not skipped:
             clip_(state.parameters(), norm, train.grad_clip)
             set_learning_rate(state.optimizer, lr)
             state.optimizer.step()
             if config.optim.ema_decay:
                 update_averages(state.optimizer, config.optim.ema_decay)
-            update_balance_state(stats, parts, config)
+            update_balance_state(stats, model_parts, config)
             remember(stats.loss, state.recent_losses, train)
         state.optimizer.zero_grad()
         state.step += 1

@@ -41,7 +41,7 @@ def test_quick_run_compares_every_peer_that_is_here_and_says_why_others_are_not(
                 assert ("absent" in facts) or facts["tflops"] > 0, peer
             for peer in HERE_TOO:
                 differences = peers[peer]["differences"]
-                assert differences.keys() == {"out", "x", "weights", "w_gate_up", "w_down"}
+                assert differences.keys() == {"out", "x", "weights", "gate_up_proj", "down_proj"}
                 assert 0 < max(differences.values()) <= report["tolerance"]
             for peer in ("automoe triton", "automoe quack", "automoe te", "liger", "sonicmoe"):
                 assert "CUDA" in peers[peer]["absent"]

@@ -115,7 +115,7 @@ def bytes_of_a_step(settings: Config, run_dir: Path) -> tuple[int, int, int, int
     def size(tensors) -> int:
         return sum(local_shard(tensor).nbytes for tensor in tensors)
 
-    named = [(name, p) for part in state.parts.values() for name, p in part.named_parameters()]
+    named = [(name, p) for part in state.model_parts.values() for name, p in part.named_parameters()]
     gradients = size(p.grad for _, p in named if p.grad is not None)
     alone = all((p.grad is not None) == (".lora." in name) for name, p in named)
     optimizer_step(state, stats, trained, meshes, settings)
@@ -162,11 +162,11 @@ MESHES = {
 def export_merged(settings: Config, run_dir: Path) -> bool:
     """A merged export of this mesh, with a B whose numbers do not depend on it."""
     state, _, _ = build_state(settings, run_dir)
-    for part in state.parts.values():
+    for part in state.model_parts.values():
         for name, parameter in part.named_parameters():
             if ".lora.B" in name:
                 fill_normal_(parameter.detach(), name, 0.3, 7)
-    return to_hf(state.parts, run_dir, dtype="float32", tokenizer="byte").checked
+    return to_hf(state.model_parts, run_dir, dtype="float32", tokenizer="byte").checked
 
 
 @pytest.mark.faults

@@ -25,7 +25,7 @@ from automoe.errors import ConfigError
 from automoe.hf.families.registry import known_families
 from automoe.model.loss import LossInputs
 from automoe.observe.metrics import read_metrics
-from automoe.parallel.parallelize import build_runtime
+from automoe.parallel.parallelize import build_backend
 from automoe.training.hooks import Hooks
 from automoe.verify.pool import RankPool
 from tests.support.expert_parallel import tiny_model, worst_difference
@@ -230,12 +230,12 @@ def test_a_loss_that_reports_under_a_name_of_the_record_is_refused_where_it_is_c
     register("train.loss", "mine", mine)
     config, mine.metrics = Config(train=TrainConfig(loss="mine")), ("nats", "count", "bytes", metrics)
     with pytest.raises(ConfigError, match=f"train.loss=mine: it reports '{metrics}'"):
-        build_runtime(config)
+        build_backend(config)
     mine.metrics = ("nats", "count", "bytes")  # of a validation's sums, and of no record
-    assert build_runtime(config).loss is mine
+    assert build_backend(config).loss is mine
     mine.mean_over = "samples"
     with pytest.raises(ConfigError, match="a mean over tokens or documents"):
-        build_runtime(config)
+        build_backend(config)
 
 
 def test_a_number_of_a_step_cannot_have_a_name_that_other_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
             extra = [random(num_experts, 2, width), random(num_experts, hidden)]
         x = random(num_tokens, hidden)
         probs = torch.rand(num_rows, generator=generator)
-        w_gate_up = random(num_experts, 2, width, hidden) / hidden**0.5
-        w_down = random(num_experts, hidden, width) / width**0.5
+        gate_up_proj = random(num_experts, 2, width, hidden) / hidden**0.5
+        down_proj = random(num_experts, hidden, width) / width**0.5
         gather_idx = torch.randint(num_tokens, (num_rows,), generator=generator)
         offsets = group_ends(torch.tensor(counts))
         upstream = random(num_rows, hidden)
@@ -62,7 +62,8 @@ def test_a_backend_equals_the_float64_loop(device: torch.device, dtype: torch.dt
         results = []
         for backend, to in ((expert_backend(name), dict(device=device)), (loop_experts, dict(dtype=torch.float64))):
             leaves = [
-                tensor.detach().to(**to, copy=True).requires_grad_() for tensor in (x, probs, w_gate_up, w_down, *extra)
+                tensor.detach().to(**to, copy=True).requires_grad_()
+                for tensor in (x, probs, gate_up_proj, down_proj, *extra)
             ]
             where = leaves[0].device
             more = dict(activation=ClampedSwiGLU(1.702, limit)) if biased else {}

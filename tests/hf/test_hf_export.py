@@ -84,8 +84,8 @@ def test_one_weight_changed_after_the_export_is_found(source: Path, tmp_path: Pa
     to_hf(model, tmp_path / "out", verify=False)
     assert verify_hf(model, tmp_path / "out") < 1e-5
     with torch.no_grad():
-        model.layers["2"].mlp.experts.w_down[5, 3, 7] += 1e-3
-    with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj.*layers\.2\.mlp\.experts\.w_down: 1 of"):
+        model.layers["2"].mlp.experts.down_proj[5, 3, 7] += 1e-3
+    with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj.*layers\.2\.mlp\.experts\.down_proj: 1 of"):
         verify_hf(model, tmp_path / "out")
 
 
@@ -351,7 +351,9 @@ def export_fresh(out: Path, mesh: MeshConfig, family: str, break_it: bool = Fals
     materialize(parts, config, torch.device("cpu"))
     if break_it and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         for part in parts.values():
-            part.layers[str(config.model.num_layers - 1)].mlp.experts.w_down.detach().to_local()[0, 0, 0] = float("nan")
+            part.layers[str(config.model.num_layers - 1)].mlp.experts.down_proj.detach().to_local()[0, 0, 0] = float(
+                "nan"
+            )
     try:
         written = to_hf(parts, out, tokenizer=tokenizer_of(config))
     except CheckpointError as error:

@@ -302,7 +302,7 @@ def test_a_weight_that_is_not_its_quantization_is_found(tmp_path: Path) -> None:
     to_hf(model, tmp_path / "out", fp8=True, verify=False)
     assert verify_hf(model, tmp_path / "out", fp8=True) < 1e-5
     with torch.no_grad():
-        model.layers["2"].mlp.experts.w_down[5] *= 1.2
+        model.layers["2"].mlp.experts.down_proj[5] *= 1.2
     with pytest.raises(CheckpointError, match=r"experts\.5\.down_proj\.weight.*off by .*rounds by no more"):
         verify_hf(model, tmp_path / "out", fp8=True)
 

@@ -115,7 +115,7 @@ def test_an_export_is_compared_with_what_was_merged(plain: Path, tmp_path: Path)
     key = "model.layers.1.mlp.experts.3.down_proj.weight"
     tensors[key][5, 7] += 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{key} is not the model's .*w_down: 1 of"):
+    with pytest.raises(CheckpointError, match=rf"{key} is not the model's .*down_proj: 1 of"):
         verify_hf(model, tmp_path, dtype={key: tensor.dtype for key, tensor in tensors.items()})
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_packed_is_refused_before_ranks_start(plain: Path, fp8: P
         with pytest.raises(ConfigError, match=said):
             check_rows(changed, adapter_rows(changed, two), two)
     etp = resolve_mesh(MeshConfig(dp_shard=2, etp=2), 2)
-    with pytest.raises(ConfigError, match=r"mesh\.etp.*w_down inside them: 192 / 2 = 96, no multiple of 64"):
+    with pytest.raises(ConfigError, match=r"mesh\.etp.*down_proj inside them: 192 / 2 = 96, no multiple of 64"):
         check_rows(config_of(plain, "nf4"), adapter_rows(config_of(plain, "nf4"), etp), etp)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Exception, match="lora.base=nf4: the package bitsandbytes is not installed"):

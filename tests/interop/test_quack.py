@@ -188,7 +188,7 @@ def test_what_is_kept_besides_the_arguments_is_gate_and_up() -> None:
 def test_what_it_has_not() -> None:
     experts, args = quack.experts(), expert_args([1, 1, 1, 1])
     for options in (
-        {"b_gate_up_E2I": torch.zeros(E, 2, WIDTH), "b_down_EH": torch.zeros(E, H)},
+        {"gate_up_proj_bias_E2I": torch.zeros(E, 2, WIDTH), "down_proj_bias_EH": torch.zeros(E, H)},
         {"activation": ClampedSwiGLU(1.7, 7.0)},
     ):
         with pytest.raises(BackendError, match="SwiGLU experts without biases alone.*moe.experts=grouped_mm"):

@@ -39,7 +39,7 @@ from automoe.launch.hardware import check_backends
 from automoe.model.attention_kernels import attention_fn
 from automoe.moe.activation import ClampedSwiGLU
 from automoe.moe.experts import loop_experts
-from automoe.parallel.parallelize import build_decoder, build_runtime
+from automoe.parallel.parallelize import build_backend, build_decoder
 from automoe.verify.pool import RankPool
 from automoe.verify.trajectory import Trajectory
 from tests.support.gpu import conf_model, one_rank
@@ -196,7 +196,7 @@ def test_norms_and_attention_of_a_model_keep_names_numbers_and_gradients(zero_ce
     results = []
     for kernels in (KernelsConfig(), KernelsConfig(attention="te", norm="te")):
         model = build_decoder(
-            config, MoEConfig(), torch.float32, runtime=build_runtime(Config(kernels=kernels))
+            config, MoEConfig(), torch.float32, backend=build_backend(Config(kernels=kernels))
         ).to_empty(device="cpu")
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
@@ -214,7 +214,7 @@ def test_norms_and_attention_of_a_model_keep_names_numbers_and_gradients(zero_ce
 def test_a_norm_gives_back_the_dtype_of_its_rows() -> None:
     config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1)
     model = build_decoder(
-        config, MoEConfig(), torch.float32, runtime=build_runtime(Config(kernels=KernelsConfig(norm="te")))
+        config, MoEConfig(), torch.float32, backend=build_backend(Config(kernels=KernelsConfig(norm="te")))
     )
     norm = model.to_empty(device="cpu").norm
     nn.init.ones_(norm.weight)

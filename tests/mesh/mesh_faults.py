@@ -31,10 +31,10 @@ from automoe.model.block import MLP
 from automoe.model.delta_net import GatedDeltaNet
 from automoe.model.linear import Linear
 from automoe.moe.balance import LoadCounter, update_expert_bias
-from automoe.moe.communicators import Communicators
 from automoe.moe.dispatch.etp import ExpertTensorDispatcher
 from automoe.moe.experts import GroupedExperts
 from automoe.moe.local_shard import local_shard
+from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.tokens import IGNORE
 from automoe.parallel.collectives import GroupCommunicator
 from automoe.parallel.fsdp import fsdp_modules
@@ -71,11 +71,11 @@ def _divide_gradients(select: Callable[[nn.Module], bool], factor: Callable[[Any
 
 
 def expert_gradients_divided_by_ep_shard():
-    return _divide_gradients(lambda module: hasattr(module, "w_down"), lambda shape: float(shape.ep_shard))
+    return _divide_gradients(lambda module: hasattr(module, "down_proj"), lambda shape: float(shape.ep_shard))
 
 
 def gradients_averaged_over_replicas():
-    return _divide_gradients(lambda module: not hasattr(module, "w_down"), lambda shape: float(shape.dp_replicate))
+    return _divide_gradients(lambda module: not hasattr(module, "down_proj"), lambda shape: float(shape.dp_replicate))
 
 
 def balance_loss_gradient_dropped():
@@ -166,7 +166,7 @@ def tokens_counted_once_per_cp_rank():
 def expert_bias_moved_per_micro_batch():
     def make(original):
         def balance(self, scores, routing, tokens):
-            counts = torch.bincount(routing.ids[tokens.valid].flatten(), minlength=self.num_experts)
+            counts = torch.bincount(routing.topk_expert_ids[tokens.valid].flatten(), minlength=self.num_experts)
             update_expert_bias(self.expert_bias, counts.double(), self.moe.bias_update_rate)
             return original(self, scores, routing, tokens)
 
@@ -196,7 +196,7 @@ def documents_ignored_across_cp():
 
 
 def row_balance_per_cp_rank():
-    return patch.object(Communicators, "sum_over_row", lambda self, x: self.sequence.all_reduce(x))
+    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.sequence.all_reduce(x))
 
 
 def initialised_by_rank():
@@ -263,7 +263,7 @@ def biases_left_out_of_the_optimizer():
 
 
 def gradients_averaged_over_expert_replicas():
-    return _divide_gradients(lambda module: hasattr(module, "w_down"), lambda shape: float(shape.ep_replicate))
+    return _divide_gradients(lambda module: hasattr(module, "down_proj"), lambda shape: float(shape.ep_replicate))
 
 
 def gradients_of_copies_not_summed_over_tp():
@@ -344,7 +344,7 @@ def terms_of_tp_ranks_not_summed():
 
 
 def row_balance_per_tp_rank():
-    return patch.object(Communicators, "sum_over_row", lambda self, x: self.context.all_reduce(x))
+    return patch.object(ProcessGroupCollection, "sum_over_row", lambda self, x: self.context.all_reduce(x))
 
 
 def tokens_of_the_first_tp_rank_believed_everywhere():

@@ -69,7 +69,7 @@ FAULTS = [
     (faults.shared_expert_gated_by_tokens_of_the_first_tp_rank, GATED_TENSOR, 0, "loss", ""),
     (faults.biases_left_out_of_the_optimizer, GATED_TENSOR, 1, "loss", ""),
     (faults.output_bias_added_by_every_tp_rank, BIASED_TENSOR, 0, "gradient", "o_proj.bias"),
-    (faults.columns_of_the_first_etp_rank_believed_everywhere, WINDOWS, 0, "gradient", "mlp.experts.b_down"),
+    (faults.columns_of_the_first_etp_rank_believed_everywhere, WINDOWS, 0, "gradient", "mlp.experts.down_proj_bias"),
     (faults.convolution_of_the_first_heads_on_every_tp_rank, DELTA_NETS, 0, "loss", ""),
     (faults.window_ignored_across_cp, WINDOWS, 0, "loss", ""),
     (faults.recomputation_counted_again, GATED_TENSOR, 0, "sequence balance loss", ""),

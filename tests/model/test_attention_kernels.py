@@ -12,7 +12,7 @@ from automoe.config.schema import Config, KernelsConfig, ModelConfig, MoEConfig
 from automoe.errors import BackendError
 from automoe.model import attention_kernels
 from automoe.model.attention_kernels import attend, attention_fn, cuda_order, cudnn_is_first, only_kernels, prepare_cuda
-from automoe.parallel.parallelize import build_decoder, build_runtime
+from automoe.parallel.parallelize import build_backend, build_decoder
 
 B, S, N, G = 2, 9, 4, 2
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -169,7 +169,7 @@ def test_a_model_gets_the_kernel_of_its_configuration() -> None:
     config = ModelConfig(num_layers=1, vocab_size=16, hidden_size=16, first_k_dense=1, intermediate_size=16)
     for name, fused in (("math", False), ("flash", True), ("sdpa", True)):
         model = build_decoder(
-            config, MoEConfig(), torch.float32, runtime=build_runtime(Config(kernels=KernelsConfig(attention=name)))
+            config, MoEConfig(), torch.float32, backend=build_backend(Config(kernels=KernelsConfig(attention=name)))
         ).to_empty(device="cpu")
         for parameter in model.parameters():
             torch.nn.init.ones_(parameter)

@@ -9,8 +9,8 @@ from automoe.config.context import gathers_latents
 from automoe.config.schema import AttentionConfig, ModelConfig
 from automoe.model.attention import AttentionContext, attention_mask, gather_row
 from automoe.model.attention_kernels import attend
-from automoe.model.runtime import Runtime
-from automoe.moe.communicators import Communicator, Communicators
+from automoe.model.backend import BackendConfig
+from automoe.moe.process_groups import Communicator, ProcessGroupCollection
 from automoe.moe.tokens import Tokens
 from automoe.parallel.context import head_tail_index
 
@@ -112,7 +112,7 @@ def test_ranks_that_share_rows_compute_what_is_seen(window: int, with_documents:
         keys = PartOfRows(rank, docs)
         assert torch.equal(gather_row(docs[:, mine], keys), docs)
         tokens = Tokens(mine.expand(B, -1), mine.expand(B, -1), docs[:, mine] if with_documents else None, index.sum())
-        runtime = Runtime(comms=Communicators(context=keys, keys=keys), attend=counting)
+        runtime = BackendConfig(pg_collection=ProcessGroupCollection(context=keys, keys=keys), attend=counting)
         context = AttentionContext(ModelConfig(attention=attention), tokens, runtime, torch.float64)
         got = context.attend(q[:, mine], k, v, 0.5, window, sinks)
         torch.testing.assert_close(got, wanted[:, mine], rtol=1e-11, atol=1e-12)

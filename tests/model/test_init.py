@@ -213,7 +213,9 @@ def test_every_kind_of_parameter_starts_as_it_should() -> None:
     values = dict(part.named_parameters())
     for name, value in values.items():
         last = name.rpartition(".")[2]
-        if last in ("bias", "b_gate_up", "b_down") or (name.endswith("norm.weight") and "attn" not in name):
+        if last in ("bias", "gate_up_proj_bias", "down_proj_bias") or (
+            name.endswith("norm.weight") and "attn" not in name
+        ):
             assert value.abs().max() == 0, name
         elif name.endswith("linear_attn.norm.weight") or last == "dt_bias":
             assert (value == 1).all(), name

@@ -89,10 +89,10 @@ def test_what_is_frozen_is_stored_as_it_is_multiplied_and_exceptions_are_trained
 
 
 def test_frozen_experts_get_no_gradient() -> None:
-    part = built(replace(config_with(train=dict(freeze=["*.mlp.experts.w_down"])), moe=MoEConfig()))
+    part = built(replace(config_with(train=dict(freeze=["*.mlp.experts.down_proj"])), moe=MoEConfig()))
     part(torch.arange(16).view(2, 8)).square().sum().backward()
     experts = part.layers["1"].mlp.experts
-    assert experts.w_down.grad is None and experts.w_gate_up.grad.norm() > 0
+    assert experts.down_proj.grad is None and experts.gate_up_proj.grad.norm() > 0
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_frozen_experts_get_no_gradient() -> None:
         (config_with(rank=4, alpha=0.0), "alpha / rank"),
         (config_with(rank=4, dropout=1.0), "share in"),
         (config_with(rank=4, train=dict(freeze=["*norm*"])), "all of the model is frozen"),
-        (config_with(rank=4, train=dict(trainable=["*.w_down"])), "layers.1.mlp.experts.w_down has an adapter"),
+        (config_with(rank=4, train=dict(trainable=["*.down_proj"])), "layers.1.mlp.experts.down_proj has an adapter"),
         (config_with(rank=4, train=dict(fp8="tensorwise")), "train.fp8=off"),
         (config_with(rank=4, train=dict(compile=True)), "train.compile=false"),
         (config_with(train=dict(freeze=["*.routr.*"])), "'*.routr.*' matches no parameter"),

@@ -29,7 +29,7 @@ from automoe.errors import BackendError, ConfigError
 from automoe.model import rope
 from automoe.model.init import initialize, reset_buffers
 from automoe.model.rope import Rope, rope_fns
-from automoe.parallel.parallelize import build_decoder, build_runtime
+from automoe.parallel.parallelize import build_backend, build_decoder
 
 _SIZES = dict(vocab_size=32, hidden_size=16, num_layers=2, num_experts=4, moe_intermediate_size=8)
 CONFIGS = {
@@ -136,7 +136,7 @@ def test_a_model_computes_the_same(family: str) -> None:
             config,
             MoEConfig(experts="loop"),
             torch.float32,
-            runtime=build_runtime(Config(kernels=KernelsConfig(rope=kernel))),
+            backend=build_backend(Config(kernels=KernelsConfig(rope=kernel))),
         ).to_empty(device="cpu")
         reset_buffers(model)
         initialize(model, 0.3, seed=1)

@@ -26,7 +26,8 @@ from tests.support.gpu import resource_usage
 HEIGHT = 128
 POINTERS = {
     **dict.fromkeys(
-        "x w_gate_up b_gate_up pre act a w bias out grad_out w_down grad_pre left right rows".split(), "*bf16"
+        "x gate_up_proj gate_up_proj_bias pre act a w bias out grad_out down_proj grad_pre left right rows".split(),
+        "*bf16",
     ),
     **dict.fromkeys("kv k_rope k grad_k grad_v grad_kv grad_k_rope".split(), "*bf16"),
     **dict.fromkeys("probs grad_probs cos sin".split(), "*fp32"),
@@ -57,11 +58,11 @@ def expert_kernels(product: str, blocks: Blocks, height: int, step: int, precisi
     if product == "up":
         for kind, flag in (("", False), (" biased", True)):
             constants = row | dict(BIASED=flag, CLAMPED=flag)
-            yield kind, products.gather_up_activate, constants, described(w_gate_up=(2, n, k))
+            yield kind, products.gather_up_activate, constants, described(gate_up_proj=(2, n, k))
     elif product == "back":
         for kind, flag in (("", False), (" clamped", True)):
             constants = row | dict(CLAMPED=flag, COLUMNS_AT_ONCE=blocks.columns_at_once)
-            yield kind, products.grad_down_activate, constants, described(grad_out=rows, w_down=(1, k, n))
+            yield kind, products.grad_down_activate, constants, described(grad_out=rows, down_proj=(1, k, n))
     elif product == "down":
         for kind, flag in (("", False), (" biased", True)):
             constants = row | dict(BY_COLUMNS=True, BIASED=flag)

@@ -37,7 +37,7 @@ def test_the_sequence_loss_and_its_gradient_are_the_formula(score: str, padding:
     x, rows = hidden_states(), make_rows(padding)
     routing = router(x, rows)
     # With the weights detached from everything but the attached loss, what is left is its gradient.
-    routing.weights.backward(torch.zeros_like(routing.weights))
+    routing.topk_scores.backward(torch.zeros_like(routing.topk_scores))
     got = router.weight.grad.clone()
     expected = 0.5 * sequence_loss(router, x, routing.plain_ids, rows.valid)
     [gradient] = torch.autograd.grad(expected, router.weight)
@@ -53,7 +53,7 @@ def test_the_lagged_loss_uses_last_steps_fractions_and_this_steps_shares(score: 
     router.load_fractions.copy_(fractions / fractions.sum())
     x, rows = hidden_states(), make_rows(padding=5)
     routing = router(x, rows)
-    routing.weights.backward(torch.zeros_like(routing.weights))
+    routing.topk_scores.backward(torch.zeros_like(routing.topk_scores))
     got = router.weight.grad.clone()
     mean_shares = shares_of(router, x)[rows.valid].mean(0)
     expected = 0.3 * E * (router.load_fractions * mean_shares).sum()
@@ -73,8 +73,8 @@ def test_even_load_and_even_shares_have_a_loss_of_the_coefficient() -> None:
 def test_the_loss_counts_plain_choices_and_the_bias_counts_real_ones() -> None:
     router = make_router(RouterConfig(score="sigmoid", expert_bias=True), seq_balance_coef=0.1)
     routing = router(hidden_states(), make_rows())
-    assert not torch.equal(routing.ids, routing.plain_ids)
-    assert router.load.totals[:E].tolist() == torch.bincount(routing.ids.flatten(), minlength=E).tolist()
+    assert not torch.equal(routing.topk_expert_ids, routing.plain_ids)
+    assert router.load.totals[:E].tolist() == torch.bincount(routing.topk_expert_ids.flatten(), minlength=E).tolist()
     assert router.load.totals[E : 2 * E].tolist() == torch.bincount(routing.plain_ids.flatten(), minlength=E).tolist()
 
 

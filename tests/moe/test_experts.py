@@ -32,31 +32,33 @@ def inputs(counts: list[int], dtype: torch.dtype, biased: bool = False) -> list[
     gather_idx = torch.randint(0, T, (rows,), generator=generator)
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     probs = torch.rand(rows, generator=generator, dtype=torch.float64)
-    w_gate_up = torch.randn(E, 2, WIDTH, H, generator=generator, dtype=torch.float64) / H**0.5
-    w_down = torch.randn(E, H, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
-    args = [x, gather_idx, offsets, probs, w_gate_up, w_down]
+    gate_up_proj = torch.randn(E, 2, WIDTH, H, generator=generator, dtype=torch.float64) / H**0.5
+    down_proj = torch.randn(E, H, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+    args = [x, gather_idx, offsets, probs, gate_up_proj, down_proj]
     if biased:
         args.append(torch.randn(E, 2, WIDTH, generator=generator, dtype=torch.float64))
         args.append(torch.randn(E, H, generator=generator, dtype=torch.float64))
     return [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in args]
 
 
-def row_by_row(x, gather_idx, offsets, probs, w_gate_up, w_down, b_gate_up=None, b_down=None, limit=None):
+def row_by_row(
+    x, gather_idx, offsets, probs, gate_up_proj, down_proj, gate_up_proj_bias=None, down_proj_bias=None, limit=None
+):
     """probs * expert(x), with the probability last: nothing of the backends' arrangement."""
     expert = torch.searchsorted(offsets.long(), torch.arange(gather_idx.numel()), right=True)
     rows = x[gather_idx]
-    gate = torch.einsum("rh,rih->ri", rows, w_gate_up[expert, 0])
-    up = torch.einsum("rh,rih->ri", rows, w_gate_up[expert, 1])
-    if b_gate_up is not None:
-        gate, up = gate + b_gate_up[expert, 0], up + b_gate_up[expert, 1]
+    gate = torch.einsum("rh,rih->ri", rows, gate_up_proj[expert, 0])
+    up = torch.einsum("rh,rih->ri", rows, gate_up_proj[expert, 1])
+    if gate_up_proj_bias is not None:
+        gate, up = gate + gate_up_proj_bias[expert, 0], up + gate_up_proj_bias[expert, 1]
     if limit is None:
         act = gate * torch.sigmoid(gate) * up
     else:  # min and max instead of the clamps of the activation
         gate = torch.minimum(gate, gate.new_tensor(limit))
         up = torch.minimum(torch.maximum(up, up.new_tensor(-limit)), up.new_tensor(limit))
         act = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-    out = torch.einsum("ri,rhi->rh", act, w_down[expert])
-    return (out if b_down is None else out + b_down[expert]) * probs[:, None]
+    out = torch.einsum("ri,rhi->rh", act, down_proj[expert])
+    return (out if down_proj_bias is None else out + down_proj_bias[expert]) * probs[:, None]
 
 
 def outputs_and_gradients(function, args: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
@@ -87,7 +89,7 @@ COMPUTED = pytest.mark.parametrize(
 def test_a_backend_computes_the_formula(backend: str, dtype: torch.dtype, tolerance: float, counts: list[int]) -> None:
     expected = outputs_and_gradients(row_by_row, inputs(counts, torch.float64))
     got = outputs_and_gradients(expert_backend(backend), inputs(counts, dtype))
-    for name, mine, theirs in zip(("out", "x", "probs", "w_gate_up", "w_down"), got, expected, strict=True):
+    for name, mine, theirs in zip(("out", "x", "probs", "gate_up_proj", "down_proj"), got, expected, strict=True):
         assert mine.dtype == dtype and mine.shape == theirs.shape, name
         error = (mine.double() - theirs).norm()
         assert error <= tolerance * theirs.norm(), f"{name}: {error / theirs.norm():.1e}"
@@ -103,7 +105,7 @@ def test_biases_and_the_clamped_activation(backend: str, dtype: torch.dtype, tol
     expected = outputs_and_gradients(partial(row_by_row, limit=limit), args)
     args = inputs(COUNTS[counts], dtype, biased=True)
     got = outputs_and_gradients(expert_backend(backend), args, activation=clamped)
-    names = ("out", "x", "probs", "w_gate_up", "w_down", "b_gate_up", "b_down")
+    names = ("out", "x", "probs", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     for name, mine, theirs in zip(names, got, expected, strict=True):
         assert mine.dtype == dtype and mine.shape == theirs.shape, name
         error = (mine.double() - theirs).norm()
@@ -142,6 +144,9 @@ def test_an_unknown_backend_names_those_that_there_are() -> None:
 def test_gate_and_up_are_a_view_of_their_fused_matrix() -> None:
     config = ModelConfig(num_experts=E, hidden_size=H, moe_intermediate_size=WIDTH)
     experts = GroupedExperts(config, expert_backend("loop"))
-    torch.nn.init.normal_(experts.w_gate_up)  # fresh memory may hold NaN, which equals nothing
-    fused = experts.w_gate_up.view(E, 2 * WIDTH, H)
-    assert torch.equal(fused[:, :WIDTH], experts.w_gate_up[:, 0]) and fused.data_ptr() == experts.w_gate_up.data_ptr()
+    torch.nn.init.normal_(experts.gate_up_proj)  # fresh memory may hold NaN, which equals nothing
+    fused = experts.gate_up_proj.view(E, 2 * WIDTH, H)
+    assert (
+        torch.equal(fused[:, :WIDTH], experts.gate_up_proj[:, 0])
+        and fused.data_ptr() == experts.gate_up_proj.data_ptr()
+    )

@@ -61,19 +61,19 @@ def test_jitter_is_the_same_number_in_every_dtype() -> None:
 def test_jitter_is_for_training_alone_and_may_move_a_choice() -> None:
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(2))
     plain, noisy = make_router()(x, make_rows()), make_router(router_jitter=0.3)
-    assert not torch.equal(noisy(x, make_rows()).ids, plain.ids)
-    assert torch.equal(noisy.eval()(x, make_rows()).weights, plain.weights)
+    assert not torch.equal(noisy(x, make_rows()).topk_expert_ids, plain.topk_expert_ids)
+    assert torch.equal(noisy.eval()(x, make_rows()).topk_scores, plain.topk_scores)
 
 
 def test_bfloat16_logits_are_an_option_and_scores_stay_in_float32() -> None:
     x = torch.randn(B, S, H, generator=torch.Generator().manual_seed(2)).bfloat16()
     wide, narrow = make_router()(x, make_rows()), make_router(router_dtype="bfloat16")(x, make_rows())
-    assert narrow.weights.dtype == wide.weights.dtype == torch.float32
-    assert not torch.equal(narrow.weights, wide.weights)
-    torch.testing.assert_close(narrow.weights.sum(-1), torch.ones(B, S))
-    assert (narrow.ids == wide.ids).double().mean() > 0.9
+    assert narrow.topk_scores.dtype == wide.topk_scores.dtype == torch.float32
+    assert not torch.equal(narrow.topk_scores, wide.topk_scores)
+    torch.testing.assert_close(narrow.topk_scores.sum(-1), torch.ones(B, S))
+    assert (narrow.topk_expert_ids == wide.topk_expert_ids).double().mean() > 0.9
     double = make_router(router_dtype="bfloat16")(x.double(), make_rows())
-    assert double.weights.dtype == torch.float64, "at least: float64 stays"
+    assert double.topk_scores.dtype == torch.float64, "at least: float64 stays"
 
 
 def test_exact_ties_go_to_the_lowest_index() -> None:
@@ -91,4 +91,4 @@ def test_exact_ties_go_to_the_lowest_index() -> None:
         0,
     )
     router.weight = torch.nn.Parameter(torch.zeros(E, H))
-    assert router(torch.ones(B, S, H), make_rows()).ids.unique(dim=1).tolist() == [[[0, 1]]] * B
+    assert router(torch.ones(B, S, H), make_rows()).topk_expert_ids.unique(dim=1).tolist() == [[[0, 1]]] * B

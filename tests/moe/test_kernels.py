@@ -101,10 +101,10 @@ def test_arguments_may_lie_in_memory_in_any_way() -> None:
 
 
 def test_one_expert_cut_from_many_is_described_by_its_shape() -> None:
-    x, gather_idx, offsets, probs, w_gate_up, w_down = (arg.detach() for arg in arguments([9], 4, 8, 1))
-    wide = torch.zeros(129).as_strided((1, 8, 1), (129, 1, 1)).copy_(w_down)
-    expected = expert_backend("loop")(x, gather_idx, offsets, probs, w_gate_up, w_down)
-    got = expert_backend("triton")(x, gather_idx, offsets, probs, w_gate_up, wide)
+    x, gather_idx, offsets, probs, gate_up_proj, down_proj = (arg.detach() for arg in arguments([9], 4, 8, 1))
+    wide = torch.zeros(129).as_strided((1, 8, 1), (129, 1, 1)).copy_(down_proj)
+    expected = expert_backend("loop")(x, gather_idx, offsets, probs, gate_up_proj, down_proj)
+    got = expert_backend("triton")(x, gather_idx, offsets, probs, gate_up_proj, wide)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 

@@ -86,9 +86,9 @@ def test_routing_is_that_of_the_reference(config: RouterConfig) -> None:
     for b in range(B):
         for s in range(S):
             chosen, weights, plain = route_one(x[b, s].tolist(), router)
-            assert routing.ids[b, s].tolist() == chosen
+            assert routing.topk_expert_ids[b, s].tolist() == chosen
             assert routing.plain_ids[b, s].tolist() == plain
-            assert routing.weights[b, s].tolist() == pytest.approx(weights, rel=1e-12)
+            assert routing.topk_scores[b, s].tolist() == pytest.approx(weights, rel=1e-12)
             bias_or_groups_mattered |= chosen != plain
     assert bias_or_groups_mattered == (config.expert_bias or config.num_groups > 1)
 
@@ -113,21 +113,21 @@ def test_scores_are_computed_in_float32_from_bfloat16() -> None:
     x = hidden_states(torch.bfloat16)
     routing = router(x, make_rows())
     exact = (x.double() @ router.weight.detach().double().T).softmax(-1)
-    assert routing.weights.dtype == torch.float32
-    expected = expert_weights(exact, routing.ids, router.config)
-    torch.testing.assert_close(routing.weights.double(), expected, rtol=1e-5, atol=0)
+    assert routing.topk_scores.dtype == torch.float32
+    expected = expert_weights(exact, routing.topk_expert_ids, router.config)
+    torch.testing.assert_close(routing.topk_scores.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_float64_stays_float64() -> None:
-    assert make_router(RouterConfig())(hidden_states(), make_rows()).weights.dtype == torch.float64
+    assert make_router(RouterConfig())(hidden_states(), make_rows()).topk_scores.dtype == torch.float64
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 12])
 def test_the_balanced_gate_is_exactly_balanced(top_k: int) -> None:
     router = make_router(RouterConfig(), top_k, gate="balanced")
     routing = router(hidden_states(), make_rows())
-    assert torch.bincount(routing.ids.flatten(), minlength=E).tolist() == [B * S * top_k // E] * E
-    assert all(len(set(ids)) == top_k for ids in routing.ids.flatten(0, 1).tolist())
+    assert torch.bincount(routing.topk_expert_ids.flatten(), minlength=E).tolist() == [B * S * top_k // E] * E
+    assert all(len(set(ids)) == top_k for ids in routing.topk_expert_ids.flatten(0, 1).tolist())
     assert torch.equal(router.load.totals[:E], torch.full((E,), B * S * top_k / E, dtype=torch.float64))
 
 
@@ -135,9 +135,9 @@ def test_the_balanced_gate_depends_on_the_place_in_the_row_alone() -> None:
     """A rank that holds every other position of the row must choose as the whole row does there."""
     router = make_router(RouterConfig(), gate="balanced")
     x, rows = hidden_states(), make_rows()
-    ids = router(x, rows).ids
+    ids = router(x, rows).topk_expert_ids
     part = replace(rows, index=rows.index[:, 1::2], doc_ids=rows.doc_ids[:, 1::2])
-    assert torch.equal(router(x[:, 1::2], part).ids, ids[:, 1::2])
+    assert torch.equal(router(x[:, 1::2], part).topk_expert_ids, ids[:, 1::2])
 
 
 @pytest.mark.parametrize("policy", ["position", "probs"])
@@ -155,16 +155,21 @@ def test_forced_choices_are_taken_and_weighed_by_own_scores() -> None:
     router, x = make_router(RouterConfig()), hidden_states()
     forced = torch.randint(0, E, (B, S, 1, 2, 3), generator=torch.Generator().manual_seed(3))
     routing = router(x, make_rows(forced_ids=forced))
-    assert torch.equal(routing.ids, forced[:, :, 0, 0]) and torch.equal(routing.plain_ids, forced[:, :, 0, 1])
+    assert torch.equal(routing.topk_expert_ids, forced[:, :, 0, 0]) and torch.equal(
+        routing.plain_ids, forced[:, :, 0, 1]
+    )
     scores = (x @ router.weight.T).softmax(-1)
-    torch.testing.assert_close(routing.weights, expert_weights(scores, routing.ids, router.config))
+    torch.testing.assert_close(routing.topk_scores, expert_weights(scores, routing.topk_expert_ids, router.config))
 
 
 def test_padding_is_not_counted_and_evaluation_counts_nothing() -> None:
     router, x = make_router(RouterConfig()), hidden_states()
     routing = router(x, make_rows(padding=5))
     valid = make_rows(padding=5).valid
-    assert router.load.totals[:E].tolist() == torch.bincount(routing.ids[valid].flatten(), minlength=E).tolist()
+    assert (
+        router.load.totals[:E].tolist()
+        == torch.bincount(routing.topk_expert_ids[valid].flatten(), minlength=E).tolist()
+    )
     before = router.load.totals.clone()
     router.eval()
     router(x, make_rows())

@@ -289,7 +289,7 @@ _MOE = [
         [f"{MESH}[mixtral-dp_shard2-etp2-mb2-alltoall]"],
     ),
     (
-        "communicators.py",
+        "process_groups.py",
         "comm.rank * total // comm.num_ranks",
         "(comm.num_ranks - 1 - comm.rank) * total // comm.num_ranks",
         [f"{MESH}[llama-tp2-mb4-alltoall]"],
@@ -348,9 +348,9 @@ _MODEL = [
     ("delta_net.py", "width - 1, 0)", "0, width - 1)", NEXT),
     ("delta_net.py", "b.flatten(2).sigmoid()", "b.flatten(2).sigmoid() * 2", NEXT),
     ("init.py", "normal_at(index, name, seed) * std", "normal_at(index, name, 0) * std", INIT),
-    ("init.py", '"bias", "b_gate_up", "b_down")', '"bias", "b_gate_up")', INIT),
+    ("init.py", '"bias", "gate_up_proj_bias", "down_proj_bias")', '"bias", "gate_up_proj_bias")', INIT),
     ("params.py", 'self.kind in ("matrix", "conv")', 'self.kind in ("matrix", "conv", "norm")', DECAY),
-    ("params.py", '_expert_bias("b_down"', '_experts("b_down"', DECAY),
+    ("params.py", '_expert_bias("down_proj_bias"', '_experts("down_proj_bias"', DECAY),
     (
         "params.py",
         '_rowwise("o_proj", "H N*D", 5)',

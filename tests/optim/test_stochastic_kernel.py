@@ -112,7 +112,7 @@ def test_a_launch_asks_for_products_and_sums_that_are_not_fused() -> None:
 PLACEMENTS = {
     "rows": [Shard(0), Replicate()],
     "columns": [Shard(2), Shard(0)],
-    "both": [Shard(1), Shard(2)],  # an expert's w_down under ep_shard and etp
+    "both": [Shard(1), Shard(2)],  # an expert's down_proj under ep_shard and etp
     "rows, uneven": [Shard(0), Shard(1)],
 }
 

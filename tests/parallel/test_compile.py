@@ -12,8 +12,8 @@ from recompute_cases import DEEPSEEK, QWEN3, SEQ_LEN, STEPS, VOCAB, batches, mak
 from torch._dynamo.utils import counters
 
 from automoe.config.schema import Config
+from automoe.model.backend import BackendConfig
 from automoe.model.loss import chunk_loss
-from automoe.model.runtime import Runtime
 from automoe.parallel.compile import apply_compile
 from automoe.parallel.compile import compiled as compiled_fn
 from automoe.parallel.parallelize import build_decoder
@@ -137,8 +137,8 @@ def decoder():
     torch.compiler.reset()
     counters.clear()
     config = make_config(replace(QWEN3, num_layers=2))
-    runtime = Runtime(always_masked=True, chunk_loss=compiled_fn(chunk_loss, BACKEND))
-    model = build_decoder(config.model, config.moe, torch.float64, runtime=runtime).to_empty(device="cpu")
+    runtime = BackendConfig(always_masked=True, chunk_loss=compiled_fn(chunk_loss, BACKEND))
+    model = build_decoder(config.model, config.moe, torch.float64, backend=runtime).to_empty(device="cpu")
     for _, layer in model.moe_layers():
         layer.router.reset_buffers()
         layer.router.load.reset_buffers()

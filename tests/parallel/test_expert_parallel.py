@@ -223,7 +223,7 @@ def our_parameters() -> dict[str, tuple[bool, tuple[str, ...], list[str], tuple[
 
 def test_experts_of_our_decoder_are_sharded_by_a_parallel_style_on_the_moe_mesh(ranks: RankPool) -> None:
     for found in ranks.run(our_parameters, 8):
-        assert set(found) == {"w_gate_up", "w_down"}
+        assert set(found) == {"gate_up_proj", "down_proj"}
         for on_moe_mesh, names, _, _ in found.values():
             assert on_moe_mesh and names == ("ep_shard", "ep", "etp")
-        assert found["w_gate_up"][3] == (4, 2, 4, 32) and found["w_down"][3] == (4, 16, 8)
+        assert found["gate_up_proj"][3] == (4, 2, 4, 32) and found["down_proj"][3] == (4, 16, 8)

@@ -132,7 +132,7 @@ def test_outputs_made_otherwise_the_second_time_are_seen(ranks: RankPool, refere
     broken = ranks.run(run_with_fault, size, config, batches, STEPS, cases.made_otherwise_again)
     found = differences(merge_trajectories(broken), reference(config), TOLERANCE)
     wrong = {c.name for c in found if c.kind == "gradient" and c.step == 0}
-    for part in ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.router", "mlp.experts.w_gate_up"):
+    for part in ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.router", "mlp.experts.gate_up_proj"):
         assert any(part in name for name in wrong), f"{part}: {sorted(wrong)}"
     assert not any(c.kind == "loss" and c.step == 0 for c in found), "the forward pass was right"
 

@@ -20,10 +20,10 @@ from automoe.config.rules_kernels import CHUNK_TOKENS
 from automoe.config.schema import Config, LoraConfig, MeshConfig
 from automoe.model.adapters import adapter_activation_bytes
 from automoe.model.attention_kernels import AttentionFn, attend
+from automoe.model.backend import BackendConfig
 from automoe.model.decoder import Decoder
 from automoe.model.delta_net import CHUNK
 from automoe.model.lora import adapt
-from automoe.model.runtime import Runtime
 from automoe.moe.recompute import recompute_contexts
 from automoe.parallel.activation_checkpoint import apply_recompute
 from automoe.parallel.fp8 import apply_fp8
@@ -45,8 +45,8 @@ def saved_bytes(
     attention: AttentionFn = attend,
 ) -> int:
     """Bytes of distinct storage, parameters apart, that the backward pass of these layers holds."""
-    runtime = Runtime(attend=attention)
-    part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False, runtime=runtime).to(dtype)
+    runtime = BackendConfig(attend=attention)
+    part = Decoder(config.model, config.moe, layers, embeds=False, predicts=False, backend=runtime).to(dtype)
     if config.train.fp8 != "off":
         apply_fp8(part, meshes_of_one_rank(), config)
     for _, layer in part.moe_layers():  # which FSDP never narrows

@@ -120,7 +120,7 @@ def test_first_shard_is_the_largest_and_the_shards_add_up() -> None:
         local = [local_numel(param, mesh, rank) for rank in range(mesh.fsdp)]
         assert sum(local) == param.numel
         assert max(local) == local[0]
-    experts = Param("experts.w_gate_up", (8, 2, 6, 5), SPECS["mlp.experts.w_gate_up"])
+    experts = Param("experts.gate_up_proj", (8, 2, 6, 5), SPECS["mlp.experts.gate_up_proj"])
     assert local_numel(experts, mesh) * mesh.ep * mesh.ep_shard == experts.numel
 
 

@@ -292,8 +292,8 @@ def scales_of_weights(settings: Config) -> dict[str, torch.Tensor]:
         if isinstance(module, Linear) and isinstance(module.product, QuantizedProduct):
             weights[name] = (module.weight, module.product.scaling)
         elif isinstance(module, GroupedExperts):
-            weights[f"{name}.up"] = (module.w_gate_up, module.backend.up.scaling)
-            weights[f"{name}.down"] = (module.w_down, module.backend.down.scaling)
+            weights[f"{name}.up"] = (module.gate_up_proj, module.backend.up.scaling)
+            weights[f"{name}.down"] = (module.down_proj, module.backend.down.scaling)
         for each, (weight, scaling) in weights.items():
             local = weight.to_local().detach()
             if dist.get_rank() == dist.get_world_size() - 1 and "kv_a" not in each and "q_a" not in each:

@@ -156,7 +156,7 @@ def nan_activation(parts: Any) -> Iterator[None]:
 def infinite_expert_gradient(parts: Any) -> Iterator[None]:
     """One element of one expert's gradient overflows; the loss is finite."""
     yield
-    weight = max(parts.items())[1].layers["1"].mlp.experts.w_down
+    weight = max(parts.items())[1].layers["1"].mlp.experts.down_proj
     weight.grad.to_local()[0, 0, 0] = float("inf")
 
 

@@ -115,8 +115,8 @@ def our_name(name: str) -> str:
     """The parameter of ours that holds what ``transformers`` calls ``name``."""
     experts = {
         "mlp.gate.weight": "mlp.router.weight",
-        "gate_up_proj": "w_gate_up",
-        "experts.down_proj": "experts.w_down",
+        "gate_up_proj": "gate_up_proj",
+        "experts.down_proj": "experts.down_proj",
     }
     for theirs, ours in experts.items():
         name = name.replace(theirs, ours)

@@ -67,6 +67,6 @@ def test_training_is_that_of_one_rank(ranks: RankPool, gate: str, top_k: int, id
         assert seen.expert_counts[0][:, idle].sum() == 0 and seen.expert_counts[0].sum() > 0
         for name, gradient in seen.gradients[0].items():
             assert gradient.isfinite().all(), name
-            if name.endswith("w_down"):
+            if name.endswith("down_proj"):
                 used = gradient.flatten(1).abs().sum(1) > 0
                 assert [expert for expert in range(EXPERTS) if not used[expert]] == idle, name

@@ -60,7 +60,7 @@ def halved_expert_gradients(*args: Any, **options: Any) -> Trajectory:
     def apply(model, meshes, parallel, dtype, original=automoe.parallel.parallelize.apply_data_parallel):
         original(model, meshes, parallel, dtype)
         for module in fsdp_modules(model):
-            if hasattr(module, "w_down"):
+            if hasattr(module, "down_proj"):
                 module.set_gradient_divide_factor(2.0)
 
     with patch.object(automoe.parallel.parallelize, "apply_data_parallel", apply):
@@ -115,7 +115,7 @@ def test_a_wrong_gradient_is_named(ranks: RankPool, small: list[str], number: in
     config, shape, _ = make_runnable(compose_config(overrides=[*small, "mesh.ep=1"]))
     result = verify_pass(passes(config)[number], shape, ranks, run=halved_expert_gradients)
     first = result.different[0]
-    assert first.kind == "gradient" and first.name == "layers.1.mlp.experts.w_gate_up"
+    assert first.kind == "gradient" and first.name == "layers.1.mlp.experts.gate_up_proj"
     assert first.error == pytest.approx(0.5, rel=1e-4)
     assert first.got == pytest.approx(first.expected / 2, rel=1e-2) and len(first.index) == 4
     unnamed = [c for c in result.different if c.kind == "gradient" and "experts.w_" not in c.name]
@@ -188,7 +188,7 @@ def test_the_command_names_the_first_difference(
     monkeypatch.setattr(automoe.verify.run, "verify_pass", partial(verify_pass, run=halved_expert_gradients))
     assert main([*small, "mesh.ep=1", "train.dtype=float64", "moe.experts=loop"]) == EXIT_DIFFERENT
     out = capsys.readouterr().out
-    assert "first difference step 0 gradient of layers.1.mlp.experts.w_gate_up: relative error 5.00e-01" in out
+    assert "first difference step 0 gradient of layers.1.mlp.experts.gate_up_proj: relative error 5.00e-01" in out
     assert "DIFFERENT" in out and "EQUAL" not in out
 
 

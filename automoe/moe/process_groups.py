@@ -54,7 +54,7 @@ def first_of_rank(comm: Communicator, total: int) -> int:
 
 
 @dataclass(frozen=True)
-class Communicators:
+class ProcessGroupCollection:
     """Every group that a model's modules talk to; the default is a model on one rank.
 
     Attributes:

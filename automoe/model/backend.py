@@ -9,16 +9,16 @@ from automoe.model.attention_kernels import AttentionFn, attend
 from automoe.model.loss import ChunkLoss, Loss, chunk_loss
 from automoe.model.norm import RMSNorm
 from automoe.model.rope import Rope
-from automoe.moe.communicators import Communicators
 from automoe.moe.experts import ExpertFn
+from automoe.moe.process_groups import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """Communicators and implementations; the defaults are one rank and plain torch.
+class BackendConfig:
+    """ProcessGroupCollection and implementations; the defaults are one rank and plain torch.
 
     Attributes:
-        comms: the groups of ranks that share rows, weights and micro-batches.
+        pg_collection: the groups of ranks that share rows, weights and micro-batches.
         experts: multiplies by the experts' weights; None: the backend of this package that ``moe.experts`` names.
         attend: softmax attention.
         rope: rotation of heads.
@@ -29,7 +29,7 @@ class Runtime:
         seed: of the router's jitter.
     """
 
-    comms: Communicators = field(default_factory=Communicators)
+    pg_collection: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
     experts: ExpertFn | None = None
     attend: AttentionFn = attend
     rope: Rope = field(default_factory=Rope)
