@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.7.0"
 __all__ = ["ExpertParallel", "from_hf", "to_hf", "train"]
-_MODULES = {"ExpertParallel": "automoe.parallel.expert", "from_hf": "automoe.hf.api", "to_hf": "automoe.hf.api"}
+_MODULES = {
+    "ExpertParallel": "automoe.parallel.expert",
+    "from_hf": "automoe.hf.api",
+    "to_hf": "automoe.hf.api",
+}
 
 
 def __getattr__(name: str) -> Any:

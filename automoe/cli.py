@@ -1,4 +1,5 @@
-"""The console script ``automoe``: train, plan, verify, export and convert, each imported when it is called; recipes."""
+"""The console script ``automoe``: train, plan, verify, export and convert, each imported when it is
+called; recipes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         meant = f". Did you mean automoe {' '.join([*close, *argv[1:]])}?" if close else ""
         print(f"error: no command {argv[0]!r}{meant}\n\n{_usage()}", file=sys.stderr)
         return 2
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: recipe=my_module finds modules of the working directory
+    # as `python -m` does: recipe=my_module finds modules of the working directory
+    sys.path.insert(0, os.getcwd())
     return importlib.import_module(f"automoe.{argv[0]}").main(argv[1:])
 
 
@@ -82,9 +84,13 @@ def _recipe(argv: list[str]) -> int:
         try:
             path = copy_recipe(*argv[1:])
         except OSError as error:
-            raise ConfigError("recipe", argv[1], f"cannot be copied: {error}", "Name another FILE") from None
+            raise ConfigError(
+                "recipe", argv[1], f"cannot be copied: {error}", "Name another FILE"
+            ) from None
         in_place = path.parent == Path("recipes")
-        print(f"copied to {path}; run it with: automoe train recipe={path.stem if in_place else path}")
+        print(
+            f"copied to {path}; run it with: automoe train recipe={path.stem if in_place else path}"
+        )
     else:
         print(_RECIPE_USAGE, end="", file=sys.stderr)
         return 2
@@ -122,13 +128,20 @@ def train_help(config_dir: str | None = None) -> str:
     from automoe.config.compose import list_groups, list_options
 
     def listed(options: list[str], first: str, indent: int) -> str:
-        return textwrap.fill(", ".join(options), 80, initial_indent=first, subsequent_indent=" " * indent)
+        return textwrap.fill(
+            ", ".join(options), 80, initial_indent=first, subsequent_indent=" " * indent
+        )
 
     groups = list_groups(config_dir)
     width = max(map(len, groups)) + 4
-    lines = [listed(list_options(group, config_dir), f"  {group}".ljust(width), width) for group in groups]
+    lines = [
+        listed(list_options(group, config_dir), f"  {group}".ljust(width), width)
+        for group in groups
+    ]
     primaries = ["primary configurations", listed(list_options("", config_dir), "  ", 2), ""]
-    return "\n".join([_TRAIN_USAGE, *primaries, "config groups (group=option)", *lines, "", _EXAMPLES.rstrip()])
+    return "\n".join(
+        [_TRAIN_USAGE, *primaries, "config groups (group=option)", *lines, "", _EXAMPLES.rstrip()]
+    )
 
 
 _COMPLETION = """\
@@ -161,7 +174,12 @@ def bash_completion() -> str:
     options = [f"{group}={option}" for group in list_groups() for option in list_options(group)]
     words = ["--config-name", "--config-dir", "--multirun", "--print-config", "--help", *options]
     words += [f"{key}=" for key in leaf_keys()] + [f"recipe={name}" for name in list_recipes()]
-    lists = {"words": words, "commands": [*COMMANDS, *_HERE], "primaries": list_options(), "recipes": list_recipes()}
+    lists = {
+        "words": words,
+        "commands": [*COMMANDS, *_HERE],
+        "primaries": list_options(),
+        "recipes": list_recipes(),
+    }
     return _COMPLETION.format(**{name: " ".join(listed) for name, listed in lists.items()})
 
 

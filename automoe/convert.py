@@ -1,4 +1,5 @@
-"""``python -m automoe.convert SRC --out DIR``: a HuggingFace checkpoint in another dtype, layout or quantization.
+"""``python -m automoe.convert SRC --out DIR``: a HuggingFace checkpoint in another dtype, layout or
+quantization.
 
 python -m automoe.convert DeepSeek-V3 --out DeepSeek-V3-bf16 --dtype bfloat16
 python -m automoe.convert my-model --out my-model-fp8 --fp8
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
+    """Convert the directory that ``argv`` names; returns the exit status (2: nothing was
+    written)."""
     parser = argparse.ArgumentParser(
         prog="automoe convert",
         description="Write a HuggingFace checkpoint anew in another dtype, layout or quantization, one tensor at a "
@@ -35,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         help="experts one by one as published, or fused as transformers 5 holds them (default: published)",
     )
     args = parser.parse_args(argv)
-    return report(args, partial(_convert, args.source, layout=args.layout), partial(_describe, args))
+    return report(
+        args, partial(_convert, args.source, layout=args.layout), partial(_describe, args)
+    )
 
 
 def _convert(source: str, out: str, **options: Any) -> Written:
@@ -47,7 +51,9 @@ def _convert(source: str, out: str, **options: Any) -> Written:
 
     folder = checkpoint_folder(source, "SRC")
     if not folder.is_dir():
-        raise ConfigError("SRC", source, "no such directory", "Name a HuggingFace checkpoint directory")
+        raise ConfigError(
+            "SRC", source, "no such directory", "Name a HuggingFace checkpoint directory"
+        )
     try:
         config = model_config_from_hf(folder)
     except ConfigError as error:  # which speaks of the key that training reads it by

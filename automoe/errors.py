@@ -1,4 +1,5 @@
-"""Errors that a user can cause and mend. Each says what was wrong, where, the rule, and what to do."""
+"""Errors that a user can cause and mend. Each says what was wrong, where, the rule, and what to
+do."""
 
 from __future__ import annotations
 
@@ -33,16 +34,30 @@ def spelled_out(text: str) -> str:
 
 
 def steers(char: str) -> bool:
-    """Whether a character steers a terminal or turns text around: controls, line separators, halves of a pair.
+    """Whether a character steers a terminal or turns text around: controls, line separators, halves
+    of a pair.
 
     What joins emoji or letters, and the blanks of other scripts, are text.
     """
-    turns = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-    return turns or (unicodedata.category(char) in ("Cc", "Cs", "Cn", "Zl", "Zp") and char not in "\n\t")
+    turns = unicodedata.bidirectional(char) in (
+        "LRE",
+        "RLE",
+        "LRO",
+        "RLO",
+        "PDF",
+        "LRI",
+        "RLI",
+        "FSI",
+        "PDI",
+    )
+    return turns or (
+        unicodedata.category(char) in ("Cc", "Cs", "Cn", "Zl", "Zp") and char not in "\n\t"
+    )
 
 
 class AutomoeError(Exception):
-    """Base of every error meant for a person; entry points print it without a traceback. It may name what files say."""
+    """Base of every error meant for a person; entry points print it without a traceback. It may
+    name what files say."""
 
     def __str__(self) -> str:
         return spelled_out(super().__str__())
@@ -100,11 +115,12 @@ class BackendError(AutomoeError, RuntimeError):
 def exit_status(command: Callable[P, int]) -> Callable[P, int]:
     """Decorate an entry point, so that errors and Ctrl-C become exit statuses.
 
-    The decorated function returns what ``command`` returns; 2 after an ``AutomoeError``, whose message is printed; 130
-    after Ctrl-C; 141 if the reader of standard output has gone (``automoe ... | head -1``).
+    The decorated function returns what ``command`` returns; 2 after an ``AutomoeError``, whose
+    message is printed; 130 after Ctrl-C; 141 if the reader of standard output has gone (``automoe
+    ... | head -1``).
 
-    Import slow modules inside ``command``. Then Ctrl-C during an import is as quiet as later, even if the imported
-    library turns the ``KeyboardInterrupt`` into an error of its own.
+    Import slow modules inside ``command``. Then Ctrl-C during an import is as quiet as later, even
+    if the imported library turns the ``KeyboardInterrupt`` into an error of its own.
     """
 
     @wraps(command)
@@ -127,7 +143,11 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
         except Exception as error:
             if _interrupted:
                 return EXIT_INTERRUPTED
-            if isinstance(error, OSError) and error.filename is None and (lost := _lost_output()) is not None:
+            if (
+                isinstance(error, OSError)
+                and error.filename is None
+                and (lost := _lost_output()) is not None
+            ):
                 return lost
             if not isinstance(error, AutomoeError):
                 raise
@@ -142,7 +162,8 @@ def exit_status(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def show_everything(stream: TextIO) -> None:
-    """Let a stream whose encoding lacks a character (``PYTHONIOENCODING=ascii``) show its number in its place."""
+    """Let a stream whose encoding lacks a character (``PYTHONIOENCODING=ascii``) show its number in
+    its place."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
 
@@ -153,13 +174,15 @@ def _flush() -> None:
 
 
 def _lost_output() -> int | None:
-    """The status of a command whose output cannot be written any more, which is then closed; None where it can."""
+    """The status of a command whose output cannot be written any more, which is then closed; None
+    where it can."""
     lost = None
     for stream in (sys.stdout, sys.stderr):
         try:
             print(end="" if stream is sys.stderr else "\n", file=stream, flush=True)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter flushes again at its end
+            # the interpreter flushes again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             lost = lost or error
     if lost is None or lost.errno == errno.EPIPE:
         return None if lost is None else EXIT_NO_READER
@@ -187,8 +210,11 @@ def import_backend(module: str, choice: str, remedy: str) -> ModuleType:
     """
     try:
         return import_module(module)
-    except Exception as error:  # without CUDA, its driver or a library some raise RuntimeError, OSError and others
-        raise BackendError(f"{choice}: {module} does not import ({type(error).__name__}: {error}). {remedy}") from error
+    # without CUDA, its driver or a library some raise RuntimeError, OSError and others
+    except Exception as error:
+        raise BackendError(
+            f"{choice}: {module} does not import ({type(error).__name__}: {error}). {remedy}"
+        ) from error
 
 
 def listed(names: Iterable[object], shown: int = 4) -> str:
@@ -199,9 +225,11 @@ def listed(names: Iterable[object], shown: int = 4) -> str:
 
 
 def retried(action: Callable[[], T]) -> T:
-    """What ``action`` returns; called again, up to three times, where a disk fails for a moment, each time with a line.
+    """What ``action`` returns; called again, up to three times, where a disk fails for a moment,
+    each time with a line.
 
-    Not for a bare ``fsync``: Linux says once that pages could not be written, and then forgets it. Write them anew.
+    Not for a bare ``fsync``: Linux says once that pages could not be written, and then forgets it.
+        Write them anew.
 
     Raises:
         OSError: any other, or the last of these (EIO, ESTALE, EINTR, EAGAIN, ETIMEDOUT).

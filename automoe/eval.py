@@ -1,4 +1,5 @@
-"""``automoe eval WHERE --tasks TASK``: tasks of lm-eval-harness on what was trained, through ``transformers``.
+"""``automoe eval WHERE --tasks TASK``: tasks of lm-eval-harness on what was trained, through
+``transformers``.
 
 automoe eval runs/sft_small --tasks my_task.yaml            # a task file, whose data lies on this machine
 automoe eval runs/sft_small --tasks tasks/ --limit 100      # all task files of a folder
@@ -35,22 +36,40 @@ def main(argv: list[str] | None = None) -> int:
         description="Run tasks of lm-eval-harness on a run or a checkpoint. A task file is code: it can name functions "
         "of Python files beside it. Run none that you do not trust.",
     )
-    parser.add_argument("where", help="run directory, or a HuggingFace checkpoint such as automoe export writes")
     parser.add_argument(
-        "--tasks", required=True, metavar="A,B", help="task files (YAML), folders of them, or names that lm_eval knows"
+        "where", help="run directory, or a HuggingFace checkpoint such as automoe export writes"
     )
     parser.add_argument(
-        "--num_fewshot", "--num-fewshot", type=_shots, metavar="N", help="examples before each question"
+        "--tasks",
+        required=True,
+        metavar="A,B",
+        help="task files (YAML), folders of them, or names that lm_eval knows",
+    )
+    parser.add_argument(
+        "--num_fewshot",
+        "--num-fewshot",
+        type=_shots,
+        metavar="N",
+        help="examples before each question",
     )
     parser.add_argument(
         "--batch_size", "--batch-size", type=_rows_at_once, default="1", metavar="N",
         help="rows at once, or auto (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--limit", type=_limit, metavar="N", help="documents of a task; below 1, a share of them")
     parser.add_argument(
-        "--apply_chat_template", "--apply-chat-template", action="store_true", help="ask through the chat template"
+        "--limit", type=_limit, metavar="N", help="documents of a task; below 1, a share of them"
     )
-    parser.add_argument("--out", metavar="FILE", help=f"results as JSON (default: WHERE/{RESULTS}, or the next number)")
+    parser.add_argument(
+        "--apply_chat_template",
+        "--apply-chat-template",
+        action="store_true",
+        help="ask through the chat template",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help=f"results as JSON (default: WHERE/{RESULTS}, or the next number)",
+    )
     args = parser.parse_args(argv)
     return _evaluate(args)
 
@@ -67,7 +86,9 @@ def _evaluate(args: argparse.Namespace) -> int:
             tasks = load_tasks([spec.strip() for spec in args.tasks.split(",")])
         names = [name for task in tasks for name in _names(task)]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError("--tasks", args.tasks, f"more than one task is called {listed(twice)}", "Rename one")
+            raise ConfigError(
+                "--tasks", args.tasks, f"more than one task is called {listed(twice)}", "Rename one"
+            )
         found = evaluate(folder, tasks, args)
     rows = list(_rows(found, names))
     # Of a run, the checkpoint was made for the moment.
@@ -79,12 +100,23 @@ def _evaluate(args: argparse.Namespace) -> int:
     for kind, texts in heard.found.items():
         print(f"warning: lm_eval, {len(texts):,} times: {texts[0]}", file=sys.stderr)
         if kind == _NO_CHOICE:
-            raise ConfigError("--tasks", args.tasks, "a right answer is none of the choices", "Correct doc_to_target")
+            raise ConfigError(
+                "--tasks",
+                args.tasks,
+                "a right answer is none of the choices",
+                "Correct doc_to_target",
+            )
     missing = sorted(set(names) - {row[0] for row in rows})
-    wrong = [f"{task} {metric}" for task, metric, _, *numbers in rows if not all(map(_is_finite, numbers))]
+    wrong = [
+        f"{task} {metric}"
+        for task, metric, _, *numbers in rows
+        if not all(map(_is_finite, numbers))
+    ]
     if missing or wrong:
         said = f"without a number: {listed(missing)}" if missing else f"not finite: {listed(wrong)}"
-        raise AutomoeError(f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers")
+        raise AutomoeError(
+            f"the tasks were not all evaluated; {said}. Look at their data, and at the model's answers"
+        )
     return 0
 
 
@@ -97,18 +129,25 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())[:300]
-        for kind in (kind for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template") if kind in text):
+        for kind in (
+            kind
+            for kind in (_NO_CHOICE, "exceeds model's max", "apply chat template")
+            if kind in text
+        ):
             self.found.setdefault(kind, []).append(text)
 
 
 def load_tasks(specs: list[str]) -> list[Any]:
-    """Tasks and groups of the harness, with their data: files, the tasks in a folder, or names that it knows."""
+    """Tasks and groups of the harness, with their data: files, the tasks in a folder, or names that
+    it knows."""
     from lm_eval.tasks import TaskManager
 
     built = []
     for spec in specs:
         if not spec:
-            raise ConfigError("--tasks", ",".join(specs), "a task without a name", "Write --tasks A,B")
+            raise ConfigError(
+                "--tasks", ",".join(specs), "a task without a name", "Write --tasks A,B"
+            )
         path = Path(spec).expanduser()
         folder, named = path.is_dir(), not path.exists()
         looks_like_a_path = named and (os.sep in spec or path.suffix in (".yaml", ".yml"))
@@ -122,7 +161,12 @@ def load_tasks(specs: list[str]) -> list[Any]:
             rule = f"there is no such file or folder (looked from {os.getcwd()}), and no task of lm_eval has that name"
             raise ConfigError("--tasks", spec, rule, "`lm-eval ls tasks` lists its tasks")
         if folder and not manager.all_subtasks:
-            raise ConfigError("--tasks", spec, "there is no task file in this folder", "Name one with *.yaml files")
+            raise ConfigError(
+                "--tasks",
+                spec,
+                "there is no task file in this folder",
+                "Name one with *.yaml files",
+            )
         for name in manager.all_subtasks if folder else [spec if named else str(path)]:
             loaded = manager.load([name])
             groups = list(loaded.get("groups", {}).values())
@@ -131,21 +175,25 @@ def load_tasks(specs: list[str]) -> list[Any]:
 
 
 def _group_in(path: Path) -> Any:
-    """The group of tasks in a file; None where it holds a task. Its tasks lie beside it, or are the harness's."""
+    """The group of tasks in a file; None where it holds a task. Its tasks lie beside it, or are the
+    harness's."""
     from lm_eval.tasks import TaskManager
 
     if not re.search(r"^group:", path.read_text(encoding="utf-8"), re.M):
         return None
     manager = TaskManager(include_path=str(path.parent), include_defaults=False)
     entries = manager.task_index
-    [name] = (name for name in manager.all_groups if entries[name].yaml_path.resolve() == path.resolve())
+    [name] = (
+        name for name in manager.all_groups if entries[name].yaml_path.resolve() == path.resolve()
+    )
     if any(isinstance(task, str) and task not in entries for task in entries[name].cfg["task"]):
         manager = TaskManager(include_path=str(path.parent))
     return manager.load([name])["groups"][name]
 
 
 def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """What the harness found with the checkpoint in ``folder``, without what it says of the machine."""
+    """What the harness found with the checkpoint in ``folder``, without what it says of the
+    machine."""
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -153,18 +201,27 @@ def evaluate(folder: Path, tasks: list[Any], args: argparse.Namespace) -> dict[s
     model, tokenizer = load_checkpoint(folder)
     if args.apply_chat_template and tokenizer.chat_template is None:
         rule = "its tokenizer has no chat template"
-        raise ConfigError("--apply_chat_template", "", rule, "Leave it out, or add chat_template.jinja to the folder")
+        raise ConfigError(
+            "--apply_chat_template",
+            "",
+            rule,
+            "Leave it out, or add chat_template.jinja to the folder",
+        )
     counts = [len(task.eval_docs) for one in tasks for task in _leaves(one)]
     limited = [
-        min(n, args.limit if args.limit >= 1 else math.ceil(n * args.limit)) if args.limit else n for n in counts
+        min(n, args.limit if args.limit >= 1 else math.ceil(n * args.limit)) if args.limit else n
+        for n in counts
     ]
     with _failing(args.tasks):
-        evaluator.add_env_info = lambda results: None  # it would ask pip and the hardware, for many seconds
-        evaluator.get_git_commit_hash = lambda: None  # of the working directory; git would complain that it is none
+        # it would ask pip and the hardware, for many seconds
+        evaluator.add_env_info = lambda results: None
+        # of the working directory; git would complain that it is none
+        evaluator.get_git_commit_hash = lambda: None
         found = evaluator.simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size),
             tasks=tasks,
-            task_manager=TaskManager(include_defaults=False),  # they are built: nothing is looked for
+            # they are built: nothing is looked for
+            task_manager=TaskManager(include_defaults=False),
             num_fewshot=args.num_fewshot,
             batch_size=args.batch_size,
             limit=args.limit,
@@ -185,9 +242,7 @@ def _failing(tasks: str) -> Iterator[None]:
         raise
     except Exception as error:  # their YAML, templates, functions, files and the network: anything
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        remedy = (
-            "Files that data_files names are looked for from the working directory; without a network, a task whose "
-        )
+        remedy = "Files that data_files names are looked for from the working directory; without a network, a task whose "
         raise AutomoeError(
             f"--tasks={tasks}: lm_eval cannot run them ({why}). {remedy}data is not on this machine cannot be had"
         ) from error
@@ -202,7 +257,8 @@ def _names(task: Any) -> list[str]:
 
 
 def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
-    """(task, metric, examples before a question, value, standard error) of every number; groups come first."""
+    """(task, metric, examples before a question, value, standard error) of every number; groups
+    come first."""
     results = found.get("groups", {}) | found["results"]
     for name in [*found.get("groups", {}), *names]:
         for key, value in results.get(name, {}).items():
@@ -210,7 +266,13 @@ def _rows(found: dict[str, Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
             if kind and not metric.endswith("_stderr"):
                 error = results[name].get(f"{metric}_stderr,{kind}")
                 shown = metric if kind == "none" else f"{metric} ({kind})"
-                yield name, shown, found.get("n-shot", {}).get(name), value, None if error == "N/A" else error
+                yield (
+                    name,
+                    shown,
+                    found.get("n-shot", {}).get(name),
+                    value,
+                    None if error == "N/A" else error,
+                )
 
 
 def _is_finite(value: Any) -> bool:
@@ -228,7 +290,10 @@ def _print_table(rows: list[tuple[Any, ...]]) -> None:
     for heading in ("shots", "value", "std. error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for task, metric, shots, *numbers in rows:
-        cells = ["-" if n is None else f"{n:.4f}" if isinstance(n, int | float) else str(n) for n in numbers]
+        cells = [
+            "-" if n is None else f"{n:.4f}" if isinstance(n, int | float) else str(n)
+            for n in numbers
+        ]
         table.add_row(task, metric, "-" if shots is None else str(shots), *cells)
     Console(highlight=False, markup=False).print(table)
 
@@ -242,10 +307,15 @@ def _free(where: Path, out: str | None) -> Path:
     numbered = (where / RESULTS.replace(".", f".{n}." if n else ".") for n in range(sys.maxsize))
     path = Path(out).expanduser() if out else next(path for path in numbered if not path.exists())
     if path.exists():
-        raise ConfigError("--out", path, "it is there, and results are not overwritten", "Name another file")
+        raise ConfigError(
+            "--out", path, "it is there, and results are not overwritten", "Name another file"
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(
-            "--out", path, "its folder is not there, or cannot be written", "Name a file that can be made"
+            "--out",
+            path,
+            "its folder is not there, or cannot be written",
+            "Name a file that can be made",
         )
     return path
 

@@ -1,4 +1,5 @@
-"""``python -m automoe.export RUN --out DIR``: a run's weights as a HuggingFace checkpoint that is proven equal.
+"""``python -m automoe.export RUN --out DIR``: a run's weights as a HuggingFace checkpoint that is
+proven equal.
 
 python -m automoe.export runs/default --out my-model
 python -m automoe.export runs/default --out my-model --dtype bfloat16
@@ -38,10 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="run directory of automoe.train")
     add_options(parser, "as trained")
-    help_text = "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
+    help_text = (
+        "a run with LoRA: its adapter alone, as peft loads it; experts one by one, or in one tensor"
+    )
     layouts = ("auto", "published", "fused")
     parser.add_argument("--adapter", nargs="?", const=layouts[0], choices=layouts, help=help_text)
-    parser.add_argument("--ema", action="store_true", help="a run with optim.ema_decay: its averaged weights")
+    parser.add_argument(
+        "--ema", action="store_true", help="a run with optim.ema_decay: its averaged weights"
+    )
     args = parser.parse_args(argv)
     return report(args, partial(export_run, args.run, adapter=args.adapter, ema=args.ema))
 
@@ -56,15 +61,18 @@ def export_run(
     adapter: str | None = None,
     ema: bool = False,
 ) -> Written | WrittenAdapter:
-    """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on the CPU.
+    """Write the newest weights of a run directory as a HuggingFace checkpoint, in one process on
+    the CPU.
 
-    Adapters are merged into it; or with ``adapter``, a layout of ``automoe.hf.peft``, they are all that is written.
+    Adapters are merged into it; or with ``adapter``, a layout of ``automoe.hf.peft``, they are all
+    that is written.
 
     The newest training checkpoint that is whole, or where there is none the checkpoint that the run
-    itself wrote to ``hf/`` at its end. With ``ema`` the averages of ``optim.ema_decay`` in that training checkpoint.
+    itself wrote to ``hf/`` at its end. With ``ema`` the averages of ``optim.ema_decay`` in that
+    training checkpoint.
 
-    Raises:
-        ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints, ``adapter`` of a run
+    Raises: ConfigError: not a run directory, ``fp8`` of a family that has no such checkpoints,
+        ``adapter`` of a run
             that has none or trained more than that, or ``ema`` of one without averages.
         CheckpointError: it has no weights, they are damaged, or the export is not equal to them.
     """
@@ -83,14 +91,21 @@ def export_run(
     if fp8:
         fp8_config(config.model, family_of(config.model).keys)
 
-    if adapter is not None and (not config.lora.rank or config.train.trainable or config.data.is_synthetic):
+    if adapter is not None and (
+        not config.lora.rank or config.train.trainable or config.data.is_synthetic
+    ):
         rule = f"the run has lora.rank={config.lora.rank}, train.trainable={config.train.trainable}"
         rule += ", data.kind=benchmark" * config.data.is_synthetic
         raise ConfigError(
-            "--adapter", adapter, f"an adapter holds what lora trained, and nothing else; {rule}", "Omit it"
+            "--adapter",
+            adapter,
+            f"an adapter holds what lora trained, and nothing else; {rule}",
+            "Omit it",
         )
     if ema and not config.optim.ema_decay:
-        raise ConfigError("--ema", True, "the run kept no averages of its weights: optim.ema_decay=0", "Omit it")
+        raise ConfigError(
+            "--ema", True, "the run kept no averages of its weights: optim.ema_decay=0", "Omit it"
+        )
 
     from automoe.hf.peft import to_peft
     from automoe.hf.write import to_hf  # torch
@@ -103,15 +118,20 @@ def export_run(
     known = config.data.is_synthetic or model.config.hf_path == config.model.hf_path
     tokenizer = tokenizer_of(config) if known else None
     chat = chat_template_of(config) if tokenizer is not None else None
-    options = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite, "tokenizer": tokenizer, "chat": chat}
+    options = {
+        "max_shard_bytes": max_shard_bytes,
+        "overwrite": overwrite,
+        "tokenizer": tokenizer,
+        "chat": chat,
+    }
     return replace(to_hf(model, out, dtype=dtype, fp8=fp8, **options), averaged=ema)
 
 
 def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     """The whole model of a run, with its newest weights, or their averages.
 
-    Raises:
-        CheckpointError: there are none, or they are damaged; which older ones to take instead is not decided here.
+    Raises: CheckpointError: there are none, or they are damaged; which older ones to take instead
+        is not decided here.
     """
     import torch
 
@@ -129,14 +149,17 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     try:
         steps, exported = committed_steps(run_dir / FOLDER), run_dir / "hf"
     except OSError as error:
-        raise CheckpointError(f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions") from None
+        raise CheckpointError(
+            f"{run_dir / FOLDER} cannot be read: {error.strerror}. See to its permissions"
+        ) from None
     newest = run_dir / FOLDER / steps[-1] if steps else None
     if newest is not None:
         if (problem := damage(newest)) is not None:
             raise CheckpointError(
                 f"{newest} is damaged ({problem}). Remove it to export the checkpoint before it, or resume the run"
             )
-        check_model(newest, read_manifest(newest)[0]["config"], config)  # config.yaml has no checksum
+        # config.yaml has no checksum
+        check_model(newest, read_manifest(newest)[0]["config"], config)
     elif (exported / "config.json").is_file() and not ema and export_name(config) == "hf":
         # Token ids and tokenizer files come from there too.
         config = replace(config, model=replace(config.model, hf_path=str(exported)))
@@ -144,20 +167,31 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
     else:
         raise _no_weights(run_dir, config, ema)
     # Nothing is computed, so the backends that trained it need not be here.
-    config, dtype = replace(config, moe=replace(config.moe, experts="loop")), PARAM_DTYPES[config.train.dtype]
+    config, dtype = (
+        replace(config, moe=replace(config.moe, experts="loop")),
+        PARAM_DTYPES[config.train.dtype],
+    )
     model = build_decoder(config.model, config.moe, dtype)
     if newest is None:
         model.to_empty(device="cpu")
         load_hf(model, exported)
         return model
-    adapt(model, config, dtype, dtype)  # wider than in training: merged weights are rounded once, when they are written
+    # wider than in training: merged weights are rounded once, when they are written
+    adapt(model, config, dtype, dtype)
     allocate({0: model}, torch.device("cpu"))
     base, held = read_manifest(newest)[0].get("base"), model.state_dict()
     if base is not None:
         assert config.model.hf_path is not None
-        check_base(newest, {"base": base, "config": config_to_dict(config)}, config, identity_of(config.model.hf_path))
+        check_base(
+            newest,
+            {"base": base, "config": config_to_dict(config)},
+            config,
+            identity_of(config.model.hf_path),
+        )
         load_hf(model, config.model.hf_path)
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        frozen = {
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
         held = {name: tensor for name, tensor in held.items() if name not in frozen}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     load_step(held, newest, trained if ema else ())
@@ -167,7 +201,9 @@ def _load_run(run_dir: Path, config: Config, ema: bool) -> Decoder:
 def _no_weights(run_dir: Path, config: Config, ema: bool) -> CheckpointError:
     """Why there is nothing to export, and what there is."""
     if ema:
-        return CheckpointError(f"{run_dir} has no training checkpoint, which has the averages. Omit --ema")
+        return CheckpointError(
+            f"{run_dir} has no training checkpoint, which has the averages. Omit --ema"
+        )
     if (run_dir / "adapter" / "adapter_config.json").is_file():
         return CheckpointError(
             f"{run_dir} has no weights of a whole model, only the adapter in {run_dir / 'adapter'}, which peft loads "
@@ -179,7 +215,9 @@ def _no_weights(run_dir: Path, config: Config, ema: bool) -> CheckpointError:
     )
 
 
-def load_step(held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()) -> None:
+def load_step(
+    held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collection[str] = ()
+) -> None:
     """Fill a whole model's tensors from a training checkpoint, in this process alone.
 
     Args:
@@ -191,14 +229,19 @@ def load_step(held: Mapping[str, torch.Tensor], step_dir: Path, averaged: Collec
     from automoe.checkpoint.reader import StepReader
     from automoe.optim.ema import KEY
 
-    tensors = {f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": held[name] for name in held}
+    tensors = {
+        f"{f'optimizer.{KEY}' if name in averaged else 'model'}.{name}": held[name] for name in held
+    }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+        warnings.filterwarnings(
+            "ignore", category=UserWarning, module="torch.distributed.checkpoint"
+        )
         StepReader(step_dir).load(tensors, no_dist=True)
 
 
 def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
-    """The options of a checkpoint to make, which ``convert`` has too; ``kept_dtype`` says what ``--dtype keep`` is."""
+    """The options of a checkpoint to make, which ``convert`` has too; ``kept_dtype`` says what
+    ``--dtype keep`` is."""
     parser.add_argument("--out", required=True, metavar="DIR", help="checkpoint directory to make")
     parser.add_argument(
         "--dtype",
@@ -206,17 +249,36 @@ def add_options(parser: argparse.ArgumentParser, kept_dtype: str) -> None:
         default="keep",
         help=f"of the parameters (default: {kept_dtype})",
     )
-    parser.add_argument("--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published")
-    parser.add_argument("--max-shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file (default: 5)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint directory at DIR")
     parser.add_argument(
-        "--plugins", type=lambda text: text.split(","), default=[], metavar="A,B", help="modules that the model needs"
+        "--fp8", action="store_true", help="quantize to block-FP8, as DeepSeek-V3 is published"
+    )
+    parser.add_argument(
+        "--max-shard-gb",
+        type=_positive,
+        default=5.0,
+        metavar="GB",
+        help="largest file (default: 5)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a checkpoint directory at DIR"
+    )
+    parser.add_argument(
+        "--plugins",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="A,B",
+        help="modules that the model needs",
     )
 
 
 @exit_status
-def report(args: argparse.Namespace, write: Callable[..., Any], describe: Callable[[Any], str] | None = None) -> int:
-    """Load plugins, ``write`` with the options of ``add_options``, and print what was saved; returns the exit status.
+def report(
+    args: argparse.Namespace,
+    write: Callable[..., Any],
+    describe: Callable[[Any], str] | None = None,
+) -> int:
+    """Load plugins, ``write`` with the options of ``add_options``, and print what was saved;
+    returns the exit status.
 
     Args:
         write: ``export_run`` or ``convert_hf`` of a source.
@@ -226,8 +288,20 @@ def report(args: argparse.Namespace, write: Callable[..., Any], describe: Callab
 
     max_bytes = int(args.max_shard_gb * 1e9)
     load_plugins(args.plugins)
-    written = write(args.out, dtype=args.dtype, fp8=args.fp8, overwrite=args.overwrite, max_shard_bytes=max_bytes)
-    own = partial(textwrap.fill, width=80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    written = write(
+        args.out,
+        dtype=args.dtype,
+        fp8=args.fp8,
+        overwrite=args.overwrite,
+        max_shard_bytes=max_bytes,
+    )
+    own = partial(
+        textwrap.fill,
+        width=80,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     print(f"saved {describe(written)}" if describe else own(f"saved {written}"))
     return 0
 

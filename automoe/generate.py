@@ -30,17 +30,34 @@ def main(argv: list[str] | None = None) -> int:
         prog="automoe generate",
         description="Ask a model what it learned. Without a prompt, a chat in the terminal: an empty line ends it.",
     )
-    parser.add_argument("where", help="run directory, or a HuggingFace checkpoint: a directory, or a Hub id")
+    parser.add_argument(
+        "where", help="run directory, or a HuggingFace checkpoint: a directory, or a Hub id"
+    )
     parser.add_argument("prompt", nargs="*", help="a question; several are asked one by one")
-    parser.add_argument("--text", action="store_true", help="go on with the prompts as they are, without chat template")
-    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt of every question")
     parser.add_argument(
-        "--max-new-tokens", type=_at_least_one, default=256, metavar="N", help="of an answer (default: 256)"
+        "--text",
+        action="store_true",
+        help="go on with the prompts as they are, without chat template",
     )
     parser.add_argument(
-        "--temperature", type=_not_negative, default=0.0, help="0: the likeliest token each time (default)"
+        "--system", default="", metavar="TEXT", help="system prompt of every question"
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="of drawing tokens, with a temperature (default: 0)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_at_least_one,
+        default=256,
+        metavar="N",
+        help="of an answer (default: 256)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_not_negative,
+        default=0.0,
+        help="0: the likeliest token each time (default)",
+    )
+    parser.add_argument(
+        "--seed", type=_seed, default=0, help="of drawing tokens, with a temperature (default: 0)"
+    )
     args = parser.parse_intermixed_args(argv)  # options may stand between the run and its questions
     with checkpoint_of(Path(args.where).expanduser()) as folder:
         speaker = Speaker(folder, args.max_new_tokens, args.temperature, args.seed)
@@ -70,7 +87,8 @@ def _lines() -> Iterator[str]:
     if typed:
         print("> ", end="", flush=True)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        ascii_alone = codecs.lookup(sys.stdin.encoding).name == "ascii"  # PYTHONIOENCODING=ascii says nothing of a pipe
+        # PYTHONIOENCODING=ascii says nothing of a pipe
+        ascii_alone = codecs.lookup(sys.stdin.encoding).name == "ascii"
         # What is not UTF-8 is an error for people in ``answer``.
         sys.stdin.reconfigure(encoding="utf-8" if ascii_alone else None, errors="surrogateescape")
     for line in sys.stdin:
@@ -103,7 +121,8 @@ def _not_negative(text: str) -> float:
 
 @contextmanager
 def checkpoint_of(where: Path) -> Iterator[Path]:
-    """The HuggingFace checkpoint ``where``, or of that Hub id; of a run its own when it is done, else one made now.
+    """The HuggingFace checkpoint ``where``, or of that Hub id; of a run its own when it is done,
+    else one made now.
 
     Raises:
         CheckpointError, ConfigError: there is none, and no weights to make one of.
@@ -131,7 +150,8 @@ def checkpoint_of(where: Path) -> Iterator[Path]:
 
 
 def _wrote_a_model(run_dir: Path) -> bool:
-    """Whether the run's last start was to write ``hf/``. Its plugins and environment are not needed to say that."""
+    """Whether the run's last start was to write ``hf/``. Its plugins and environment are not needed
+    to say that."""
     with suppress(OSError, ValueError):
         values = flat(read_mapping((run_dir / CONFIG_FILE).read_bytes()))
         adapter = values.get("lora.rank") and values.get("lora.export") == "adapter"
@@ -140,10 +160,11 @@ def _wrote_a_model(run_dir: Path) -> bool:
 
 
 def load_checkpoint(folder: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of a HuggingFace checkpoint, on the first GPU if there is one. Runs no code of it.
+    """The model and the tokenizer of a HuggingFace checkpoint, on the first GPU if there is one.
+    Runs no code of it.
 
-    Raises:
-        CheckpointError: it has no tokenizer, is damaged, has numbers that are not finite, or ``transformers`` cannot
+    Raises: CheckpointError: it has no tokenizer, is damaged, has numbers that are not finite, or
+        ``transformers`` cannot
             load it without code of its own.
     """
     import torch
@@ -155,21 +176,35 @@ def load_checkpoint(folder: Path) -> tuple[Any, Any]:
 
     disable_progress_bar()
     read_headers(folder)  # a stranger's folder: refused before anything of it is loaded
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise CheckpointError(f"{folder} has no tokenizer. Copy the files of the one that trained it into it")
+    if not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        raise CheckpointError(
+            f"{folder} has no tokenizer. Copy the files of the one that trained it into it"
+        )
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, **safe)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, **safe
+        )
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}: transformers cannot load it without code of its own ({why})") from error
-    # With logits that are NaN the first token is the likeliest: an answer all the same, and a share of right choices.
+        raise CheckpointError(
+            f"{folder}: transformers cannot load it without code of its own ({why})"
+        ) from error
+    # With logits that are NaN the first token is the likeliest: an answer all the same, and a share
+    # of right choices.
     named = (
-        (name, p.detach()) for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() > 1
+        (name, p.detach())
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and p.element_size() > 1
     )
     if odd := [name for name, parameter in named if not is_finite(parameter)]:
-        raise CheckpointError(f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint")
+        raise CheckpointError(
+            f"{folder}: numbers are NaN or infinite in {listed(odd)}. Take another checkpoint"
+        )
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
@@ -181,49 +216,68 @@ class Speaker:
         seed: of the tokens that are drawn otherwise.
     """
 
-    def __init__(self, folder: Path, max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> None:
         from transformers import set_seed
 
         set_seed(seed)
         self.model, self.tokenizer = load_checkpoint(folder)
-        # The likeliest token is that of the model, whatever the checkpoint's own settings would make less likely.
+        # The likeliest token is that of the model, whatever the checkpoint's own settings would
+        # make less likely.
         greedy = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
         drawn = {"do_sample": True, "temperature": temperature} if temperature else greedy
-        self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id}
+        self.options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
         self.options |= drawn
 
     def answer(self, said: str | list[dict[str, Any]]) -> str:
         """What comes after a text, or the answer to messages, without its stop token.
 
-        Raises:
-            CheckpointError: messages, and the tokenizer has no chat template; a prompt that is no text, or too long.
+        Raises: CheckpointError: messages, and the tokenizer has no chat template; a prompt that is
+            no text, or too long.
         """
         from transformers import BatchEncoding
 
         try:
             (said if isinstance(said, str) else "".join(one["content"] for one in said)).encode()
         except UnicodeEncodeError as error:
-            raise CheckpointError("the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)") from error
+            raise CheckpointError(
+                "the prompt is not UTF-8. Convert it (iconv -f latin1 -t utf-8)"
+            ) from error
         if isinstance(said, str):
-            # As the model's pretraining: what its tokenizer puts before a text, and nothing behind it.
-            first = [i for i in self.tokenizer("")["input_ids"][:1] if i == self.tokenizer.bos_token_id]
+            # As the model's pretraining: what its tokenizer puts before a text, and nothing behind
+            # it.
+            first = [
+                i for i in self.tokenizer("")["input_ids"][:1] if i == self.tokenizer.bos_token_id
+            ]
             ids = first + self.tokenizer(said, add_special_tokens=False)["input_ids"]
-            inputs = BatchEncoding({"input_ids": [ids], "attention_mask": [[1] * len(ids)]}, tensor_type="pt")
+            inputs = BatchEncoding(
+                {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}, tensor_type="pt"
+            )
         elif self.tokenizer.chat_template is None:
-            raise CheckpointError("its tokenizer has no chat template. Use --text, which goes on with a text as it is")
+            raise CheckpointError(
+                "its tokenizer has no chat template. Use --text, which goes on with a text as it is"
+            )
         else:
             inputs = self.tokenizer.apply_chat_template(
                 said, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         inputs = inputs.to(self.model.device)
-        longest, length = getattr(self.model.config, "max_position_embeddings", None), inputs["input_ids"].shape[1]
+        longest, length = (
+            getattr(self.model.config, "max_position_embeddings", None),
+            inputs["input_ids"].shape[1],
+        )
         if longest and length >= longest:
             raise CheckpointError(
                 f"a prompt of {length} tokens, and the model knows {longest} positions "
                 "(max_position_embeddings of its config.json). Ask something shorter, or begin a new chat"
             )
         most, limit = self.options["max_new_tokens"], "--max-new-tokens"
-        if longest and longest - length < most:  # behind it are positions that no token was ever trained at
+        # behind it are positions that no token was ever trained at
+        if longest and longest - length < most:
             most, limit = longest - length, "max_position_embeddings of its config.json"
         ids = self.model.generate(**inputs, **self.options | {"max_new_tokens": most})[0, length:]
         stops = self.model.generation_config.eos_token_id

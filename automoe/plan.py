@@ -73,7 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if question is not None:
         if page:
-            raise ConfigError("html", str(page), "a search has no page", "Plan the mesh that it finds: mesh=found_...")
+            raise ConfigError(
+                "html",
+                str(page),
+                "a search has no page",
+                "Plan the mesh that it finds: mesh=found_...",
+            )
         return answer(question, args, as_json)
     from automoe.launch.prepare import prepare
     from automoe.planner.plan import make_plan
@@ -92,15 +97,23 @@ def main(argv: list[str] | None = None) -> int:
     written = write_titan(config, mesh, args.config_name, export) if export else None
     if as_json:
         more = {"exported": str(written[0])} if written else {}
-        print(json.dumps(plan.to_dict() | more | ({"built": asdict(built)} if built else {}), indent=2))
+        print(
+            json.dumps(
+                plan.to_dict() | more | ({"built": asdict(built)} if built else {}), indent=2
+            )
+        )
     elif built:
-        verdict = "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
+        verdict = (
+            "as planned" if built.as_planned else f"but the plan says {plan.heaviest.weights:,}"
+        )
         print(
             f"built   rank {built.rank} of {mesh.world_size:,}: {built.num_params} sharded parameters, "
             f"{built.bytes:,} bytes, {verdict}"
         )
     if written and not as_json:
-        print(f"written {written[0]}, and what torchtitan cannot say at its top\ntake it {written[1]}")
+        print(
+            f"written {written[0]}, and what torchtitan cannot say at its top\ntake it {written[1]}"
+        )
     return EXIT_DIFFERENT if built and not built.as_planned else 0
 
 
@@ -119,9 +132,14 @@ def take_export(argv: list[str]) -> tuple[list[str], list[str]]:
         return [], argv
     own = [word for word in argv if word.startswith(("export=", "out="))]
     rest = [word for word in argv if word not in own]
-    if asked := [word for word in own if word.startswith("export=") and word != "export=torchtitan"]:
+    if asked := [
+        word for word in own if word.startswith("export=") and word != "export=torchtitan"
+    ]:
         raise ConfigError(
-            "export", asked[0].partition("=")[2], "a plan is exported for torchtitan", "Write export=torchtitan"
+            "export",
+            asked[0].partition("=")[2],
+            "a plan is exported for torchtitan",
+            "Write export=torchtitan",
         )
     if any(word.startswith(("search=", "calibrate=")) for word in rest):
         rule = "a plan is exported, and a search is none"

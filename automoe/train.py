@@ -1,9 +1,10 @@
-"""``python -m automoe.train``: parse, check, hand over. Torch is not imported before the configuration is valid.
+"""``python -m automoe.train``: parse, check, hand over. Torch is not imported before the
+configuration is valid.
 
 ``automoe.train(...)`` in Python calls this module: see ``automoe.launch.from_python.train``.
 
-Exit status: 0 done, 1 a rank failed, 2 the configuration or the launch is wrong, 3 the hardware is not
-here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP.
+Exit status: 0 done, 1 a rank failed, 2 the configuration or the launch is wrong, 3 the hardware is
+not here (the plan was printed), 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ EXIT_NO_HARDWARE = 3
 
 
 class _CallableModule(ModuleType):
-    """Lets ``automoe.train(...)`` train after ``import automoe.train`` too, which binds the name to this module."""
+    """Lets ``automoe.train(...)`` train after ``import automoe.train`` too, which binds the name to
+    this module."""
 
     def __call__(
         self,
@@ -83,7 +85,11 @@ def main(argv: list[str] | None = None) -> int:
         print(dump_config(config), end="")
         return 0
     missing = missing_hardware(shape, device)
-    return _print_plan(config, shape, missing) if missing else train_here(config, shape, device).exit_code
+    return (
+        _print_plan(config, shape, missing)
+        if missing
+        else train_here(config, shape, device).exit_code
+    )
 
 
 def _print_help(args: Arguments) -> int:
@@ -105,7 +111,8 @@ def _recipe(args: Arguments) -> str:
 
 
 def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
-    """Show what the configuration costs, and the hardware and data that are missing to train it here."""
+    """Show what the configuration costs, and the hardware and data that are missing to train it
+    here."""
     from automoe.launch.prepare import missing_data
     from automoe.planner.views.plan_view import print_plan
 
@@ -114,7 +121,14 @@ def _print_plan(config: Config, shape: MeshShape, missing: str) -> int:
     print("On a cluster, start the same command on every node with torchrun or srun.")
     if (data := missing_data(config)) is not None:
         columns = max(shutil.get_terminal_size().columns, 40)
-        print(textwrap.fill(f"And it lacks data: {data}", columns, break_long_words=False, break_on_hyphens=False))
+        print(
+            textwrap.fill(
+                f"And it lacks data: {data}",
+                columns,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
     return EXIT_NO_HARDWARE
 
 

@@ -1,4 +1,5 @@
-"""``python -m automoe.upcycle DENSE --out DIR``: a dense checkpoint as a mixture of experts that computes the same.
+"""``python -m automoe.upcycle DENSE --out DIR``: a dense checkpoint as a mixture of experts that
+computes the same.
 
 python -m automoe.upcycle Qwen3-0.6B --out Qwen3-8x0.6B --experts 8 --top-k 2
 python -m automoe.upcycle Meta-Llama-3-8B --out Llama3-G4 --experts 32 --top-k 8 --granularity 4
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Upcycle the directory that ``argv`` names; returns the exit status (2: nothing was written)."""
+    """Upcycle the directory that ``argv`` names; returns the exit status (2: nothing was
+    written)."""
     parser = argparse.ArgumentParser(
         prog="automoe upcycle",
         description="Write a dense HuggingFace checkpoint (Llama, Qwen3) as a mixture of experts with the same "
         "logits, one tensor at a time. Train it with model.hf_path=DIR.",
     )
-    parser.add_argument("source", metavar="DENSE", help="HuggingFace checkpoint directory or Hub id of a dense model")
-    parser.add_argument("--experts", type=int, required=True, metavar="E", help="routed experts a layer")
+    parser.add_argument(
+        "source",
+        metavar="DENSE",
+        help="HuggingFace checkpoint directory or Hub id of a dense model",
+    )
+    parser.add_argument(
+        "--experts", type=int, required=True, metavar="E", help="routed experts a layer"
+    )
     parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts of a token")
     parser.add_argument(
         "--granularity",
@@ -34,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="G",
         help="cut each copy of the FFN into G experts; G divides E and K (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the routers' first weights (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the routers' first weights (default: 0)"
+    )
     add_options(parser, "as stored, bfloat16 where that is quantized")
     args = parser.parse_args(argv)
 
@@ -47,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         from automoe.hf.api import upcycle_hf  # torch
 
         source = checkpoint_folder(args.source, "DENSE")
-        return upcycle_hf(source, out, args.experts, args.top_k, args.granularity, seed=args.seed, **options)
+        return upcycle_hf(
+            source, out, args.experts, args.top_k, args.granularity, seed=args.seed, **options
+        )
 
     return report(args, write)
 

@@ -34,16 +34,9 @@ from torch.distributed.tensor import DTensor
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import (
-    AttentionConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from automoe.config.schema import AttentionConfig, CheckpointConfig, Config, MeshConfig, ModelConfig, TrainConfig
 from automoe.data.loader import Loader
 from automoe.observe.metrics import describe_environment
 from automoe.optim.adamw import build_optimizer

@@ -30,11 +30,11 @@ from contenders import transformers_model
 from measuring import commit, cpu_model
 
 from automoe.checkpoint.train_state import TrainState
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     Config,
-    DataConfig,
     LaunchConfig,
     MeshConfig,
     ModelConfig,

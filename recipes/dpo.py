@@ -1,10 +1,11 @@
-"""Direct preference optimisation: the loop, top to bottom. Copy it and make it yours (``automoe recipe copy dpo``).
+"""Direct preference optimisation: the loop, top to bottom. Copy it and make it yours (``automoe
+recipe copy dpo``).
 
-    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> what these weights say of them
-        -> optimizer -> steps -> checkpoint
+    config + mesh -> meshes -> a checkpoint's weights -> pairs of answers -> what these weights say
+        of them -> optimizer -> steps -> checkpoint
 
-What differs from fine-tuning is in the loss: a pair's two answers lie in one row, and the model is to say more of the
-preferred one, and less of the other, than the weights did that it started from.
+What differs from fine-tuning is in the loss: a pair's two answers lie in one row, and the model is
+to say more of the preferred one, and less of the other, than the weights did that it started from.
 """
 
 from __future__ import annotations
@@ -30,21 +31,25 @@ from automoe.training.stats import same_on_all_ranks
 from automoe.training.step import forward_backward, optimizer_step, prepare_inputs, validate
 from automoe.training.weights import export_weights, first_weights
 
-Args = DPOArgs  # recipe_args.beta and recipe_args.loss; a copy of this file may declare a dataclass of its own
+# recipe_args.beta and recipe_args.loss; a copy of this file may declare a dataclass of its own
+Args = DPOArgs
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
-    """Train ``config`` on this rank; returns the last validation loss, else the last training loss."""
+    """Train ``config`` on this rank; returns the last validation loss, else the last training
+    loss."""
     device, train, args = context.device, config.train, config.recipe_args
 
-    # ---------------------------------------------------------------- a checkpoint's model on both meshes
+    # ---------------------------------------------------------------- a checkpoint's model on both
+    # meshes
     meshes = build_meshes(shape, device, timedelta(seconds=config.launch.init_timeout_s))
     store = CheckpointStore(config, shape, context.run_dir)
     store.check()  # fail now, not at the first save
     model_parts, loaded = first_weights(config, meshes, device)  # this rank's pipeline stages
     runner = build_runner(model_parts, meshes, config, device)
 
-    # ---------------------------------------------------------------- pairs, what the first weights say of them, state
+    # ---------------------------------------------------------------- pairs, what the first weights
+    # say of them, state
     loader = Loader(config, meshes.dp_rank, shape.dp, pairs=True)
     same_on_all_ranks(loader.fingerprint(), "the training data")
     reference = open_reference(config, runner, loader, meshes, context, store.ranks)
@@ -73,7 +78,9 @@ def main(config: Config, shape: MeshShape, context: RunContext) -> float | None:
             # record
             record = run.end_step(stats, update)
             if run.validates():
-                record |= validate(config, runner, loader, meshes, device, optimizer, reference.inputs)
+                record |= validate(
+                    config, runner, loader, meshes, device, optimizer, reference.inputs
+                )
                 run.sample(sampler)
             run.write(record, stats)  # may go back to the checkpoint before
 

@@ -1,11 +1,12 @@
-"""Upcycling on a mesh: a dense checkpoint as a mixture of experts that computes the same, for those too large for one.
+"""Upcycling on a mesh: a dense checkpoint as a mixture of experts that computes the same, for those
+too large for one.
 
     dense checkpoint -> shards of the mixture -> HuggingFace checkpoint, proven equal
 
     automoe train recipe=upcycle model.hf_path=DENSE model.upcycle=true model.num_experts=8 ...
 
-Every rank reads the parts of the dense FFNs that its own experts are made of. To train right after loading, and not to
-write the mixture down, leave ``recipe=upcycle`` out.
+Every rank reads the parts of the dense FFNs that its own experts are made of. To train right after
+loading, and not to write the mixture down, leave ``recipe=upcycle`` out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ from automoe.training.context import RunContext
 
 
 def main(config: Config, shape: MeshShape, context: RunContext) -> None:
-    """Write ``config.model.hf_path`` as a mixture to ``run_dir/hf``; raises ``ConfigError`` without a dense one."""
+    """Write ``config.model.hf_path`` as a mixture to ``run_dir/hf``; raises ``ConfigError`` without
+    a dense one."""
     if not (config.model.hf_path and config.model.upcycle):
         rule = "recipe=upcycle makes a mixture of experts out of a dense checkpoint"
-        raise ConfigError("model.upcycle", config.model.upcycle, rule, "Set model.hf_path=DENSE model.upcycle=true")
+        raise ConfigError(
+            "model.upcycle",
+            config.model.upcycle,
+            rule,
+            "Set model.hf_path=DENSE model.upcycle=true",
+        )
     meshes = build_meshes(shape, context.device, timedelta(seconds=config.launch.init_timeout_s))
     model_parts = build_parts(config, meshes)
     allocate(model_parts, context.device)

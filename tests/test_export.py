@@ -19,9 +19,10 @@ from automoe.checkpoint.manifest import read_manifest, write_manifest
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
 from automoe.config.compose import compose_config
+from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import save_config
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, DataConfig, MeshConfig
+from automoe.config.schema import Config, MeshConfig
 from automoe.data.loader import Loader
 from automoe.errors import CheckpointError
 from automoe.export import export_run, main

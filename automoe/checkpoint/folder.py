@@ -1,4 +1,5 @@
-"""A folder of checkpoints: ``step-N`` directories, ``LATEST``, which steps stay, and which one a run starts from."""
+"""A folder of checkpoints: ``step-N`` directories, ``LATEST``, which steps stay, and which one a
+run starts from."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def promised_step(folder: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
-        raise CheckpointError(f"{folder / LATEST} is a folder. Remove it: the newest valid step is taken") from None
+        raise CheckpointError(
+            f"{folder / LATEST} is a folder. Remove it: the newest valid step is taken"
+        ) from None
 
 
 def point_to(folder: Path, name: str) -> None:
@@ -54,7 +57,8 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left half written or half deleted; the caller holds the run directory's lock."""
+    """Remove what a killed run left half written or half deleted; the caller holds the run
+    directory's lock."""
     for abandoned in folder.glob(".tmp-*"):
         _delete(abandoned)
 
@@ -67,16 +71,18 @@ def remove(step_dir: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link: what a link leads to was put elsewhere by a person."""
+    """A folder with all that is in it, a file, or a link: what a link leads to was put elsewhere by
+    a person."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | None:
-    """Delete the steps that ``checkpoint`` does not keep; returns a warning if it had to leave them.
+    """Delete the steps that ``checkpoint`` does not keep; returns a warning if it had to leave
+    them.
 
-    Nothing is deleted unless ``newest``, just written, is there with every file in its size: an older
-    one may then be the only checkpoint left. Nor is anything if it was written in a streak of skipped steps: what led
-    to them may be in it.
+    Nothing is deleted unless ``newest``, just written, is there with every file in its size: an
+    older one may then be the only checkpoint left. Nor is anything if it was written in a streak of
+    skipped steps: what led to them may be in it.
     """
     try:
         manifest, problem = verify_step(folder / newest, Ranks(alone=True), content=False)
@@ -87,7 +93,11 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
     if manifest["counters"]["skipped"]:
         return None
     names = committed_steps(folder)
-    losses = {name: _readable(folder / name).get("val_loss") for name in names} if checkpoint.keep_best else {}
+    losses = (
+        {name: _readable(folder / name).get("val_loss") for name in names}
+        if checkpoint.keep_best
+        else {}
+    )
     validated = {name: loss for name, loss in losses.items() if loss is not None}
     for name in superfluous(names, validated, checkpoint):
         if _readable(folder / name) is not _UNREADABLE:
@@ -96,19 +106,22 @@ def retain(folder: Path, newest: str, checkpoint: CheckpointConfig) -> str | Non
 
 
 def _readable(step_dir: Path) -> Mapping[str, Any]:
-    """A step's manifest, empty where it is damaged; ``_UNREADABLE`` of one that another version wrote or is away."""
+    """A step's manifest, empty where it is damaged; ``_UNREADABLE`` of one that another version
+    wrote or is away."""
     try:
         return read_manifest(step_dir)[0]
     except (OSError, CheckpointError):
         return _UNREADABLE
 
 
-def superfluous(names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig) -> list[str]:
-    """Steps to delete: not among the newest ``keep``, nor the ``keep_best`` best, nor a multiple of ``keep_every``.
+def superfluous(
+    names: list[str], val_losses: Mapping[str, float], checkpoint: CheckpointConfig
+) -> list[str]:
+    """Steps to delete: not among the newest ``keep``, nor the ``keep_best`` best, nor a multiple of
+    ``keep_every``.
 
-    Args:
-        names: committed steps, oldest first; the last one always stays.
-        val_losses: validation loss of the steps that were validated; of equal ones the newer is better.
+    Args: names: committed steps, oldest first; the last one always stays. val_losses: validation
+        loss of the steps that were validated; of equal ones the newer is better.
     """
     kept = set(names[-max(checkpoint.keep, 1) :])
     best = sorted(val_losses, key=lambda name: (val_losses[name], -step_number(name)))
@@ -119,7 +132,8 @@ def superfluous(names: list[str], val_losses: Mapping[str, float], checkpoint: C
 
 
 def source_steps(resume: str, run_dir: Path) -> list[Path]:
-    """Steps that ``checkpoint.resume`` names, oldest first: a step directory, or those of a run; none if it is no path.
+    """Steps that ``checkpoint.resume`` names, oldest first: a step directory, or those of a run;
+    none if it is no path.
 
     Raises:
         CheckpointError: there is no checkpoint at the path, or it is a step of the run itself.
@@ -137,7 +151,9 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
     for folder in (path / FOLDER, path):
         if names := committed_steps(folder):
             return [folder / name for name in names]
-    reason = "has no checkpoint in it" if path.is_dir() else f"is not there (looked from {os.getcwd()})"
+    reason = (
+        "has no checkpoint in it" if path.is_dir() else f"is not there (looked from {os.getcwd()})"
+    )
     raise CheckpointError(
         f"checkpoint.resume={resume} {reason}. Name a run directory with {FOLDER}/step-N, a step directory, "
         "auto or never"
@@ -145,7 +161,8 @@ def source_steps(resume: str, run_dir: Path) -> list[Path]:
 
 
 def check_writable(ranks: Ranks, folder: Path) -> None:
-    """Write, flush and remove a file in ``folder`` on every rank, and see rank 0's from all of them.
+    """Write, flush and remove a file in ``folder`` on every rank, and see rank 0's from all of
+    them.
 
     Raises:
         CheckpointError: a rank cannot write there, or sees another directory under that name.
@@ -166,3 +183,13 @@ def check_writable(ranks: Ranks, folder: Path) -> None:
             f"{folder} is another directory on some rank than on rank 0. Checkpoints need one that all ranks share. "
             f"{remedy}"
         )
+
+
+def give_up(temporary: Path, folder: Path) -> str | None:
+    """Free the space of a save that failed; returns the newest step that is there."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        steps = committed_steps(folder)
+    except OSError:  # the disk that failed the save may not even list what it has
+        return "what was there before"
+    return steps[-1] if steps else None

@@ -1,7 +1,7 @@
 """States of random generators in a checkpoint.
 
-Training draws from counters (``automoe.kernels.counter_random``) and needs none of them. A recipe of one's own may
-use torch's, Python's or NumPy's, and is to go on as if nothing had happened, too.
+Training draws from counters (``automoe.kernels.counter_random``) and needs none of them. A recipe
+of one's own may use torch's, Python's or NumPy's, and is to go on as if nothing had happened, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8): copies."""
+    """``torch`` (uint8), ``python`` and ``numpy`` (int64 [627]) and, on CUDA, ``cuda`` (uint8):
+    copies."""
     _, words, gauss = random.getstate()  # words: the state and the position in it
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", kind

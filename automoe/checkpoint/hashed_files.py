@@ -19,7 +19,8 @@ from automoe.storage.trace import phase
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size and digest of a file, as a manifest lists them. XXH3 finds damage at a tenth of the cost of a copy."""
+    """Size and digest of a file, as a manifest lists them. XXH3 finds damage at a tenth of the cost
+    of a copy."""
 
     bytes: int
     xxh128: str
@@ -28,8 +29,8 @@ class FileFacts:
 class HashingStream(io.RawIOBase):
     """A new file that hashes what is written to it, while it is written.
 
-    A write error is kept and raised by ``seal``: torch's serializer calls ``write`` from C++ code that
-    an exception would leave half done.
+    A write error is kept and raised by ``seal``: torch's serializer calls ``write`` from C++ code
+    that an exception would leave half done.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +65,8 @@ class HashingStream(io.RawIOBase):
         return FileFacts(self._size, self._digest.hexdigest())
 
     def release(self) -> None:
-        """Close the file. ``close``, which torch calls before the file can be sealed, leaves it open."""
+        """Close the file. ``close``, which torch calls before the file can be sealed, leaves it
+        open."""
         self._file.close()
 
     def _put(self, view: memoryview) -> None:
@@ -110,7 +112,8 @@ class HashingFileSystem(FileSystem):
 
 
 def is_as_written(path: Path, facts: Mapping[str, Any]) -> bool:
-    """Return True if a file has the digest that a manifest lists for it; manifests of format 2 list SHA-256."""
+    """Return True if a file has the digest that a manifest lists for it; manifests of format 2 list
+    SHA-256."""
     name, digest = ("xxh128", xxhash.xxh3_128) if "xxh128" in facts else ("sha256", hashlib.sha256)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, digest).hexdigest() == facts[name]

@@ -1,4 +1,5 @@
-"""What a checkpoint says of itself: its files with sizes and digests, its counters, the run that wrote it."""
+"""What a checkpoint says of itself: its files with sizes and digests, its counters, the run that
+wrote it."""
 
 from __future__ import annotations
 
@@ -24,19 +25,35 @@ from automoe.storage.files import write_durably
 MANIFEST = "manifest.json"
 FORMAT = 3
 _READ = (2, FORMAT)  # 2 has SHA-256 of files, which is still compared
-# Another key is of a newer version, which may mean by it that what it wrote has to be read in another way.
-_KEYS = {"format", "step", "counters", "config", "generators", "val_loss", "versions", "files", "sha256", "base"}
+# Another key is of a newer version, which may mean by it that what it wrote has to be read in
+# another way.
+_KEYS = {
+    "format",
+    "step",
+    "counters",
+    "config",
+    "generators",
+    "val_loss",
+    "versions",
+    "files",
+    "sha256",
+    "base",
+}
 # What of a configuration, besides its model, says which tensors a checkpoint has.
 _TENSORS = ("lora.rank", "lora.targets", "train.freeze", "train.trainable")
-# What says that a file is not there; any other error says that it cannot be read, which is no damage.
+# What says that a file is not there; any other error says that it cannot be read, which is no
+# damage.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Sections whose values change the numbers of a run without making it another model.
 _NUMBERS = ("train", "optim", "moe", "lora")
 
 
-def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> None:
-    """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest over both."""
+def write_manifest(
+    step_dir: Path, content: Mapping[str, Any], files: Mapping[str, FileFacts]
+) -> None:
+    """Write and flush ``step_dir/manifest.json``: ``content``, the files, and a digest over
+    both."""
     versions = {"automoe": __version__, "torch": str(torch.__version__)}
     manifest: dict[str, Any] = {"format": FORMAT, "versions": versions, **content}
     manifest["files"] = {name: asdict(files[name]) for name in sorted(files)}
@@ -45,7 +62,8 @@ def write_manifest(step_dir: Path, content: Mapping[str, Any], files: Mapping[st
 
 
 def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest of a committed step, and None or what is wrong with it (then the manifest is empty).
+    """The manifest of a committed step, and None or what is wrong with it (then the manifest is
+    empty).
 
     Raises:
         OSError: it cannot be read, or the step is a link whose target is away.
@@ -57,11 +75,17 @@ def read_manifest(step_dir: Path) -> tuple[dict[str, Any], str | None]:
         manifest = json.loads((step_dir / MANIFEST).read_bytes())
         form, versions = manifest["format"], manifest.get("versions")
         if form not in _READ and isinstance(form, int):
-            raise _other_version(step_dir, f"format {form}, and this version reads formats {_READ}", versions)
-        if manifest["sha256"] != _digest({key: manifest[key] for key in manifest if key != "sha256"}):
+            raise _other_version(
+                step_dir, f"format {form}, and this version reads formats {_READ}", versions
+            )
+        if manifest["sha256"] != _digest(
+            {key: manifest[key] for key in manifest if key != "sha256"}
+        ):
             return {}, f"{MANIFEST} is not as it was written"
         if unknown := sorted(manifest.keys() - _KEYS):
-            raise _other_version(step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", versions)
+            raise _other_version(
+                step_dir, f"{', '.join(unknown)} in {MANIFEST}, unknown to this version", versions
+            )
     except OSError as error:
         if error.errno not in _GONE:
             raise
@@ -82,7 +106,8 @@ def _other_version(step_dir: Path, what: str, versions: object) -> CheckpointErr
 
 
 def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> str | None:
-    """What is wrong with one file of a manifest, or None; ``content=False`` looks at its size alone.
+    """What is wrong with one file of a manifest, or None; ``content=False`` looks at its size
+    alone.
 
     Raises:
         OSError: it cannot be read.
@@ -96,17 +121,24 @@ def file_damage(path: Path, facts: Mapping[str, Any], content: bool = True) -> s
     except OSError as error:
         if error.errno not in _GONE:
             raise
-        return f"{path.name} is missing" if error.errno == errno.ENOENT else f"{path.name}: {error.strerror}"
+        return (
+            f"{path.name} is missing"
+            if error.errno == errno.ENOENT
+            else f"{path.name}: {error.strerror}"
+        )
     return None
 
 
-def verify_step(step_dir: Path, ranks: Ranks, content: bool = True) -> tuple[dict[str, Any], str | None]:
-    """A committed step's manifest, and None or what is wrong: every listed file is to be there, whole and unchanged.
+def verify_step(
+    step_dir: Path, ranks: Ranks, content: bool = True
+) -> tuple[dict[str, Any], str | None]:
+    """A committed step's manifest, and None or what is wrong: every listed file is to be there,
+    whole and unchanged.
 
     Ranks share the files to read. ``content=False`` compares sizes alone.
 
-    Raises:
-        CheckpointError: another version wrote it, or it cannot be read: nobody knows whether it is damaged.
+    Raises: CheckpointError: another version wrote it, or it cannot be read: nobody knows whether it
+        is damaged.
     """
     try:
         manifest, problem = ranks.lead(lambda: read_manifest(step_dir))
@@ -114,14 +146,18 @@ def verify_step(step_dir: Path, ranks: Ranks, content: bool = True) -> tuple[dic
             return manifest, problem
         files = manifest["files"]
         mine = ranks.share({name: facts["bytes"] for name, facts in files.items()})
-        found = ranks.all(lambda: [file_damage(step_dir / name, files[name], content) for name in mine])
+        found = ranks.all(
+            lambda: [file_damage(step_dir / name, files[name], content) for name in mine]
+        )
     except OSError as error:
         file = f" ({error.filename})" if error.filename else ""
         raise CheckpointError(
             f"{step_dir} cannot be read: {error.strerror}{file}. It is left as it is. See to the disk or its "
             "permissions, or move it out of the folder to go on from the step before"
         ) from None
-    return manifest, min((text for damaged in found for text in damaged if text is not None), default=None)
+    return manifest, min(
+        (text for damaged in found for text in damaged if text is not None), default=None
+    )
 
 
 def damage(step_dir: Path, content: bool = True) -> str | None:
@@ -139,8 +175,13 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
     """
     then = flat(asdict(ModelConfig()), "model.") | flat(saved["model"], "model.")
     now = flat(config_to_dict(config)["model"], "model.")
-    keys = sorted((then.keys() | now.keys()) - {"model.hf_path"})  # where weights came from does not shape the model
-    then |= {key: value for key, value in (flat(config_to_dict(Config())) | flat(saved)).items() if key in _TENSORS}
+    # where weights came from does not shape the model
+    keys = sorted((then.keys() | now.keys()) - {"model.hf_path"})
+    then |= {
+        key: value
+        for key, value in (flat(config_to_dict(Config())) | flat(saved)).items()
+        if key in _TENSORS
+    }
     now |= {key: value for key, value in flat(config_to_dict(config)).items() if key in _TENSORS}
     keys += _TENSORS
     changed = {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
@@ -151,8 +192,11 @@ def check_model(step_dir: Path, saved: Mapping[str, Any], config: Config) -> Non
         )
 
 
-def check_base(step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None) -> None:
-    """Raise ``CheckpointError`` unless ``base`` is what the frozen parameters came from that a step does not hold."""
+def check_base(
+    step_dir: Path, manifest: Mapping[str, Any], config: Config, base: str | None
+) -> None:
+    """Raise ``CheckpointError`` unless ``base`` is what the frozen parameters came from that a step
+    does not hold."""
     saved = manifest.get("base", base)
     if saved is not None and base is not None and ":" not in saved:
         raise CheckpointError(
@@ -168,11 +212,17 @@ def check_base(step_dir: Path, manifest: Mapping[str, Any], config: Config, base
 
 
 def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str], list[str]]:
-    """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and now."""
+    """Settings that change the numbers of a run and are not what they were: ``key=value`` then, and
+    now."""
     now = flat(config_to_dict(config))
     then = flat(config_to_dict(Config())) | flat(saved)
-    quiet = set(GOES_ON) - {"train.compile", "optim.ema_decay"}  # one rounds differently, one averages
-    keys = [key for key in now if key.split(".")[0] in _NUMBERS and key not in quiet and then.get(key) != now[key]]
+    # one rounds differently, one averages
+    quiet = set(GOES_ON) - {"train.compile", "optim.ema_decay"}
+    keys = [
+        key
+        for key in now
+        if key.split(".")[0] in _NUMBERS and key not in quiet and then.get(key) != now[key]
+    ]
     return [f"{key}={then.get(key)}" for key in keys], [f"{key}={now[key]}" for key in keys]
 
 

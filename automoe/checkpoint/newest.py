@@ -16,15 +16,18 @@ from automoe.storage.files import set_aside
 def newest_valid(
     folder: Path, ranks: Ranks, warn: Callable[[str], object], own: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest step that verifies and its manifest; None if the folder holds no step. Collective.
+    """Return the newest step that verifies and its manifest; None if the folder holds no step.
+    Collective.
 
-    Args:
-        own: the folder is the run's own: damaged newer steps are set aside, so that the step found is the newest.
+    Args: own: the folder is the run's own: damaged newer steps are set aside, so that the step
+        found is the newest.
 
     Raises:
         CheckpointError: there are steps, and none of them verifies.
     """
-    steps, promised = ranks.lead(lambda: (folders.committed_steps(folder), folders.promised_step(folder)))
+    steps, promised = ranks.lead(
+        lambda: (folders.committed_steps(folder), folders.promised_step(folder))
+    )
     if promised is not None and promised not in steps:
         warn(
             f"{folder / folders.LATEST} names {promised!r}, which is not there; looking for the newest checkpoint "
@@ -52,8 +55,11 @@ def newest_valid(
     return folder / name, manifest
 
 
-def step_at(source: Path, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]) -> tuple[Path, dict[str, Any]]:
-    """Return the step that ``checkpoint.resume=PATH`` names, verified, and its manifest. Nothing there is changed.
+def step_at(
+    source: Path, run_dir: Path, ranks: Ranks, warn: Callable[[str], object]
+) -> tuple[Path, dict[str, Any]]:
+    """Return the step that ``checkpoint.resume=PATH`` names, verified, and its manifest. Nothing
+    there is changed.
 
     Raises:
         CheckpointError: the step is damaged, or there is none.
@@ -73,7 +79,10 @@ def step_at(source: Path, run_dir: Path, ranks: Ranks, warn: Callable[[str], obj
 
 
 def _make_newest(folder: Path, name: str, newer: list[str], promised: str | None) -> list[str]:
-    warnings = [f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}" for other in newer]
+    warnings = [
+        f"{other} is set aside as {set_aside(folder / other, f'damaged-{other}')}"
+        for other in newer
+    ]
     if promised != name:
         folders.point_to(folder, name)
     return warnings

@@ -1,8 +1,8 @@
 """Reads a step of training state and runs nothing that its files name.
 
-``.metadata`` of ``torch.distributed.checkpoint`` is a pickle, and torch loads it as one: it calls whatever the file
-names. So does torch with entries that are no tensors. A step may come from somebody else (``checkpoint.resume=DIR``,
-``automoe export DIR``).
+``.metadata`` of ``torch.distributed.checkpoint`` is a pickle, and torch loads it as one: it calls
+whatever the file names. So does torch with entries that are no tensors. A step may come from
+somebody else (``checkpoint.resume=DIR``, ``automoe export DIR``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _NEWER = "A newer torch may have written it: its manifest.json says which (versi
 class StepReader(dcp.FileSystemReader):
     """The reader of one step directory.
 
-    Raises:
-        CheckpointError: the step names code, an entry that is no tensor, or a file outside of its directory.
+    Raises: CheckpointError: the step names code, an entry that is no tensor, or a file outside of
+        its directory.
     """
 
     _unread: CheckpointError | None = None  # why there is no index; torch 2.11 keeps no word of it
@@ -59,7 +59,8 @@ class StepReader(dcp.FileSystemReader):
         return metadata
 
     def load(self, tensors: dict[str, torch.Tensor], **ranks: Any) -> None:
-        """Fill ``tensors`` with those of these names; ``ranks``: ``process_group`` or ``no_dist`` of ``dcp.load``.
+        """Fill ``tensors`` with those of these names; ``ranks``: ``process_group`` or ``no_dist``
+        of ``dcp.load``.
 
         Raises:
             CheckpointError: on every rank alike: they cannot be read, or one is not there.
@@ -71,7 +72,9 @@ class StepReader(dcp.FileSystemReader):
             except CheckpointException as error:
                 if isinstance(found := dcp_error(error), OSError):
                     raise found from None
-                raise CheckpointError(f"{self.path} cannot be loaded: {self._unread or found}") from None
+                raise CheckpointError(
+                    f"{self.path} cannot be loaded: {self._unread or found}"
+                ) from None
 
         try:
             retried(load)  # by all ranks, which see the same error
@@ -97,17 +100,26 @@ def _renamed(metadata: Metadata) -> Metadata:
 
     entries, data = metadata.state_dict_metadata, metadata.storage_data
     metadata.state_dict_metadata = {today(name): entry for name, entry in entries.items()}
-    metadata.storage_data = {replace(index, fqn=today(index.fqn)): place for index, place in data.items()}
+    metadata.storage_data = {
+        replace(index, fqn=today(index.fqn)): place for index, place in data.items()
+    }
     return metadata
 
 
 def _read_index(path: Path) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(retried(path.read_bytes))).load()
-        entries, paths = metadata.state_dict_metadata, [one.relative_path for one in metadata.storage_data.values()]
-        strange = [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
+        entries, paths = (
+            metadata.state_dict_metadata,
+            [one.relative_path for one in metadata.storage_data.values()],
+        )
+        strange = [
+            name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)
+        ]
         outside = [path for path in paths if not _is_name(path)]
-        if metadata.version is not None and _numbers(metadata.version) > _numbers(CURRENT_DCP_VERSION):
+        if metadata.version is not None and _numbers(metadata.version) > _numbers(
+            CURRENT_DCP_VERSION
+        ):
             raise CheckpointError(
                 f"has version {metadata.version} of torch's format, and torch {torch.__version__} reads "
                 f"{CURRENT_DCP_VERSION}. {_NEWER}"
@@ -117,8 +129,14 @@ def _read_index(path: Path) -> Metadata:
     except Exception as error:  # a pickle that is none can fail in any way
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if strange or outside:
-        problem = f"has entries that are no tensors: {strange[:3]}" if strange else f"names files {outside[:3]}"
-        raise CheckpointError(f"{path} {problem}. automoe writes no such checkpoint, and does not load it")
+        problem = (
+            f"has entries that are no tensors: {strange[:3]}"
+            if strange
+            else f"names files {outside[:3]}"
+        )
+        raise CheckpointError(
+            f"{path} {problem}. automoe writes no such checkpoint, and does not load it"
+        )
     return metadata
 
 
@@ -131,7 +149,9 @@ class _Unpickler(pickle.Unpickler):
         known = f"which torch {torch.__version__} does not write: nothing of it was run"
         if module.startswith("torch.distributed.checkpoint"):
             raise CheckpointError(f"names {module}.{name}, {known}. {_NEWER}")
-        raise CheckpointError(f"names {module}.{name}, which no checkpoint needs: it may be an attack. Nothing was run")
+        raise CheckpointError(
+            f"names {module}.{name}, which no checkpoint needs: it may be an attack. Nothing was run"
+        )
 
 
 def _numbers(version: str) -> list[int]:

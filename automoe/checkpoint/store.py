@@ -1,13 +1,14 @@
-"""Training state on disk: written under another name, renamed into place, verified before it is believed.
+"""Training state on disk: written under another name, renamed into place, verified before it is
+believed.
 
-torch.distributed.checkpoint moves the tensors (and reshards them on load); it is not a commit protocol.
-So a step is written to ``.tmp-step-N`` by all ranks, each flushing and hashing its own files, listed in a
-manifest with sizes and digests, renamed to ``step-N``, and only then named by ``LATEST``. An existing step
-is never written into.
+torch.distributed.checkpoint moves the tensors (and reshards them on load); it is not a commit
+protocol. So a step is written to ``.tmp-step-N`` by all ranks, each flushing and hashing its own
+files, listed in a manifest with sizes and digests, renamed to ``step-N``, and only then named by
+``LATEST``. An existing step is never written into.
 
-The rename commits: the newest step that verifies is the one to resume from. ``LATEST`` says which one
-that ought to be, so a newest step that is lost or damaged is noticed and not quietly replaced by an
-older one.
+The rename commits: the newest step that verifies is the one to resume from. ``LATEST`` says which
+one that ought to be, so a newest step that is lost or damaged is noticed and not quietly replaced
+by an older one.
 """
 
 from __future__ import annotations
@@ -57,9 +58,8 @@ _LEAST_TIMEOUT_S = 1800  # another rank may have many gigabytes to write or to c
 class Resumed:
     """Where a run goes on.
 
-    Attributes:
-        step: optimizer steps done.
-        own: the checkpoint is in the run's own directory, whose record goes on; else the run has a record of its own.
+    Attributes: step: optimizer steps done. own: the checkpoint is in the run's own directory, whose
+        record goes on; else the run has a record of its own.
     """
 
     step: int
@@ -76,7 +76,12 @@ class CheckpointStore:
     """
 
     def __init__(self, config: Config, shape: MeshShape, run_dir: Path) -> None:
-        self.config, self.shape, self.run_dir, self.folder = config, shape, run_dir, run_dir / folders.FOLDER
+        self.config, self.shape, self.run_dir, self.folder = (
+            config,
+            shape,
+            run_dir,
+            run_dir / folders.FOLDER,
+        )
         self.ranks = Ranks(max(config.launch.timeout_s, _LEAST_TIMEOUT_S))
         self._plans = uuid.uuid4().hex
         self._stager: Any = None
@@ -88,10 +93,10 @@ class CheckpointStore:
     def check(self) -> None:
         """Find out what would stop a save or a resume, before anything large is loaded.
 
-        Raises:
-            CheckpointError: the folder cannot be written by every rank, or is not the same for all of
-                them; ``checkpoint.resume`` names no checkpoint; torch lacks what ``checkpoint.async_save``
-                copies the state with.
+        Raises: CheckpointError: the folder cannot be written by every rank, or is not the same for
+            all of
+                them; ``checkpoint.resume`` names no checkpoint; torch lacks what
+                ``checkpoint.async_save`` copies the state with.
         """
         if self.config.checkpoint.saves:
             if self.config.checkpoint.async_save:
@@ -103,7 +108,10 @@ class CheckpointStore:
     # ---------------------------------------------------------------- saving
 
     def attach(
-        self, note: Callable[[str], object], warn: Callable[[str], object], saved: Callable[[Path], object]
+        self,
+        note: Callable[[str], object],
+        warn: Callable[[str], object],
+        saved: Callable[[Path], object],
     ) -> None:
         """Report to a run from now on, and start the clock of ``checkpoint.every_minutes``.
 
@@ -115,16 +123,21 @@ class CheckpointStore:
         self._began = time.monotonic()
 
     def minutes_are_up(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` have passed since the last save began, on this rank's clock."""
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began, on
+        this rank's clock."""
         minutes = self.config.checkpoint.every_minutes
         return minutes > 0 and time.monotonic() - self._began >= 60 * minutes
 
-    def save(self, state: TrainState, val_loss: float | None = None, stopping: bool = False) -> Path | None:
-        """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves after this save.
+    def save(
+        self, state: TrainState, val_loss: float | None = None, stopping: bool = False
+    ) -> Path | None:
+        """Save ``state``, in the background with ``checkpoint.async_save`` unless the loop leaves
+        after this save.
 
-        A checkpoint is committed in full or not at all, and a step that exists already is left as it is. A save that is
-        still in flight is waited for. A save that cannot be written (a full disk) is a warning and training goes on,
-        but no later save can make up for the last one of a run: its failure is an error.
+        A checkpoint is committed in full or not at all, and a step that exists already is left as
+        it is. A save that is still in flight is waited for. A save that cannot be written (a full
+        disk) is a warning and training goes on, but no later save can make up for the last one of a
+        run: its failure is an error.
 
         Args:
             val_loss: the state's validation loss, for ``checkpoint.keep_best``.
@@ -133,8 +146,8 @@ class CheckpointStore:
         Returns:
             The directory of the checkpoint; None if the save goes on in the background, or failed.
 
-        Raises:
-            SaveError: the last checkpoint of the run could not be written, or is not finite; on every rank alike.
+        Raises: SaveError: the last checkpoint of the run could not be written, or is not finite; on
+            every rank alike.
         """
         self.poll(wait=True)
         self._began = time.monotonic()
@@ -143,12 +156,15 @@ class CheckpointStore:
             self._check_finite(state)
             if not self.config.checkpoint.async_save or last:
                 tensors = self._saved_tensors(state) | of_this_rank(rng_state())
-                return self._committed(self._write(tensors, self._content(state, val_loss), state.step))
+                return self._committed(
+                    self._write(tensors, self._content(state, val_loss), state.step)
+                )
             self._begin(state, val_loss)
         return None
 
     def _begin(self, state: TrainState, val_loss: float | None) -> None:
-        """Copy ``state`` to CPU memory and write it in the background. The copy stays allocated for the next save."""
+        """Copy ``state`` to CPU memory and write it in the background. The copy stays allocated for
+        the next save."""
         tensors = self._saved_tensors(state)
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if self._stager is None:
@@ -156,15 +172,18 @@ class CheckpointStore:
         staged = self._stager.stage(tensors | of_this_rank(rng_state()), non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()  # until the copies are complete
-        # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its thread: it would take
-        # memory there for a context of every rank.
+        # A thread begins on the node's first GPU, and torch's writer waits for the GPU of its
+        # thread: it would take memory there for a context of every rank.
         here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_cuda else ()
         executor = ThreadPoolExecutor(1, "save", *here)
-        self._in_flight = executor.submit(self._write, staged, self._content(state, val_loss), state.step)
+        self._in_flight = executor.submit(
+            self._write, staged, self._content(state, val_loss), state.step
+        )
         executor.shutdown(wait=False)
 
     def poll(self, wait: bool = False) -> Path | None:
-        """Report a background save that is over on all ranks, and return its directory; call it once a step.
+        """Report a background save that is over on all ranks, and return its directory; call it
+        once a step.
 
         Args:
             wait: until the save is over, as a loop does that leaves without a last save.
@@ -172,17 +191,19 @@ class CheckpointStore:
         Returns:
             None while the save is being written, if it failed, or if there is none.
 
-        Raises:
-            Exception: what ended the save, in the same call on every rank, unless it was a write error.
+        Raises: Exception: what ended the save, in the same call on every rank, unless it was a
+            write error.
         """
         if self._in_flight is None:
             return None
         with self._blocking():
             if not wait:
-                # What all ranks see, and not this one alone: a rank that went ahead would leave the others in a poll.
+                # What all ranks see, and not this one alone: a rank that went ahead would leave the
+                # others in a poll.
                 done = torch.tensor([int(self._in_flight.done())], dtype=torch.int32)
                 if self.ranks.size > 1:
-                    dist.all_reduce(done, op=dist.ReduceOp.MIN)  # not over the group that the save itself uses
+                    # not over the group that the save itself uses
+                    dist.all_reduce(done, op=dist.ReduceOp.MIN)
                 if not done.item():
                     return None
             over, self._in_flight = self._in_flight, None
@@ -197,9 +218,10 @@ class CheckpointStore:
     def record(self, step_seconds: float) -> dict[str, Any]:
         """Return keys for a step's metrics: what saving cost the loop since the record before.
 
-        ``checkpoint_seconds`` is the time that the loop stood still, ``checkpoint_share`` its share of the time since
-        then, ``checkpoint_in_flight`` whether a save was in flight during the step, and ``checkpoint_failures`` the
-        number of failed saves of this process. Empty for a run that never saves.
+        ``checkpoint_seconds`` is the time that the loop stood still, ``checkpoint_share`` its share
+        of the time since then, ``checkpoint_in_flight`` whether a save was in flight during the
+        step, and ``checkpoint_failures`` the number of failed saves of this process. Empty for a
+        run that never saves.
         """
         if not self.config.checkpoint.saves:
             return {}
@@ -218,7 +240,8 @@ class CheckpointStore:
 
     @contextmanager
     def _blocking(self, last: bool = False) -> Iterator[None]:
-        """Count the time that the loop waits; warn about a save that could not be written, unless it is the last."""
+        """Count the time that the loop waits; warn about a save that could not be written, unless
+        it is the last."""
         started = time.perf_counter()
         try:
             yield
@@ -231,10 +254,13 @@ class CheckpointStore:
             self._blocked_s += time.perf_counter() - started
 
     def _check_finite(self, state: TrainState) -> None:
-        """Raise ``SaveError`` if a tensor of ``state`` is not finite: older checkpoints are deleted for this one."""
+        """Raise ``SaveError`` if a tensor of ``state`` is not finite: older checkpoints are deleted
+        for this one."""
         with phase("check_finite", state.step):
             found = self.ranks.all(state.not_finite)
-        if names := [f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]]:
+        if names := [
+            f"{name} on rank {rank}" for rank, bad in enumerate(found) for name in bad[:2]
+        ]:
             where = f"{', '.join(names[:4])}, {sum(map(len, found))} tensors in all"
             raise SaveError(
                 f"the checkpoint of step {state.step} was not saved: its numbers are not finite ({where}). Older "
@@ -242,12 +268,14 @@ class CheckpointStore:
             )
 
     def _saved_tensors(self, state: TrainState) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint: all, or only the trained ones if ``model.hf_path`` holds the frozen."""
+        """Return the tensors of a checkpoint: all, or only the trained ones if ``model.hf_path``
+        holds the frozen."""
         return state.tensors(frozen=self.base is None)
 
     @cached_property
     def base(self) -> str | None:
-        """Identity of the checkpoint at ``model.hf_path``, if parameters stay as they are there. Collective."""
+        """Identity of the checkpoint at ``model.hf_path``, if parameters stay as they are there.
+        Collective."""
         config, model = self.config, self.config.model
         if model.hf_path is None or model.upcycle or not (config.lora.rank or config.train.freeze):
             return None
@@ -264,29 +292,38 @@ class CheckpointStore:
         } | ({"base": self.base} if self.base else {})
 
     def _mesh_sizes(self) -> list[list[int]]:
-        """Return the mesh that the random generators belong to: a rank's generators mean nothing on another mesh."""
+        """Return the mesh that the random generators belong to: a rank's generators mean nothing on
+        another mesh."""
         return [list(self.shape.sizes(view)) for view in ("default", "moe")]
 
     def _write(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], step: int) -> Path:
-        """Write the files, commit the step, replace ``LATEST`` and delete old steps: each on all ranks or on none."""
+        """Write the files, commit the step, replace ``LATEST`` and delete old steps: each on all
+        ranks or on none."""
         final, temporary = self.folder / f"step-{step}", self.folder / f".tmp-step-{step}"
         try:
             with phase("save", step):
                 if self.ranks.lead(final.exists):
                     return final
-                # All of it anew, by all ranks: a flush that failed says nothing when it is repeated.
+                # All of it anew, by all ranks: a flush that failed says nothing when it is
+                # repeated.
                 retried(lambda: self._write_files(tensors, content, temporary, step))
                 with phase("commit", step):
                     self.ranks.lead(lambda: name_folder(temporary, final), again=False)
                 with phase("write_latest", step):
                     self.ranks.lead(lambda: folders.point_to(self.folder, final.name))
-                self._warn(self.ranks.lead(lambda: folders.retain(self.folder, final.name, self.config.checkpoint)))
+                self._warn(
+                    self.ranks.lead(
+                        lambda: folders.retain(self.folder, final.name, self.config.checkpoint)
+                    )
+                )
         except OSError as error:
-            newest = self.ranks.lead(lambda: _give_up(temporary, self.folder))
+            newest = self.ranks.lead(lambda: folders.give_up(temporary, self.folder))
             raise save_error(error, step, newest) from error
         return final
 
-    def _write_files(self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path, step: int) -> None:
+    def _write_files(
+        self, tensors: dict[str, torch.Tensor], content: dict[str, Any], target: Path, step: int
+    ) -> None:
         """Write and flush a whole step in a new folder ``target``, which is not committed yet."""
         files = self._write_tensors(tensors, target, step)
 
@@ -297,18 +334,27 @@ class CheckpointStore:
         with phase("write_manifest", step):
             self.ranks.lead(finish, again=False)
 
-    def _write_tensors(self, tensors: dict[str, torch.Tensor], target: Path, step: int) -> dict[str, FileFacts]:
-        """Write and flush all ranks' files in a new folder; return size and digest by file name, on every rank."""
+    def _write_tensors(
+        self, tensors: dict[str, torch.Tensor], target: Path, step: int
+    ) -> dict[str, FileFacts]:
+        """Write and flush all ranks' files in a new folder; return size and digest by file name, on
+        every rank."""
 
         def prepare() -> None:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
 
         self.ranks.lead(prepare, again=False)
-        writer = dcp.FileSystemWriter(target, sync_files=False)  # flushed and hashed by our file system
+        # flushed and hashed by our file system
+        writer = dcp.FileSystemWriter(target, sync_files=False)
         writer.fs = files = HashingFileSystem(step)
         try:
-            dcp.save(tensors, storage_writer=writer, planner=CachedPlanner(self._plans), process_group=self.ranks.group)
+            dcp.save(
+                tensors,
+                storage_writer=writer,
+                planner=CachedPlanner(self._plans),
+                process_group=self.ranks.group,
+            )
         except CheckpointException as error:
             forget_cached_plans(self._plans)  # some ranks may have kept what others have not
             raise dcp_error(error) from None
@@ -322,14 +368,15 @@ class CheckpointStore:
     def load_latest(self, state: TrainState) -> Resumed | None:
         """Fill ``state`` from the newest checkpoint that verifies, on whatever mesh it was written.
 
-        Those of the run's own directory come first, whatever ``checkpoint.resume`` says, unless that is
-        ``never``: then they are set aside as ``checkpoints.1``, and so on, and None is returned, as
-        where there is no checkpoint. A path is for a run that has none yet: a run directory, whose
-        newest valid step is taken, or a step directory.
+        Those of the run's own directory come first, whatever ``checkpoint.resume`` says, unless
+        that is ``never``: then they are set aside as ``checkpoints.1``, and so on, and None is
+        returned, as where there is no checkpoint. A path is for a run that has none yet: a run
+        directory, whose newest valid step is taken, or a step directory.
 
-        Damaged checkpoints newer than the one loaded are named in a warning; in the run's own directory
-        they are set aside as ``damaged-step-N.1``, out of the way of the run that goes on. Settings that
-        change the numbers and differ from the checkpoint's are named in a warning.
+        Damaged checkpoints newer than the one loaded are named in a warning; in the run's own
+        directory they are set aside as ``damaged-step-N.1``, out of the way of the run that goes
+        on. Settings that change the numbers and differ from the checkpoint's are named in a
+        warning.
 
         Raises:
             CheckpointError: it was written by another model (the message lists the fields that
@@ -372,7 +419,8 @@ class CheckpointStore:
         return Resumed(state.step, own)
 
     def fall_back(self, state: TrainState, resumed: Resumed) -> Resumed | None:
-        """Fill ``state`` from the step before the one that it was ``resumed`` from, which is set aside.
+        """Fill ``state`` from the step before the one that it was ``resumed`` from, which is set
+        aside.
 
         Returns:
             None where there is none before it, or it is another run's: then nothing has changed.
@@ -392,7 +440,9 @@ class CheckpointStore:
 
         with self._readable():
             aside = self.ranks.lead(exclude, again=False)
-        self._warn(f"no step after {name} could be taken: it is set aside as {aside}, and the one before is taken")
+        self._warn(
+            f"no step after {name} could be taken: it is set aside as {aside}, and the one before is taken"
+        )
         return self.load_latest(state)
 
     def _load(self, state: TrainState, step_dir: Path, manifest: dict[str, Any]) -> None:
@@ -400,17 +450,25 @@ class CheckpointStore:
         check_base(step_dir, manifest, self.config, self.base)
         then, now = changed_settings(manifest["config"], self.config)
         if then:
-            self._warn(f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}")
+            self._warn(
+                f"{step_dir} was trained with {', '.join(then)}; it goes on with {', '.join(now)}"
+            )
         state.load_counters(manifest["counters"])  # first: it refuses data that changed
         saved, here = manifest["generators"], rng_state()
         names = saved["names"] if saved["mesh"] == self._mesh_sizes() else []
         generators = {name: here[name] for name in names if name in here}
         reader = StepReader(step_dir)
         absent = state.optional() - reader.read_metadata().state_dict_metadata.keys()
-        tensors = {name: tensor for name, tensor in self._saved_tensors(state).items() if name not in absent}
+        tensors = {
+            name: tensor
+            for name, tensor in self._saved_tensors(state).items()
+            if name not in absent
+        }
         reader.load(tensors | of_this_rank(generators), process_group=self.ranks.group)
         if state.begin_averages(absent):
-            self._warn(f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights")
+            self._warn(
+                f"{step_dir} has no averages of weights (optim.ema_decay): they begin with its weights"
+            )
         set_rng_state(generators)
 
     def _start_over(self) -> None:
@@ -427,7 +485,8 @@ class CheckpointStore:
 
 
 def _new_stager(pin_memory: bool) -> Any:
-    """What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the next."""
+    """What is inside torch's DefaultStager, whose 2.11 serves one save and raises KeyError at the
+    next."""
     try:
         return state_dict_stager(pin_memory)
     except (ImportError, TypeError) as error:  # it is private to torch
@@ -436,13 +495,3 @@ def _new_stager(pin_memory: bool) -> Any:
             f"{torch.__version__} does not have as it was from 2.11 to 2.13: {error}. Set "
             "checkpoint.async_save=false, or install one of those"
         ) from None
-
-
-def _give_up(temporary: Path, folder: Path) -> str | None:
-    """Free the space of a save that failed; returns the newest step that is there."""
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        steps = folders.committed_steps(folder)
-    except OSError:  # the disk that failed the save may not even list what it has
-        return "what was there before"
-    return steps[-1] if steps else None

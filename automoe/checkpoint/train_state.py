@@ -40,14 +40,19 @@ class TrainState:
         return [parameter for part in self.model_parts.values() for parameter in part.parameters()]
 
     def tensors(self, frozen: bool = True) -> dict[str, torch.Tensor]:
-        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step counts, averages.
+        """Global name -> tensor of this rank: parameters, saved buffers, AdamW's moments and step
+        counts, averages.
 
         Args:
             frozen: parameters that are not trained, too.
         """
         tensors: dict[str, torch.Tensor] = {}
         for part in self.model_parts.values():
-            fixed = set() if frozen else {name for name, p in part.named_parameters() if not p.requires_grad}
+            fixed = (
+                set()
+                if frozen
+                else {name for name, p in part.named_parameters() if not p.requires_grad}
+            )
             for name, tensor in part.state_dict().items():
                 if name not in fixed:
                     tensors[f"model.{name}"] = tensor
@@ -57,14 +62,23 @@ class TrainState:
         return tensors
 
     def not_finite(self) -> list[str]:
-        """Names of this rank's tensors in which some number is not finite. Reads each once, where it is."""
+        """Names of this rank's tensors in which some number is not finite. Reads each once, where
+        it is."""
         shards = {name: local_shard(tensor.detach()) for name, tensor in self.tensors().items()}
-        # Neither sums, which may overflow, nor a mask as large as the tensor; codes of 8 bits are made anew.
-        shards = {n: t for n, t in shards.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
-        return [name for name, t in shards.items() if not torch.stack(torch.aminmax(t)).isfinite().all()]
+        # Neither sums, which may overflow, nor a mask as large as the tensor; codes of 8 bits are
+        # made anew.
+        shards = {
+            n: t
+            for n, t in shards.items()
+            if t.is_floating_point() and t.element_size() > 1 and t.numel()
+        }
+        return [
+            name for name, t in shards.items() if not torch.stack(torch.aminmax(t)).isfinite().all()
+        ]
 
     def optional(self) -> set[str]:
-        """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``, averages of weights."""
+        """Names of tensors that a checkpoint may lack: what modules list as ``optional_state``,
+        averages of weights."""
         return {
             f"model.{name}.{buffer}"
             for part in self.model_parts.values()
@@ -73,7 +87,8 @@ class TrainState:
         } | self._averages().keys()
 
     def begin_averages(self, absent: Collection[str]) -> bool:
-        """Averages with names in ``absent`` begin with the weights as they are; whether there is one."""
+        """Averages with names in ``absent`` begin with the weights as they are; whether there is
+        one."""
         begun = {name: pair for name, pair in self._averages().items() if name in absent}
         with torch.no_grad():
             for average, parameter in begun.values():
@@ -84,7 +99,11 @@ class TrainState:
         """Name in a checkpoint -> (average, parameter), of this rank."""
         named = (pair for part in self.model_parts.values() for pair in part.named_parameters())
         state = self.optimizer.state
-        return {f"optimizer.{KEY}.{name}": (state[p][KEY], p) for name, p in named if KEY in state.get(p, {})}
+        return {
+            f"optimizer.{KEY}.{name}": (state[p][KEY], p)
+            for name, p in named
+            if KEY in state.get(p, {})
+        }
 
     def counters(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values, equal on every rank."""
@@ -105,5 +124,7 @@ class TrainState:
         """
         assert self.loader is not None
         self.loader.load_state_dict(counters["loader"])
-        self.step, self.tokens, self.skipped = (counters[key] for key in ("step", "tokens", "skipped"))
+        self.step, self.tokens, self.skipped = (
+            counters[key] for key in ("step", "tokens", "skipped")
+        )
         self.recent_losses = list(counters.get("recent_losses", []))  # checkpoints of 0.1 lack it

@@ -11,14 +11,16 @@ from automoe.config.schema import Config
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """``rows_*`` are sequences; what is said of experts is the mean, as perfect balance would have it."""
+    """``rows_*`` are sequences; what is said of experts is the mean, as perfect balance would have
+    it."""
 
     rows_per_step: int  # over all ranks
     tokens_per_step: int  # over all ranks
     rows_per_rank: int  # of one data-parallel rank, per step
     num_micro_batches: int  # per step and data-parallel rank
     tokens_per_micro_batch: int  # that one rank holds: its rows, cut over cp
-    expert_rows_per_rank: float  # (token, expert) pairs that one rank's experts compute, per micro-batch
+    # (token, expert) pairs that one rank's experts compute, per micro-batch
+    expert_rows_per_rank: float
     rows_per_expert: float  # of those, for one expert
 
 
@@ -26,13 +28,17 @@ def plan_batch(config: Config, mesh: MeshShape) -> BatchPlan:
     """Batch arithmetic of a validated ``config`` on ``mesh``."""
     train, model = config.train, config.model
     num_micro_batches, rest = divmod(train.global_batch_size, mesh.dp * train.micro_batch_size)
-    assert num_micro_batches and not rest, "the global batch cuts into whole micro-batches: config.validate"
+    assert num_micro_batches and not rest, (
+        "the global batch cuts into whole micro-batches: config.validate"
+    )
     tokens, rest = divmod(train.micro_batch_size * train.seq_len, mesh.cp * mesh.tp)
     assert not rest, "rows cut evenly over cp and tp: config.validate"
     # An ep group's ranks send their tokens to each other and nowhere else.
     expert_rows = tokens * model.num_experts_per_token * mesh.etp
     if config.moe.pad_to_capacity:
-        capacity = min(ceil(config.moe.capacity_factor * expert_rows / (mesh.etp * model.num_experts)), tokens)
+        capacity = min(
+            ceil(config.moe.capacity_factor * expert_rows / (mesh.etp * model.num_experts)), tokens
+        )
         expert_rows = capacity * model.num_experts * mesh.etp
     return BatchPlan(
         rows_per_step=train.global_batch_size,

@@ -42,8 +42,19 @@ PARALLEL = "sweep.parallel"  # how many jobs of a sweep run side by side
 
 
 # What an option sets in ``Arguments``: without a value, and with one.
-_FLAGS = {"-m": "multirun", "--multirun": "multirun", "--print-config": "print_config", "-h": "help", "--help": "help"}
-_VALUES = {"-cn": "config_name", "--config-name": "config_name", "-cd": "config_dir", "--config-dir": "config_dir"}
+_FLAGS = {
+    "-m": "multirun",
+    "--multirun": "multirun",
+    "--print-config": "print_config",
+    "-h": "help",
+    "--help": "help",
+}
+_VALUES = {
+    "-cn": "config_name",
+    "--config-name": "config_name",
+    "-cd": "config_dir",
+    "--config-dir": "config_dir",
+}
 
 
 @dataclass
@@ -83,14 +94,19 @@ def parse_arguments(argv: list[str], others: Iterable[str] = ()) -> Arguments:
             known = [option for option in [*_VALUES, *_FLAGS, *others] if option.startswith("--")]
             close = nearest(word, known) or known
             raise ConfigError(
-                word, inline, "unknown option", f"Did you mean {' or '.join(close)}? Overrides are key=value"
+                word,
+                inline,
+                "unknown option",
+                f"Did you mean {' or '.join(close)}? Overrides are key=value",
             )
     args.config_name = args.config_name.removesuffix(".yaml")
     return args
 
 
 def compose_config(
-    config_name: str = DEFAULT_PRIMARY, overrides: list[str] | None = None, config_dir: str | None = None
+    config_name: str = DEFAULT_PRIMARY,
+    overrides: list[str] | None = None,
+    config_dir: str | None = None,
 ) -> Config:
     """Compose a primary with overrides into a typed configuration.
 
@@ -114,8 +130,11 @@ def compose_config(
     return replace(config, run_dir=default_run_dir(config.run_dir, overrides))
 
 
-def composed_container(config_name: str, overrides: list[str], config_dir: str | None) -> dict[str, Any]:
-    """What ``compose_config`` gives types to: nested dictionaries, without interpolations. Raises as it."""
+def composed_container(
+    config_name: str, overrides: list[str], config_dir: str | None
+) -> dict[str, Any]:
+    """What ``compose_config`` gives types to: nested dictionaries, without interpolations. Raises
+    as it."""
     check_overrides(overrides, config_dir)
     check_primary(config_name, config_dir)
     from hydra import compose, initialize_config_dir
@@ -124,7 +143,10 @@ def composed_container(config_name: str, overrides: list[str], config_dir: str |
     from yaml import YAMLError
 
     register_base()
-    shipped, folder = shipped_folder("conf"), None if config_dir is None else Path(config_dir).absolute()
+    shipped, folder = (
+        shipped_folder("conf"),
+        None if config_dir is None else Path(config_dir).absolute(),
+    )
     # Hydra looks for a primary in the main place alone, and for groups on the whole search path.
     main = folder if folder is not None and (folder / f"{config_name}.yaml").is_file() else shipped
     other = shipped if main is folder else folder
@@ -137,16 +159,22 @@ def composed_container(config_name: str, overrides: list[str], config_dir: str |
         reason = " ".join(str(error).split())
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
-            if text.startswith("+") and (f"values for {key}." in reason or f"already at '{key}'" in reason):
+            if text.startswith("+") and (
+                f"values for {key}." in reason or f"already at '{key}'" in reason
+            ):
                 rule = "+ adds what is not there yet, and this configuration has it"
                 raise ConfigError(f"+{key}", value, rule, f"Write {key}={value}") from None
         raise ConfigError(
-            "--config-name", config_name, f"Hydra cannot compose it: {reason}", "Mend that file or override"
+            "--config-name",
+            config_name,
+            f"Hydra cannot compose it: {reason}",
+            "Mend that file or override",
         ) from error
 
 
 def resolved_container(composed: Any) -> dict[str, Any]:
-    """A composed configuration without interpolations, in which text from the environment is ``FromEnvironment``.
+    """A composed configuration without interpolations, in which text from the environment is
+    ``FromEnvironment``.
 
     Raises:
         OmegaConfBaseException: one that cannot be resolved, a value that is missing.
@@ -166,8 +194,9 @@ def resolved_container(composed: Any) -> dict[str, Any]:
     raw = _resolve(composed, content)
     if not used:
         return raw
-    # Once more, every variable holding its own name: wherever it went, through whatever interpolation.
-    return _named(raw, _resolve(composed, own_name)) | {"run_dir": raw["run_dir"]}  # which is where all lies
+    # Once more, every variable holding its own name: wherever it went, through whatever
+    # interpolation. which is where all lies
+    return _named(raw, _resolve(composed, own_name)) | {"run_dir": raw["run_dir"]}
 
 
 def _resolve(composed: Any, environment: Callable[..., Any]) -> dict[str, Any]:
@@ -203,7 +232,8 @@ def register_base() -> None:
 
 
 def list_options(group: str = "", config_dir: str | None = None) -> list[str]:
-    """Names that ``group=NAME`` accepts; for the empty group, the primaries. What primaries share begins with ``_``."""
+    """Names that ``group=NAME`` accepts; for the empty group, the primaries. What primaries share
+    begins with ``_``."""
     files = {path.stem for path in _glob(str(Path(group, "*.yaml")), config_dir)}
     return sorted(name for name in files if not name.startswith("_"))
 
@@ -223,12 +253,17 @@ def _glob(pattern: str, config_dir: str | None) -> Iterator[Path]:
 def check_primary(config_name: str, config_dir: str | None = None) -> None:
     """Raise ``ConfigError`` unless a primary of this name exists."""
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError("--config-dir", config_dir, "no such directory", "Name a directory with YAML files")
-    _check_listed("--config-name", config_name, list_options("", config_dir), "no such primary configuration")
+        raise ConfigError(
+            "--config-dir", config_dir, "no such directory", "Name a directory with YAML files"
+        )
+    _check_listed(
+        "--config-name", config_name, list_options("", config_dir), "no such primary configuration"
+    )
 
 
 def _check_hydra() -> None:
-    """Raise ``BackendError`` on a machine without Hydra, e.g. one with a GPU where automoe is not installed."""
+    """Raise ``BackendError`` on a machine without Hydra, e.g. one with a GPU where automoe is not
+    installed."""
     missing = [name for name in ("hydra", "omegaconf") if find_spec(name) is None]
     if missing:
         raise BackendError(
@@ -237,7 +272,9 @@ def _check_hydra() -> None:
         )
 
 
-def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: bool = False) -> None:
+def check_overrides(
+    overrides: list[str], config_dir: str | None = None, sweep: bool = False
+) -> None:
     """Parse overrides with Hydra's grammar and check every key and group option by name.
 
     Hydra's own struct error names neither the nearest key nor the file's schema.
@@ -256,21 +293,36 @@ def check_overrides(overrides: list[str], config_dir: str | None = None, sweep: 
         except HydraException as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                "override", text, f"not of the form key=value: {reason}", "Write key=value; quote as 'key=\"a b\"'"
+                "override",
+                text,
+                f"not of the form key=value: {reason}",
+                "Write key=value; quote as 'key=\"a b\"'",
             ) from None
         key, value = parsed.key_or_group, text.partition("=")[2]
         if key.startswith(("hydra.", "hydra/")):
             if sweep:
                 continue
             raise ConfigError(
-                key, value, "Hydra's own settings act in a sweep alone (-m)", "For the directory of a run set run_dir="
+                key,
+                value,
+                "Hydra's own settings act in a sweep alone (-m)",
+                "For the directory of a run set run_dir=",
             )
         if key == PARALLEL:
-            raise ConfigError(key, value, "jobs that run side by side are a sweep's", "Add -m and what is swept")
+            raise ConfigError(
+                key, value, "jobs that run side by side are a sweep's", "Add -m and what is swept"
+            )
         if parsed.is_sweep_override() and not sweep:
-            raise ConfigError(key, value, "several values are a sweep, one run per value", "Add -m, or give one value")
+            raise ConfigError(
+                key,
+                value,
+                "several values are a sweep, one run per value",
+                "Add -m, or give one value",
+            )
         if parsed.is_delete():
-            raise ConfigError(key, value, "a key cannot be deleted: the schema is fixed", f"Set {key} to a value")
+            raise ConfigError(
+                key, value, "a key cannot be deleted: the schema is fixed", f"Set {key} to a value"
+            )
         if key not in groups:
             check_key(key, value)
         elif not parsed.is_sweep_override() and not isinstance(parsed.value(), dict):
@@ -298,10 +350,11 @@ def swept_keys(overrides: list[str]) -> set[str]:
 
 
 def check_swept_values(config_name: str, overrides: list[str], config_dir: str | None) -> None:
-    """Compose a job for every value of a sweep, those of the other keys at their first: a wrong one is told now.
+    """Compose a job for every value of a sweep, those of the other keys at their first: a wrong one
+    is told now.
 
-    Raises:
-        ConfigError: a value of the wrong type or out of bounds, an unknown option, what does not compose.
+    Raises: ConfigError: a value of the wrong type or out of bounds, an unknown option, what does
+        not compose.
     """
     texts = [text for text in overrides if not text.startswith(("hydra.", "hydra/"))]
     for text in overrides:
@@ -311,19 +364,23 @@ def check_swept_values(config_name: str, overrides: list[str], config_dir: str |
     check_overrides(texts, config_dir, sweep=True)
     values = [_single_values(text, config_dir) for text in texts]
     first = [choices[0] for choices in values]
-    jobs = [first] + [[*first[:i], value, *first[i + 1 :]] for i, some in enumerate(values) for value in some[1:]]
+    jobs = [first] + [
+        [*first[:i], value, *first[i + 1 :]] for i, some in enumerate(values) for value in some[1:]
+    ]
     for job in jobs:
         config = compose_config(config_name, job, config_dir)
         check_rows(config, number_rows(config))
         try:
             check_args(config)
         except ConfigError as error:
-            if error.key.startswith(SECTION):  # others may be of this combination: the job is skipped
+            # others may be of this combination: the job is skipped
+            if error.key.startswith(SECTION):
                 raise
 
 
 def _single_values(text: str, config_dir: str | None) -> list[str]:
-    """``mesh.ep=1,2`` as ``mesh.ep=1``, ``mesh.ep=2``; of a range or an interval, whose values are alike, the ends."""
+    """``mesh.ep=1,2`` as ``mesh.ep=1``, ``mesh.ep=2``; of a range or an interval, whose values are
+    alike, the ends."""
     parsed = _parse_override(text)
     if not parsed.is_sweep_override():
         return [text]
@@ -337,7 +394,9 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
     else:
         values = list(parsed.sweep_string_iterator())
     if not values:
-        raise ConfigError(parsed.key_or_group, text.partition("=")[2], "names no value", "Give at least one")
+        raise ConfigError(
+            parsed.key_or_group, text.partition("=")[2], "names no value", "Give at least one"
+        )
     return [f"{parsed.get_key_element()}={value}" for value in values]
 
 
@@ -345,14 +404,18 @@ def _single_values(text: str, config_dir: str | None) -> list[str]:
 
 
 def default_run_dir(run_dir: str, overrides: Iterable[str]) -> str:
-    """``runs/default-ep4-pp1``: the configured directory, named after what was typed and makes it another run."""
+    """``runs/default-ep4-pp1``: the configured directory, named after what was typed and makes it
+    another run."""
     plain = ("checkpoint.resume=auto", "checkpoint.resume=never")
-    name = folder_name(text for text in overrides if not is_free(key_of(text)) and text not in plain)
+    name = folder_name(
+        text for text in overrides if not is_free(key_of(text)) and text not in plain
+    )
     return f"{run_dir}-{name}" if name else run_dir
 
 
 def folder_name(overrides: Iterable[str]) -> str:
-    """``ep4-lr0.003-model-small_mixtral``: overrides as a folder's name, whatever their order; empty for none.
+    """``ep4-lr0.003-model-small_mixtral``: overrides as a folder's name, whatever their order;
+    empty for none.
 
     What a name cannot say follows as a number.
     """
@@ -364,8 +427,10 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def short_keys(overrides: Iterable[str]) -> list[tuple[str, str]]:
-    """(key, value) of overrides, sorted; a key is its last word where that names one of them alone."""
-    typed = {key_of(text): text.partition("=")[2] for text in overrides}  # the last of a key counts, as for Hydra
+    """(key, value) of overrides, sorted; a key is its last word where that names one of them
+    alone."""
+    # the last of a key counts, as for Hydra
+    typed = {key_of(text): text.partition("=")[2] for text in overrides}
     pairs = dict(sorted(typed.items()))
     short = {key: key.rpartition(".")[2] for key in pairs}
     count = Counter(short.values())

@@ -1,4 +1,5 @@
-"""Plain nested dictionaries to the typed ``Config`` and back, strictly: nothing unknown, nothing coerced away.
+"""Plain nested dictionaries to the typed ``Config`` and back, strictly: nothing unknown, nothing
+coerced away.
 
 Hydra composes untyped YAML; this is the one place that decides what a value may be, so every wrong
 key or type becomes the same ``ConfigError``, whether it came from a file or from the command line.
@@ -25,8 +26,8 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^{}]+)\}")
 def config_from_dict(raw: dict[str, Any], trusted: bool = True) -> Config:
     """Build a ``Config`` from nested dictionaries; missing keys take the schema's defaults.
 
-    Args:
-        trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays a dictionary.
+    Args: trusted: ask the recipe for its ``Args``, which may import it. Else ``recipe_args`` stays
+        a dictionary.
 
     An int is accepted for a float, and so is a numeric string such as ``"1e-3"`` (YAML 1.1 reads
     it as text). Everything else must already have the field's type.
@@ -54,12 +55,14 @@ def _make_args(config: Config) -> Any:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dictionaries, lists and scalars only: what YAML and JSON can hold, and files and trackers may."""
+    """Nested dictionaries, lists and scalars only: what YAML and JSON can hold, and files and
+    trackers may."""
     return _plain(asdict(config))
 
 
 class FromEnvironment(str):
-    """Text that the environment has a part in. What is written of it names the variables, not what they hold.
+    """Text that the environment has a part in. What is written of it names the variables, not what
+    they hold.
 
     Attributes:
         written: ``${oc.env:NAME}`` in place of each variable's content.
@@ -87,18 +90,22 @@ def named_variables(text: str) -> set[str]:
 
 
 def from_environment(raw: Any, environment: Mapping[str, str]) -> Any:
-    """The inverse of what ``config_to_dict`` does: a variable that is not in ``environment`` keeps its name."""
+    """The inverse of what ``config_to_dict`` does: a variable that is not in ``environment`` keeps
+    its name."""
     if isinstance(raw, dict):
         return {key: from_environment(value, environment) for key, value in raw.items()}
     if isinstance(raw, list):
         return [from_environment(value, environment) for value in raw]
     if not isinstance(raw, str) or not named_variables(raw):
         return raw
-    return FromEnvironment(_VARIABLE.sub(lambda found: environment.get(found[1], found[0]), raw), raw)
+    return FromEnvironment(
+        _VARIABLE.sub(lambda found: environment.get(found[1], found[0]), raw), raw
+    )
 
 
 def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that holds a value, in order: ``mesh.pp``, ``train.steps``, ...; a recipe's own not."""
+    """Every dotted key that holds a value, in order: ``mesh.pp``, ``train.steps``, ...; a recipe's
+    own not."""
     for name, hint in field_types(cls).items():
         if is_section(hint):
             yield from leaf_keys(hint, f"{prefix}{name}.")
@@ -111,18 +118,26 @@ def check_key(key: str, value: object) -> None:
     cls: Any = Config
     parts = key.split(".")
     if parts[0] == SECTION:
-        return  # which keys there are depends on the recipe, and that on the primary: config_from_dict knows
+        # which keys there are depends on the recipe, and that on the primary: config_from_dict
+        # knows
+        return
     for depth, part in enumerate(parts):
         if not is_section(cls):
             parent = ".".join(parts[:depth])
-            raise ConfigError(key, value, f"{parent} is a single value, without keys of its own", f"Set {parent}=...")
+            raise ConfigError(
+                key,
+                value,
+                f"{parent} is a single value, without keys of its own",
+                f"Set {parent}=...",
+            )
         if part not in field_types(cls):
             raise _unknown_key(".".join(parts[: depth + 1]), value, cls)
         cls = field_types(cls)[part]
 
 
 def typed(key: str, value: object) -> Any:
-    """``value`` as the field under the dotted ``key`` takes it; ``ConfigError`` where it has another type."""
+    """``value`` as the field under the dotted ``key`` takes it; ``ConfigError`` where it has
+    another type."""
     hint: Any = Config
     for part in key.split("."):
         hint = field_types(hint)[part]
@@ -151,7 +166,9 @@ def _unknown_key(key: str, value: object, cls: type) -> ConfigError:
     siblings = list(field_types(cls))
     close = [f"{parent}.{n}" if parent else n for n in nearest(name, siblings)]
     if not close:  # the right name under the wrong parent: train.lr for optim.lr
-        close = [k for k in leaf_keys() if k.rpartition(".")[2] == name] or nearest(key, list(leaf_keys()))
+        close = [k for k in leaf_keys() if k.rpartition(".")[2] == name] or nearest(
+            key, list(leaf_keys())
+        )
     where = f"{parent} has" if parent else "the configuration has"
     remedy = f"Did you mean {' or '.join(close)}?" if close else f"Keys here: {', '.join(siblings)}"
     return ConfigError(key, value, f"unknown key: {where} no {name!r}", remedy)
@@ -173,7 +190,9 @@ def _to_dataclass(cls: type, raw: object, prefix: str) -> Any:
         if default is MISSING and name not in raw:
             key = f"{prefix}{name}"
             raise ConfigError(key, "", "needs a value: it has no default", f"Set {key}=")
-    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in raw.items()})
+    return cls(
+        **{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in raw.items()}
+    )
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -189,7 +208,9 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise _wrong_type(key, value, type_name(hint))
-        return {_convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
+        return {
+            _convert(args[0], k, key): _convert(args[1], v, f"{key}.{k}") for k, v in value.items()
+        }
     if origin in (list, tuple):
         return _convert_items(origin, args, value, key)
     if hint is float:
@@ -222,7 +243,8 @@ def _convert_items(origin: type, args: tuple[Any, ...], value: Any, key: str) ->
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """True if ``value`` is exactly of this type (True is no int); a tuple is a list, text of the environment text."""
+    """True if ``value`` is exactly of this type (True is no int); a tuple is a list, text of the
+    environment text."""
     if hint is list:
         return isinstance(value, (list, tuple))
     return type(value) is hint or (hint is str and isinstance(value, FromEnvironment))
@@ -248,7 +270,10 @@ def _choice(choices: tuple[Any, ...], value: Any, key: str) -> Any:
     close = difflib.get_close_matches(str(value).lower(), list(lowered), n=1, cutoff=0.3)
     match = lowered[close[0]] if close else str(choices[0])
     raise ConfigError(
-        key, value, f"must be one of {', '.join(map(str, choices))}", f"Nearest valid choice: {key}={match}"
+        key,
+        value,
+        f"must be one of {', '.join(map(str, choices))}",
+        f"Nearest valid choice: {key}={match}",
     )
 
 
@@ -259,7 +284,9 @@ def type_name(hint: Any) -> str:
         return named.get(get_args(hint)[0], "a list of mappings {key: value}")
     if get_origin(hint) is dict:
         return "a mapping {name: value}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
+        hint, str(hint)
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,9 @@
-"""A model of the HuggingFace Hub by its id: the commit is asked for once, and its files lie in huggingface_hub's cache.
+"""A model of the HuggingFace Hub by its id: the commit is asked for once, and its files lie in
+huggingface_hub's cache.
 
-An id is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, and pinned where it ends in ``@`` and the 40 digits of a commit. A
-configuration holds pinned ids alone, so what they mean does not change, and every machine finds its own copy.
+An id is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, and pinned where it ends in ``@`` and the 40
+digits of a commit. A configuration holds pinned ids alone, so what they mean does not change, and
+every machine finds its own copy.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _COPIES = ["*/*.json", "*/*.model"]  # other formats and older steps, in folders
 
 
 def local_folder(spec: str | Path) -> Path:
-    """The folder that a path or a pinned id stands for on this machine; no network, and it may not be there."""
+    """The folder that a path or a pinned id stands for on this machine; no network, and it may not
+    be there."""
     folder, found = Path(spec).expanduser(), _ID.fullmatch(str(spec))
     if found is None or found[3] is None or folder.exists():
         return folder
@@ -32,32 +35,39 @@ def local_folder(spec: str | Path) -> Path:
 
 
 def is_data_set(path: str) -> bool:
-    """Whether ``path`` is a directory that ``datasets`` saved or, where nothing lies and no folder OWNER, a Hub id."""
+    """Whether ``path`` is a directory that ``datasets`` saved or, where nothing lies and no folder
+    OWNER, a Hub id."""
     folder, found = Path(path).expanduser(), _ID.fullmatch(path)
     if folder.exists():
         return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    file = folder.suffix in (".json", ".jsonl", ".parquet", ".gz", ".zst")  # mistyped: asks no server
+    # mistyped: asks no server
+    file = folder.suffix in (".json", ".jsonl", ".parquet", ".gz", ".zst")
     return found is not None and "@" not in path and not file and not folder.parent.exists()
 
 
 def id_and_commit(spec: str) -> tuple[str, str] | None:
     """Name and commit of a pinned id; None for a path."""
     found = _ID.fullmatch(spec)
-    return (found[1], found[3]) if found and found[3] and not Path(spec).expanduser().exists() else None
+    return (
+        (found[1], found[3])
+        if found and found[3] and not Path(spec).expanduser().exists()
+        else None
+    )
 
 
 def pinned(key: str, spec: str, kept: str = "") -> str:
-    """``spec`` as it is where it is a path, else the id with its commit; its config and tokenizer are then here.
+    """``spec`` as it is where it is a path, else the id with its commit; its config and tokenizer
+    are then here.
 
-    An id is what looks like one where there is no such folder, and, unless it names a revision, no folder ``OWNER``
-    either: a mistyped path asks no server.
+    An id is what looks like one where there is no such folder, and, unless it names a revision, no
+    folder ``OWNER`` either: a mistyped path asks no server.
 
     Args:
         key: that has ``spec``, for messages.
         kept: pinned id of the same model that is to stay, unless ``spec`` names a revision.
 
-    Raises:
-        ConfigError: the model is not in the cache, and the Hub out of reach, or it has no such model or revision.
+    Raises: ConfigError: the model is not in the cache, and the Hub out of reach, or it has no such
+        model or revision.
     """
     found = _ID.fullmatch(spec)
     if found is None or Path(spec).expanduser().exists():
@@ -70,7 +80,9 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
             commit = before[1]
             _say_if_moved(key, name, commit)
     folder = download(key, name, commit or revision or "main", _SMALL)
-    if not (commit or (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file()):
+    if not (
+        commit or (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file()
+    ):
         raise _refused(key, spec, f"{folder} has neither config.json nor tokenizer_config.json")
     if commit is None:
         print(f"{key}={spec}: there is no such folder here, so the model of the Hub, at commit {folder.name[:12]}",
@@ -79,14 +91,20 @@ def pinned(key: str, spec: str, kept: str = "") -> str:
 
 
 def download(key: str, name: str, revision: str, files: list[str]) -> Path:
-    """The cache's folder of a model, with those of ``files`` (patterns) that it has. Raises as ``pinned``.
+    """The cache's folder of a model, with those of ``files`` (patterns) that it has. Raises as
+    ``pinned``.
 
-    Processes of a machine that ask for the same file wait for each other (huggingface_hub locks it).
+    Processes of a machine that ask for the same file wait for each other (huggingface_hub locks
+    it).
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": files, "ignore_patterns": _COPIES}
+    options: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": files,
+        "ignore_patterns": _COPIES,
+    }
     try:
         if len(revision) == 40:  # it cannot have changed
             with contextlib.suppress(LocalEntryNotFoundError):
@@ -99,7 +117,8 @@ def download(key: str, name: str, revision: str, files: list[str]) -> Path:
 
 
 def fetch(key: str, spec: str, missing: list[str]) -> None:
-    """Download the files ``missing`` of a pinned id, after saying how much that is. Raises as ``pinned``."""
+    """Download the files ``missing`` of a pinned id, after saying how much that is. Raises as
+    ``pinned``."""
     from huggingface_hub import HfApi, constants
 
     found = id_and_commit(spec)
@@ -110,15 +129,21 @@ def fetch(key: str, spec: str, missing: list[str]) -> None:
         raise _refused(key, spec, error) from error
     sizes = {file.rfilename: file.size or 0 for file in there}
     if lost := [file for file in missing if file not in sizes]:
-        raise ConfigError(key, spec, f"the Hub has no {lost[0]} of it", "Choose a model with safetensors files")
+        raise ConfigError(
+            key, spec, f"the Hub has no {lost[0]} of it", "Choose a model with safetensors files"
+        )
     total = sum(sizes[file] for file in missing)
     counted = "1 file" if len(missing) == 1 else f"{len(missing)} files"
-    print(f"downloading {spec}: {counted}, {total / 1e9:,.1f} GB, to {constants.HF_HUB_CACHE}", file=sys.stderr)
+    print(
+        f"downloading {spec}: {counted}, {total / 1e9:,.1f} GB, to {constants.HF_HUB_CACHE}",
+        file=sys.stderr,
+    )
     download(key, *found, missing)
 
 
 def _say_if_moved(key: str, name: str, commit: str) -> None:
-    """A note where the model has a newer commit than the one that stays. Out of reach, the Hub says nothing new."""
+    """A note where the model has a newer commit than the one that stays. Out of reach, the Hub says
+    nothing new."""
     from huggingface_hub import HfApi
 
     with contextlib.suppress(Exception):
@@ -148,4 +173,6 @@ def _refused(key: str, spec: str, error: Exception | str) -> ConfigError:
         if constants.HF_HUB_OFFLINE:
             why, remedy = "HF_HUB_OFFLINE is set", f"Unset HF_HUB_OFFLINE. {remedy}"
     rule = f"no such folder (looked from {os.getcwd()}), nor is all that is needed of the Hub's {spec} in "
-    return ConfigError(key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be had: {why}", remedy)
+    return ConfigError(
+        key, spec, f"{rule}{constants.HF_HUB_CACHE}, and it cannot be had: {why}", remedy
+    )

@@ -1,4 +1,5 @@
-"""Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks, pipeline stages.
+"""Mesh arithmetic without torch: derived axes, the folding equation, coordinates, groups of ranks,
+pipeline stages.
 
 Plans, launchers and error messages need the shape of both meshes before any process group exists;
 ``automoe.parallel.mesh`` builds the DeviceMeshes from the same object, so the two cannot disagree.
@@ -64,7 +65,11 @@ class MeshShape:
 
     def active_axes(self, view: str) -> list[tuple[str, int]]:
         """(axis, size) of the axes larger than one, outermost first."""
-        return [(axis, size) for axis, size in zip(self.axes(view), self.sizes(view), strict=True) if size > 1]
+        return [
+            (axis, size)
+            for axis, size in zip(self.axes(view), self.sizes(view), strict=True)
+            if size > 1
+        ]
 
     def stride(self, view: str, axis: str) -> int:
         """How far apart in rank number two neighbours on ``axis`` are."""
@@ -72,7 +77,9 @@ class MeshShape:
 
     def coordinates(self, rank: int, view: str) -> dict[str, int]:
         """Position of ``rank`` on every axis of ``view`` ('default' or 'moe')."""
-        return {axis: rank // self.stride(view, axis) % getattr(self, axis) for axis in self.axes(view)}
+        return {
+            axis: rank // self.stride(view, axis) % getattr(self, axis) for axis in self.axes(view)
+        }
 
     def groups(self, view: str, axis: str) -> list[list[int]]:
         """Every group of ranks that differ on ``axis`` alone, in rank order."""
@@ -81,15 +88,24 @@ class MeshShape:
         return [[start + i * stride for i in range(size)] for start in starts]
 
     def ep_per_node(self, gpus_per_node: int) -> int:
-        """How many ranks of every ep group are on one node; 0 where that differs from node to node."""
+        """How many ranks of every ep group are on one node; 0 where that differs from node to
+        node."""
         groups = self.groups("moe", "ep")
-        counts = {n for group in groups for n in Counter(rank // gpus_per_node for rank in group).values()}
+        counts = {
+            n for group in groups for n in Counter(rank // gpus_per_node for rank in group).values()
+        }
         return counts.pop() if len(counts) == 1 else 0
 
     def process_groups(self) -> list[tuple[str, int]]:
-        """(name, ranks) of each group of several ranks that a rank of a training run is in, the world first."""
+        """(name, ranks) of each group of several ranks that a rank of a training run is in, the
+        world first."""
         flat = [("fsdp", self.fsdp)] if self.cp > 1 and self.fsdp > 1 else []
-        return [("world", self.world_size), *self.active_axes("default"), *self.active_axes("moe"), *flat]
+        return [
+            ("world", self.world_size),
+            *self.active_axes("default"),
+            *self.active_axes("moe"),
+            *flat,
+        ]
 
     def describe(self, view: str) -> str:
         """``pp2 x dp_shard2``: the axes larger than one, or ``one rank``."""
@@ -110,9 +126,13 @@ def resolve_mesh(mesh: MeshConfig, num_ranks: int | None) -> MeshShape:
     for axis in dict.fromkeys(DEFAULT_AXES + MOE_AXES):
         size = getattr(mesh, axis)
         if size < 1 and not (size == -1 and axis in ("dp_shard", "ep_shard")):
-            raise ConfigError(f"mesh.{axis}", size, "an axis has at least 1 rank", f"Set mesh.{axis}=1 or more")
+            raise ConfigError(
+                f"mesh.{axis}", size, "an axis has at least 1 rank", f"Set mesh.{axis}=1 or more"
+            )
     moe_fixed = mesh.ep_replicate * mesh.ep * mesh.etp
-    dp_shard = mesh.dp_shard if mesh.dp_shard != -1 else _derive_dp_shard(mesh, num_ranks, moe_fixed)
+    dp_shard = (
+        mesh.dp_shard if mesh.dp_shard != -1 else _derive_dp_shard(mesh, num_ranks, moe_fixed)
+    )
     attention_ranks = mesh.dp_replicate * dp_shard * mesh.cp * mesh.tp
     ep_shard = mesh.ep_shard if mesh.ep_shard != -1 else attention_ranks // moe_fixed
     if ep_shard * moe_fixed != attention_ranks:
@@ -189,16 +209,20 @@ def uses_ring(config: Config, mesh: MeshShape) -> bool:
 
 
 def stays_unsharded(config: Config, mesh: MeshShape) -> bool:
-    """Whether the only rank multiplies by its parameters as they are stored, and autograd adds up its gradients.
+    """Whether the only rank multiplies by its parameters as they are stored, and autograd adds up
+    its gradients.
 
-    FSDP would keep a copy of each weight to multiply by, and copy each gradient to add nothing to it. It is there where
-    parameters are stored in another dtype, or micro-batches in bfloat16 are summed, which takes float32. A frozen
-    model is stored as it is multiplied, and adapters are float32 and round themselves.
+    FSDP would keep a copy of each weight to multiply by, and copy each gradient to add nothing to
+    it. It is there where parameters are stored in another dtype, or micro-batches in bfloat16 are
+    summed, which takes float32. A frozen model is stored as it is multiplied, and adapters are
+    float32 and round themselves.
     """
     one_batch = config.train.global_batch_size == config.train.micro_batch_size
     narrow = config.optim.master_weights == "stochastic" and one_batch
     as_stored = config.train.dtype != "bfloat16" or narrow
-    return mesh.world_size == 1 and (as_stored or (config.lora.rank > 0 and not config.train.trainable))
+    return mesh.world_size == 1 and (
+        as_stored or (config.lora.rank > 0 and not config.train.trainable)
+    )
 
 
 def too_many_stages(num_stages: int) -> tuple[str, str]:
@@ -210,7 +234,9 @@ def too_many_stages(num_stages: int) -> tuple[str, str]:
     )
 
 
-def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None) -> list[range]:
+def split_layers(
+    num_layers: int, num_stages: int, layers_per_stage: list[int] | None = None
+) -> list[range]:
     """Consecutive layers of every pipeline stage, first stage first.
 
     Args:
@@ -221,8 +247,8 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: list[int] |
 
     The other rules of a split are in ``automoe.config.validate``.
 
-    Raises:
-        ConfigError: there are more stages than layers to split. Sizes that are given may be 0 on paper, as published
+    Raises: ConfigError: there are more stages than layers to split. Sizes that are given may be 0
+        on paper, as published
             layouts are.
     """
     if layers_per_stage is None and num_layers < num_stages:
@@ -239,9 +265,10 @@ def stage_of_rank(pp: int, stages_per_rank: int) -> list[list[int]]:
     return [[rank + pp * turn for turn in range(stages_per_rank)] for rank in range(pp)]
 
 
-# Presets are named ways to fold attention and experts, scaled to the number of ranks: the strategies that arXiv
-# 2504.14960 (table 2) compares. FSDP; FSDP with expert parallelism; tensor, expert and data parallelism; all five axes
-# with the experts' mapping tied to attention's ("coupled"); all five with two independent mappings ("folded").
+# Presets are named ways to fold attention and experts, scaled to the number of ranks: the
+# strategies that arXiv 2504.14960 (table 2) compares. FSDP; FSDP with expert parallelism; tensor,
+# expert and data parallelism; all five axes with the experts' mapping tied to attention's
+# ("coupled"); all five with two independent mappings ("folded").
 
 # Which axis takes the next factor of two as ranks double; what is left goes to dp_shard.
 _ATTENTION_GROWTH = {
@@ -256,7 +283,8 @@ MAX_EP = 8  # a node: beyond it tokens cross the slow network
 
 
 def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
-    """The axes of ``mesh.preset`` for ``num_ranks``; an axis that is set as well replaces the preset's.
+    """The axes of ``mesh.preset`` for ``num_ranks``; an axis that is set as well replaces the
+    preset's.
 
     Raises:
         ConfigError: no such preset, or no number of ranks to scale it to.
@@ -264,13 +292,22 @@ def expand_preset(mesh: MeshConfig, num_ranks: int | None) -> MeshConfig:
     if not mesh.preset:
         return mesh
     if mesh.preset not in PRESETS:
-        raise ConfigError("mesh.preset", mesh.preset, f"there are {', '.join(PRESETS)}", "Name one of them")
+        raise ConfigError(
+            "mesh.preset", mesh.preset, f"there are {', '.join(PRESETS)}", "Name one of them"
+        )
     if num_ranks is None:
         raise ConfigError(
-            "mesh.preset", mesh.preset, "a preset is scaled to the number of ranks", "Set launch.num_ranks"
+            "mesh.preset",
+            mesh.preset,
+            "a preset is scaled to the number of ranks",
+            "Set launch.num_ranks",
         )
     sizes = _sizes(mesh.preset, num_ranks)
-    own = {axis: size for axis, size in asdict(mesh).items() if axis != "preset" and size != getattr(MeshConfig, axis)}
+    own = {
+        axis: size
+        for axis, size in asdict(mesh).items()
+        if axis != "preset" and size != getattr(MeshConfig, axis)
+    }
     return MeshConfig(**(sizes | own))
 
 
@@ -287,7 +324,8 @@ def _sizes(preset: str, num_ranks: int) -> dict[str, int]:
     if preset == "fsdp":
         ep = etp = 1
     elif preset in ("tp_ep_dp", "coupled_5d"):
-        # Coupled: experts keep attention's tensor parallelism, and ep takes data-parallel ranks alone.
+        # Coupled: experts keep attention's tensor parallelism, and ep takes data-parallel ranks
+        # alone.
         etp, ep = sizes["tp"], largest_divisor(data, MAX_EP)
     else:
         etp, ep = 1, largest_divisor(attention, MAX_EP)

@@ -1,4 +1,5 @@
-"""Names that a user's package adds to the configuration: families, dispatchers, expert backends, data sources, losses.
+"""Names that a user's package adds to the configuration: families, dispatchers, expert backends,
+data sources, losses.
 
     # my_package.py
     from automoe.config.plugins import register
@@ -7,8 +8,9 @@
 
     automoe train plugins=[my_package] data.kind=csv data.path=texts
 
-A plugin is imported by the process that reads the command line and by every rank. It runs with the user's rights, so
-nothing is imported because a run directory or a checkpoint names it: ``plugins`` counts where it was typed.
+A plugin is imported by the process that reads the command line and by every rank. It runs with the
+user's rights, so nothing is imported because a run directory or a checkpoint names it: ``plugins``
+counts where it was typed.
 """
 
 from __future__ import annotations
@@ -43,22 +45,30 @@ _loaded: set[str] = set()
 def register(key: str, name: str, value: Any) -> None:
     """Make ``key=name`` a valid setting that stands for ``value``.
 
-    Args:
-        key: one of ``KINDS``, which says what ``value`` is.
-        value: the object, or ``"module:attribute"``, which is imported when it is first used. A module that imports
-            torch is better named than imported: errors in a configuration are told before torch is there.
+    Args: key: one of ``KINDS``, which says what ``value`` is. value: the object, or
+        ``"module:attribute"``, which is imported when it is first used. A module that imports
+            torch is better named than imported: errors in a configuration are told before torch is
+            there.
 
     Raises:
         ConfigError: a key that takes no plugins, or a name that is taken.
     """
     if key not in KINDS:
-        raise ConfigError("plugins", key, "nothing can be registered under this key", f"Keys: {', '.join(KINDS)}")
+        raise ConfigError(
+            "plugins", key, "nothing can be registered under this key", f"Keys: {', '.join(KINDS)}"
+        )
     section, _, leaf = key.partition(".")
-    if key not in RUN_POINTS and name in get_args(get_type_hints(get_type_hints(schema.Config)[section])[leaf]):
-        raise ConfigError(key, name, "the name is taken by automoe itself", "Register it under another name")
+    if key not in RUN_POINTS and name in get_args(
+        get_type_hints(get_type_hints(schema.Config)[section])[leaf]
+    ):
+        raise ConfigError(
+            key, name, "the name is taken by automoe itself", "Register it under another name"
+        )
     earlier = _registered[key].setdefault(name, value)
     if earlier is not value and earlier != value:
-        raise ConfigError(key, name, f"the name is registered already, for {earlier}", "Register another name")
+        raise ConfigError(
+            key, name, f"the name is registered already, for {earlier}", "Register another name"
+        )
 
 
 def registered(key: str) -> dict[str, Any]:
@@ -74,7 +84,9 @@ def registered(key: str) -> dict[str, Any]:
             try:
                 found[name] = getattr(importlib.import_module(module), attribute)
             except (ImportError, AttributeError) as error:
-                raise ConfigError(key, name, f"{value} cannot be imported: {error}", "Correct register()") from error
+                raise ConfigError(
+                    key, name, f"{value} cannot be imported: {error}", "Correct register()"
+                ) from error
     return found
 
 
@@ -90,13 +102,17 @@ def load_plugins(names: object) -> None:
         ConfigError: not a list of text, or a module that cannot be imported.
     """
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ConfigError("plugins", names, "expected a list of modules", "For example plugins=[my_package]")
+        raise ConfigError(
+            "plugins", names, "expected a list of modules", "For example plugins=[my_package]"
+        )
     for name in names:
         try:
             load_file(name) if name.endswith(".py") else importlib.import_module(name)
         except ImportError as error:
             rule = f"cannot be imported: {error}"
-            raise ConfigError("plugins", name, rule, "Install it, or start where it lies") from error
+            raise ConfigError(
+                "plugins", name, rule, "Install it, or start where it lies"
+            ) from error
         _loaded.add(name)
 
 

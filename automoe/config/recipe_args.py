@@ -1,7 +1,7 @@
 """Keys of a recipe's own: its dataclass ``Args``.
 
-Those of shipped recipes are here, since a recipe imports torch and a configuration is checked before that. A recipe of
-the user's own that declares ``Args`` is imported, and torch with it.
+Those of shipped recipes are here, since a recipe imports torch and a configuration is checked
+before that. A recipe of the user's own that declares ``Args`` is imported, and torch with it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,27 @@ class DPOArgs:
 
     def check(self, config: Config) -> None:
         if not self.beta > 0:
-            raise ConfigError("recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1")
+            raise ConfigError(
+                "recipe_args.beta", self.beta, "must be larger than 0", "Set recipe_args.beta=0.1"
+            )
         if not config.data.is_preference:
             rule = f"recipe={config.recipe} compares two answers"
-            raise ConfigError("data.kind", config.data.kind, rule, "Set data=preference data.path=FILE")
+            raise ConfigError(
+                "data.kind", config.data.kind, rule, "Set data=preference data.path=FILE"
+            )
         if config.train.loss != "cross_entropy":
             rule = f"recipe={config.recipe} has a loss of its own"
-            raise ConfigError("train.loss", config.train.loss, rule, "Leave it out, and set recipe_args.loss")
+            raise ConfigError(
+                "train.loss", config.train.loss, rule, "Leave it out, and set recipe_args.loss"
+            )
 
 
 _SHIPPED = {"dpo": DPOArgs}
 
 
 def args_class(recipe: str) -> type | None:
-    """The dataclass ``Args`` of a recipe; None if it declares none. Imports a recipe of the user's own.
+    """The dataclass ``Args`` of a recipe; None if it declares none. Imports a recipe of the user's
+    own.
 
     Raises:
         ConfigError: no such recipe, or an ``Args`` that cannot be read.
@@ -57,18 +64,22 @@ def args_class(recipe: str) -> type | None:
         rule = f"{CLASS} of {own} cannot be read: {type(error).__name__}: {error}"
         raise ConfigError("recipe", recipe, rule, "Mend it") from error
     if cls is not None and not is_dataclass(cls):
-        raise ConfigError("recipe", recipe, f"{CLASS} of {own} is no dataclass", "Write @dataclass above it")
+        raise ConfigError(
+            "recipe", recipe, f"{CLASS} of {own} is no dataclass", "Write @dataclass above it"
+        )
     return cls
 
 
 def default_args(args: Any) -> dict[str, Any]:
-    """What the fields of a dataclass, or of an object of one, are unless they are set; MISSING without a default."""
+    """What the fields of a dataclass, or of an object of one, are unless they are set; MISSING
+    without a default."""
     own = fields(args) if is_dataclass(args) else ()
     return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in own}
 
 
 def check_args(config: Config) -> None:
-    """Raise ``ConfigError`` where a number of ``recipe_args`` is not finite, or its ``check(config)`` finds a fault."""
+    """Raise ``ConfigError`` where a number of ``recipe_args`` is not finite, or its
+    ``check(config)`` finds a fault."""
     args = config.recipe_args
     if not is_dataclass(args):
         return
@@ -82,4 +93,6 @@ def check_args(config: Config) -> None:
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(SECTION, "", str(error), f"The recipe {config.recipe} asks for it") from error
+            raise ConfigError(
+                SECTION, "", str(error), f"The recipe {config.recipe} asks for it"
+            ) from error

@@ -1,4 +1,5 @@
-"""Which parts of which layers run again in the backward pass: ``parallel.recompute`` and its layers."""
+"""Which parts of which layers run again in the backward pass: ``parallel.recompute`` and its
+layers."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ from collections.abc import Iterator
 from automoe.config.rules import Row
 from automoe.config.schema import Config, ParallelConfig
 
-# What each name runs again. ``full`` is the whole layer and stands alone. ``RERUN`` run once more, forward
-# and backward; of ``DISCARDED_OUTPUTS`` the outputs alone are made again, for those who read them.
+# What each name runs again. ``full`` is the whole layer and stands alone. ``RERUN`` run once more,
+# forward and backward; of ``DISCARDED_OUTPUTS`` the outputs alone are made again, for those who
+# read them.
 RERUN = ("core_attn", "mlp", "moe", "shared_experts")
 DISCARDED_OUTPUTS = ("layernorm", "mla_up_proj")
 MODULES = (*RERUN, "moe_act", *DISCARDED_OUTPUTS)
-# These make the experts' activation again from gate and up in any backward pass: moe_act is always done.
+# These make the experts' activation again from gate and up in any backward pass: moe_act is always
+# done.
 RECOMPUTING_EXPERTS = ("grouped_mm", "triton", "quack")
 FULL = "full"
 _EVERY = re.compile(r"every (\d*[1-9]\d*)")
 
 
 def recomputed_modules(parallel: ParallelConfig, layer: int) -> frozenset[str]:
-    """Names among ``MODULES`` and ``FULL`` that layer number ``layer`` of a validated configuration recomputes."""
+    """Names among ``MODULES`` and ``FULL`` that layer number ``layer`` of a validated configuration
+    recomputes."""
     layers = parallel.recompute_layers
     if isinstance(layers, str):
         interval = _EVERY.fullmatch(layers)
@@ -40,7 +44,8 @@ def recomputed_names(parallel: ParallelConfig) -> list[str]:
 # fmt: off
 
 def recompute_rows(config: Config) -> Iterator[Row]:
-    """The rules of ``parallel.recompute``: names and layers that there are not, or that would do nothing."""
+    """The rules of ``parallel.recompute``: names and layers that there are not, or that would do
+    nothing."""
     key, names = "parallel.recompute", recomputed_names(config.parallel)
     model, experts = config.model, config.moe.experts
     for name in names:

@@ -1,6 +1,8 @@
-"""Every key of the configuration with its type, default and meaning, read from the source of the schema.
+"""Every key of the configuration with its type, default and meaning, read from the source of the
+schema.
 
-``automoe train --help mesh`` shows a section; ``docs/write_config.py`` makes ``docs/config.md`` of them all.
+``automoe train --help mesh`` shows a section; ``docs/write_config.py`` makes ``docs/config.md`` of
+them all.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ WIDTH = 80  # columns of a terminal
 
 @dataclass(frozen=True)
 class Key:
-    """One key: ``mesh.pp``, ``a whole number``, its default as one types it, and the schema's comment."""
+    """One key: ``mesh.pp``, ``a whole number``, its default as one types it, and the schema's
+    comment."""
 
     name: str
     kind: str
@@ -35,7 +38,8 @@ class Key:
 
 
 def sections(cls: type = schema.Config, prefix: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """Each section's name, its docstring in one line and its keys, a section before those inside it."""
+    """Each section's name, its docstring in one line and its keys, a section before those inside
+    it."""
     document, comments = _source(cls)
     types, defaults = field_types(cls), default_args(cls)
     keys = [
@@ -79,11 +83,15 @@ def help_on(name: str, recipe: str = schema.Config.recipe) -> str:
             lines += textwrap.wrap(f"{section}: {document}" if document else section, WIDTH) + [""]
         for key in shown:
             lines.append(f"  {key.name}={key.default}   ({key.kind})")
-            lines += textwrap.wrap(key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(
+                key.comment, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
         lines.append("")
     if not lines:
         known = ", ".join(key.name for _, _, keys in own for key in keys) or "none"
-        raise ConfigError(name, "", f"unknown key: the recipe {recipe} declares no such one", f"Its keys: {known}")
+        raise ConfigError(
+            name, "", f"unknown key: the recipe {recipe} declares no such one", f"Its keys: {known}"
+        )
     return "\n".join(lines).rstrip()
 
 

@@ -1,4 +1,5 @@
-"""Rules as rows of a table: key, whether it is broken, the rule with its numbers, the remedy. And bounds of numbers."""
+"""Rules as rows of a table: key, whether it is broken, the rule with its numbers, the remedy. And
+bounds of numbers."""
 
 from __future__ import annotations
 
@@ -16,22 +17,32 @@ Row = tuple[str, bool, str, str]
 
 
 def check_rows(config: Config, rows: Iterable[Row], shape: MeshShape | None = None) -> None:
-    """Raise ``ConfigError`` for the first broken row; its value is what ``config``, or of the mesh ``shape``, has.
+    """Raise ``ConfigError`` for the first broken row; its value is what ``config``, or of the mesh
+    ``shape``, has.
 
-    Rows come from a generator, one at a time: a row may divide by what an earlier one has found not to be zero.
+    Rows come from a generator, one at a time: a row may divide by what an earlier one has found not
+    to be zero.
     """
     for key, broken, rule, remedy in rows:
         if broken:
             on_mesh = shape is not None and key.startswith("mesh.")
-            value = attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
+            value = (
+                attrgetter(key.removeprefix("mesh."))(shape) if on_mesh else attrgetter(key)(config)
+            )
             raise ConfigError(key, list(value) if isinstance(value, tuple) else value, rule, remedy)
 
 
 def divides(key: str, value: int, divisor: int, rule: str, other: str = "") -> Row:
-    """The row for ``value % divisor == 0``. The remedy names the nearest values, and ``other``, a remedy elsewhere."""
+    """The row for ``value % divisor == 0``. The remedy names the nearest values, and ``other``, a
+    remedy elsewhere."""
     below, above = value // divisor * divisor, (value // divisor + 1) * divisor
     choices = f"{key}={below} or {above}" if below else f"{key}={above}"
-    return key, value % divisor != 0, rule, f"Nearest valid choices: {choices}" + (f", or {other}" if other else "")
+    return (
+        key,
+        value % divisor != 0,
+        rule,
+        f"Nearest valid choices: {choices}" + (f", or {other}" if other else ""),
+    )
 
 
 # The smallest value that makes sense, and the keys that have it.
@@ -79,9 +90,12 @@ _ABOVE_ZERO = {
 SPEEDS = ("gemm", "grouped", "attention", "memory", "on_node", "off_node", "imbalance")
 DELAYS = ("fp8", "overlap", "latency", "host_layer", "step")
 
-# A login in an address: ``//user:password@`` (a password may have a / in it; a path may have an @, but no database's
-# address has one elsewhere), or what a query says under a name such as ``password=`` or ``token=``.
-LOGIN = re.compile(r"(?:(?<!\bhttp)(?<!\bhttps)://(?!/)|://(?!/)(?!(?:[^\s/:@]+|\[[\da-fA-F:]+\])(?::\d+)?/))\S*@")
+# A login in an address: ``//user:password@`` (a password may have a / in it; a path may have an @,
+# but no database's address has one elsewhere), or what a query says under a name such as
+# ``password=`` or ``token=``.
+LOGIN = re.compile(
+    r"(?:(?<!\bhttp)(?<!\bhttps)://(?!/)|://(?!/)(?!(?:[^\s/:@]+|\[[\da-fA-F:]+\])(?::\d+)?/))\S*@"
+)
 SECRET = re.compile(
     r"(?i)([?&;#][\w.-]*(?:pass|pwd|token|secret|credential|api_?key|signature|odbc_connect)[\w.-]*=)[^\s&;#]*"
 )

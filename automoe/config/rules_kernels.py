@@ -1,6 +1,8 @@
-"""Rules of what computes: attention, rotation, norm and expert kernels, ``train.compile``, 8 bits. No torch.
+"""Rules of what computes: attention, rotation, norm and expert kernels, ``train.compile``, 8 bits.
+No torch.
 
-``device`` is ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait then.
+``device`` is ``cpu``, ``cuda``, or ``auto`` where it is not known yet; rules of one device wait
+then.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from automoe.config.schema import Config, is_linear
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BLOCK = 128  # rows and columns of a weight under one 8-bit scale
-# Of ``lora.base``: numbers of a row that have a scale, and the bytes of their codes with it (automoe.quantize.packed).
+# Of ``lora.base``: numbers of a row that have a scale, and the bytes of their codes with it
+# (automoe.quantize.packed).
 BASE_BLOCKS = {"fp8": (BLOCK, BLOCK + 4), "nf4": (64, 36)}
 ROW_BYTES = 16  # grouped products need rows of a multiple of this
 MAX_FLASH_DIM = 256
@@ -38,11 +41,12 @@ def triton_is_interpreted() -> bool:
 
 
 def chunk_tokens(tokens: int, hidden: int) -> int:
-    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers, within bounds.
+    """Tokens whose logits are alive at once, of ``tokens``: as many logits as the head has numbers,
+    within bounds.
 
-    The gradient of the whole head is added up once a chunk, which dominates the loss's memory traffic when chunks are
-    small. Compiled code is made for one size, so chunks are equal if fewer than twice the least number of chunks
-    divides the tokens; else the last one is shorter.
+    The gradient of the whole head is added up once a chunk, which dominates the loss's memory
+    traffic when chunks are small. Compiled code is made for one size, so chunks are equal if fewer
+    than twice the least number of chunks divides the tokens; else the last one is shorter.
     """
     most = max(CHUNK_TOKENS, min(hidden, MOST_CHUNK_TOKENS))
     fewest = max(1, -(-tokens // most))
@@ -154,7 +158,8 @@ def _attention_rows(config: Config, shape: MeshShape, device: str) -> Iterator[R
 
 
 def _masked_cudnn_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
-    """cuDNN's gradient of queries may be NaN with a mask over 64 keys more than a multiple of 128 (pytorch#196678)."""
+    """cuDNN's gradient of queries may be NaN with a mask over 64 keys more than a multiple of 128
+    (pytorch#196678)."""
     attention, cp, seq_len = config.model.attention, shape.cp, config.train.seq_len
     masked = config.data.document_mask or attention.sliding_window > 0 or cp > 1
     # A rank of cp computes up to the end of each of its chunks of the row. A sink is one more key.
@@ -183,7 +188,8 @@ def compile_rows(config: Config, shape: MeshShape) -> Iterator[Row]:
     if not config.train.compile:
         return
     kernels, fp8, names = config.kernels, config.train.fp8, recomputed_names(config.parallel)
-    # Whose outputs are computed again for those who read them: within a compiled part the compiler decides that.
+    # Whose outputs are computed again for those who read them: within a compiled part the compiler
+    # decides that.
     hooked = [name for name in DISCARDED_OUTPUTS if name in names]
     left = ",".join(name for name in names if name not in DISCARDED_OUTPUTS)
     without_core = ",".join(name for name in names if name != "core_attn")
@@ -237,7 +243,8 @@ def fp8_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
 
 
 def _largest_cut(size: int, ranks: int) -> int:
-    """The largest divisor of ``ranks`` that cuts ``size`` where blocks meet; one if there is none."""
+    """The largest divisor of ``ranks`` that cuts ``size`` where blocks meet; one if there is
+    none."""
     return gcd(size // BLOCK, ranks) if size % BLOCK == 0 else 1
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from automoe.config.data_schema import DataConfig
+
 
 @dataclass
 class MeshConfig:
@@ -32,27 +34,33 @@ class MeshConfig:
 
 @dataclass
 class RopeConfig:
-    """Rotary embedding; ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale, ``llama3`` that of Llama 3.1."""
+    """Rotary embedding; ``yarn`` is YaRN (arXiv 2309.00071) with DeepSeek's mscale, ``llama3`` that
+    of Llama 3.1."""
 
     theta: float = 10000.0  # base of the angles
     interleaved: bool = False  # pairs (2i, 2i+1) as DeepSeek stores them, instead of (i, i + D/2)
-    partial_rotary_factor: float = 1.0  # gqa: this share of a head's first dims turns, the rest does not
+    # gqa: this share of a head's first dims turns, the rest does not
+    partial_rotary_factor: float = 1.0
     scaling: Literal["none", "yarn", "llama3"] = "none"
     factor: float = 1.0  # how far scaling stretches
     original_seq_len: int = 4096  # row length before scaling
-    beta_fast: float = 32.0  # yarn: dims that turn more often over original_seq_len stay as they are ...
+    # yarn: dims that turn more often over original_seq_len stay as they are ...
+    beta_fast: float = 32.0
     beta_slow: float = 1.0  # ... and those that turn less are stretched by the whole factor
     truncate: bool = True  # yarn: the borders of its ramp are whole dims (GPT-OSS: they are not)
     mscale: float = 0.0  # yarn: scale of the rotated dims, over that of mscale_all_dim
     mscale_all_dim: float = 0.0  # yarn and llama3: scale of the attention logits
-    attention_factor: float | None = None  # yarn: scale of the rotated dims; null: by factor and the mscales
-    low_freq_factor: float = 1.0  # llama3: stretched below this many turns over original_seq_len ...
+    # yarn: scale of the rotated dims; null: by factor and the mscales
+    attention_factor: float | None = None
+    # llama3: stretched below this many turns over original_seq_len ...
+    low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0  # ... kept above this many, and in between in between
 
 
 @dataclass
 class AttentionConfig:
-    """``gqa`` uses num_kv_heads, head_dim, qk_norm, qkv_bias; ``mla`` the ranks and split head dims."""
+    """``gqa`` uses num_kv_heads, head_dim, qk_norm, qkv_bias; ``mla`` the ranks and split head
+    dims."""
 
     kind: Literal["gqa", "mla"] = "gqa"
     num_heads: int = 8  # of queries
@@ -66,11 +74,15 @@ class AttentionConfig:
     qk_rope_head_dim: int = 0  # mla: dims that do; the key's are shared by all heads
     v_head_dim: int = 0  # mla: width of a head's value
     o_bias: bool = False  # gqa: of the output projection
-    sinks: bool = False  # gqa: a learned score a head that every query also attends to, for no value
-    output_gate: bool = False  # gqa: what leaves a head is multiplied by sigmoid of a second query projection
-    full_attention_interval: int = 1  # every n-th layer sees whole rows; for those between, the keys below
+    # gqa: a learned score a head that every query also attends to, for no value
+    sinks: bool = False
+    # gqa: what leaves a head is multiplied by sigmoid of a second query projection
+    output_gate: bool = False
+    # every n-th layer sees whole rows; for those between, the keys below
+    full_attention_interval: int = 1
     sliding_window: int = 0  # layers between: this many keys, the query's own position included
-    linear_num_key_heads: int = 0  # layers between: a gated delta net (Qwen3-Next); its state runs through the row
+    # layers between: a gated delta net (Qwen3-Next); its state runs through the row
+    linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0  # delta net: a multiple of its key heads
     linear_key_head_dim: int = 0  # delta net: width of a key head
     linear_value_head_dim: int = 0  # delta net: width of a value head
@@ -81,8 +93,10 @@ class AttentionConfig:
 class RouterConfig:
     """How a token chooses experts: data, not subclasses. Order: score, select, weight."""
 
-    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"  # of the logits (docs/routing.md)
-    softmax_after_topk: bool = False  # choose by logits, then softmax over the K chosen instead of all E
+    # of the logits (docs/routing.md)
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    # choose by logits, then softmax over the K chosen instead of all E
+    softmax_after_topk: bool = False
     norm_topk_prob: bool = True  # divide the K chosen scores by their sum
     routed_scaling_factor: float = 1.0  # multiplies the weights
     num_groups: int = 1  # groups of experts; 1 switches group limiting off
@@ -95,13 +109,24 @@ class RouterConfig:
 
 @dataclass
 class ModelConfig:
-    """One decoder for every family; the names follow HuggingFace where a checkpoint meets a user."""
+    """One decoder for every family; the names follow HuggingFace where a checkpoint meets a
+    user."""
 
     family: Literal[
-        "deepseek_v3", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_next", "llama", "qwen3"
+        "deepseek_v3",
+        "qwen3_moe",
+        "mixtral",
+        "qwen2_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "qwen3_next",
+        "llama",
+        "qwen3",
     ] = "deepseek_v3"
-    hf_path: str | None = None  # start from this HuggingFace checkpoint: a directory, or a Hub id OWNER/NAME[@REVISION]
-    upcycle: bool = False  # hf_path is dense: experts start as its FFNs, or equal parts of them (docs/upcycle.md)
+    # start from this HuggingFace checkpoint: a directory, or a Hub id OWNER/NAME[@REVISION]
+    hf_path: str | None = None
+    # hf_path is dense: experts start as its FFNs, or equal parts of them (docs/upcycle.md)
+    upcycle: bool = False
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's ids
     hidden_size: int = 256
     num_layers: int = 4
@@ -111,11 +136,13 @@ class ModelConfig:
     num_experts_per_token: int = 2  # top-k
     moe_intermediate_size: int = 128  # width of a routed expert
     num_shared_experts: int = 0  # one shared FFN of this many times moe_intermediate_size
-    shared_intermediate_size: int = 0  # or of this width, a multiple or not; 0: as num_shared_experts says
+    # or of this width, a multiple or not; 0: as num_shared_experts says
+    shared_intermediate_size: int = 0
     shared_expert_gate: bool = False  # its output times sigmoid(x @ w), one number a token
     biased_experts: bool = False  # routed experts add a trained bias to both of their products
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"  # clamped: GPT-OSS
-    swiglu_alpha: float = 1.702  # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
+    # clamped_swiglu: up and gate within the limit, (up + 1) gate sigmoid(alpha gate)
+    swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0  # clamped_swiglu
     norm_eps: float = 1e-6
     zero_centered_norms: bool = False  # norms multiply by 1 + weight; those of delta nets do not
@@ -140,22 +167,29 @@ class ModelConfig:
 class MoEConfig:
     """How the MoE layer runs; none of it changes a checkpoint."""
 
-    # hierarchical: a token goes once to a node of cluster.gpus_per_node ranks; deepep: CUDA, and DeepEP installed
+    # hierarchical: a token goes once to a node of cluster.gpus_per_node ranks; deepep: CUDA, and
+    # DeepEP installed
     dispatcher: Literal["alltoall", "allgather", "hierarchical", "deepep"] = "alltoall"
-    overlap_shared_experts: bool = True  # CUDA: on a stream of their own, at the same time as the routed experts
+    # CUDA: on a stream of their own, at the same time as the routed experts
+    overlap_shared_experts: bool = True
     experts: Literal["grouped_mm", "loop", "triton", "te", "quack"] = "grouped_mm"
-    # Gates other than learned are for benchmarks (automoe.moe.router): round robin, skewed, everything to
-    # the first K experts, round robin without the last expert.
+    # Gates other than learned are for benchmarks (automoe.moe.router): round robin, skewed,
+    # everything to the first K experts, round robin without the last expert.
     gate: Literal["learned", "balanced", "zipf", "one_hot", "empty"] = "learned"
     router_dtype: Literal["float32", "bfloat16"] = "float32"  # at least, of the router's product
     router_jitter: float = 0.0  # training: the router's input times uniform(1 - jitter, 1 + jitter)
-    capacity_factor: float = 0.0  # 0: dropless; else an expert takes at most ceil(factor * T * K / E)
-    drop_policy: Literal["probs", "position"] = "probs"  # what stays: the most probable, or the first of every row
-    drop_scope: Literal["rank", "sequence"] = "rank"  # T: this rank's tokens (depends on the mesh), or a row
-    pad_to_capacity: bool = False  # every expert computes exactly its capacity: static shapes, same result
+    # 0: dropless; else an expert takes at most ceil(factor * T * K / E)
+    capacity_factor: float = 0.0
+    # what stays: the most probable, or the first of every row
+    drop_policy: Literal["probs", "position"] = "probs"
+    # T: this rank's tokens (depends on the mesh), or a row
+    drop_scope: Literal["rank", "sequence"] = "rank"
+    # every expert computes exactly its capacity: static shapes, same result
+    pad_to_capacity: bool = False
     seq_balance_coef: float = 0.0  # c of the per-row balance loss (DeepSeek-V3, eq. 17)
     global_balance_coef: float = 0.0  # c of the balance loss over the previous step's whole batch
-    micro_batch_balance_coef: float = 0.0  # c of the balance loss per micro-batch of all ranks (classical)
+    # c of the balance loss per micro-batch of all ranks (classical)
+    micro_batch_balance_coef: float = 0.0
     z_loss_coef: float = 0.0  # c of the mean squared logsumexp of the router's logits
     bias_update_rate: float = 1e-3  # b += rate * sign(mean - count), once per optimizer step
     record_routing: str | None = None  # directory that takes every step's choices
@@ -171,7 +205,8 @@ class ParallelConfig:
     layers_per_stage: list[int] | None = None  # null: as even as it goes, short stages last
     reshard: Literal["step", "micro_batch"] = "step"  # when FSDP frees gathered weights
     grad_sync: Literal["step", "micro_batch"] = "step"  # when FSDP reduces gradients
-    context: Literal["gather", "ring"] = "gather"  # cp attention; ring needs CUDA and no document mask
+    # cp attention; ring needs CUDA and no document mask
+    context: Literal["gather", "ring"] = "gather"
     # What runs again in the backward pass instead of being kept: names among core_attn, mlp, moe,
     # shared_experts, layernorm, mla_up_proj and moe_act, or full.
     recompute: list[str] | str = field(default_factory=list)
@@ -197,17 +232,22 @@ class TrainConfig:
     global_batch_size: int = 16  # rows per optimizer step over all ranks
     micro_batch_size: int = 2  # rows per forward on one data-parallel rank
     seed: int = 0  # of first weights and of the order of data
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"  # bfloat16: see optim.master_weights
-    # Products of attention, FFNs and experts in 8 bits, and what has a scale (docs/fp8.md): a matrix by its own
-    # largest number, by that of the steps before, or blocks of it.
+    # bfloat16: see optim.master_weights
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    # Products of attention, FFNs and experts in 8 bits, and what has a scale (docs/fp8.md): a
+    # matrix by its own largest number, by that of the steps before, or blocks of it.
     fp8: Literal["off", "tensorwise", "delayed", "blockwise"] = "off"
-    compile: bool = False  # attention with its norms, FFNs, router and loss by torch.compile; experts are not
-    loss: Literal["cross_entropy"] = "cross_entropy"  # or one that a plugin registers (docs/extend.md)
+    # attention with its norms, FFNs, router and loss by torch.compile; experts are not
+    compile: bool = False
+    # or one that a plugin registers (docs/extend.md)
+    loss: Literal["cross_entropy"] = "cross_entropy"
     grad_clip: float = 1.0  # maximum global gradient norm; 0 switches clipping off
     max_skipped: int = 10  # steps skipped in a row, for whatever reason, before the run gives up
-    spike_factor: float = 0.0  # skip a step whose loss is this many deviations above recent ones; 0: never
+    # skip a step whose loss is this many deviations above recent ones; 0: never
+    spike_factor: float = 0.0
     spike_window: int = 100  # losses that make up the recent ones
-    # Parameters that stay as they are, by patterns of their names, such as "*.router.*"; with LoRA all do.
+    # Parameters that stay as they are, by patterns of their names, such as "*.router.*"; with LoRA
+    # all do.
     freeze: list[str] = field(default_factory=list)
     trainable: list[str] = field(default_factory=list)  # patterns: exceptions from what is frozen
     val_every: int = 50  # steps between validations; 0 switches them off
@@ -216,15 +256,20 @@ class TrainConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) beside the matrices of a frozen model (``docs/lora.md``)."""
+    """Low-rank adapters (arXiv 2106.09685) beside the matrices of a frozen model
+    (``docs/lora.md``)."""
 
     rank: int = 0  # of every adapter; 0: no adapters, the model itself is trained
     alpha: float = 32.0  # what adapters compute is multiplied by alpha / rank
     dropout: float = 0.0  # share of each adapter's input features that a step leaves out
-    # groups of matrices (one that the model lacks is no error), or such as q_proj, mlp.up_proj, experts.down_proj
-    targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "shared_experts", "experts"])
+    # groups of matrices (one that the model lacks is no error), or such as q_proj, mlp.up_proj,
+    # experts.down_proj
+    targets: list[str] = field(
+        default_factory=lambda: ["attention", "mlp", "shared_experts", "experts"]
+    )
     export: Literal["merged", "adapter"] = "merged"  # adapter: what peft loads beside model.hf_path
-    base: Literal["weights", "fp8", "nf4"] = "weights"  # frozen matrices: as multiplied, FP8 as stored, or 4 bits
+    # frozen matrices: as multiplied, FP8 as stored, or 4 bits
+    base: Literal["weights", "fp8", "nf4"] = "weights"
 
 
 @dataclass
@@ -239,120 +284,30 @@ class OptimConfig:
     warmup_steps: int = 20  # the learning rate rises linearly
     decay_steps: int = 50  # wsd: length of the final linear decay
     min_lr_ratio: float = 0.1  # the last learning rate over the highest
-    # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those are kept in
-    # bfloat16 alone, and updates are rounded stochastically
+    # float32: parameters as wide as train.dtype says, bfloat16 ones in float32. stochastic: those
+    # are kept in bfloat16 alone, and updates are rounded stochastically
     master_weights: Literal["float32", "stochastic"] = "float32"
-    # bfloat16: rounded stochastically, with either kind of master weights; those of routers stay in float32
+    # bfloat16: rounded stochastically, with either kind of master weights; those of routers stay in
+    # float32
     moments: Literal["float32", "bfloat16"] = "float32"
-    # Of an exponential moving average of the trained weights, in float32: 0.999 is over about a thousand steps; 0: none
+    # Of an exponential moving average of the trained weights, in float32: 0.999 is over about a
+    # thousand steps; 0: none
     ema_decay: float = 0.0
-
-
-@dataclass(repr=False)
-class SourceConfig:
-    """One of several sources; what is null is as in ``data``."""
-
-    path: str | None = None  # as data.path
-    name: str | None = None  # in metrics; null: that of the file or directory, without its ending
-    weight: float = 1.0  # its share of the rows is this over the sum of all weights
-    kind: str | None = None
-    text_key: str | None = None
-    subset: str | None = None
-    split: str | None = None
-    format: Literal["messages", "sharegpt", "alpaca"] | None = None  # these three: as in data.chat
-    keys: dict[str, str] | None = None
-    roles: dict[str, str] | None = None
-
-    def __repr__(self) -> str:
-        return "{" + ", ".join(f"{key}: {value}" for key, value in vars(self).items() if value is not None) + "}"
-
-
-@dataclass
-class ChatConfig:
-    """Conversations: how they are written down, rendered and trained on (``docs/finetune.md``)."""
-
-    # messages: role and content; sharegpt: conversations of from and value; alpaca: instruction, input and output
-    format: Literal["messages", "sharegpt", "alpaca"] = "messages"
-    # Other names in the data, such as {messages: dialogue, role: speaker, content: text, prompt: question}
-    keys: dict[str, str] | None = None
-    roles: dict[str, str] | None = None  # other names of roles, such as {bot: assistant}
-    # A file with a chat template, or plain: "user: ...", "assistant: ..."; null: the tokenizer's own
-    template: str | None = None
-    # What the template takes besides messages, such as {enable_thinking: false}
-    template_args: dict[str, str | bool | int | float] | None = None
-    # What templates that ask for the date are told, such as 2026-11-23; null: the day on which the run began
-    date: str | None = None
-    turns: Literal["all", "last"] = "all"  # answers that are trained
-    pack: bool = True  # several samples in a row, each attending to itself alone; false: a sample a row
-
-
-PREFERENCE_KINDS = ("preference", "stdlib_preference")
-CHAT_KINDS = ("chat", "stdlib_chat", *PREFERENCE_KINDS)
-NO_TOKENIZER = "none"  # in the place of a tokenizer's name: there is no text
-
-
-@dataclass
-class DataConfig:
-    """``stdlib`` is this Python's own library sources: real text that every machine has. ``benchmark`` is no text but
-    synthetic ids of the model's vocabulary, to measure speed with.
-
-    ``chat`` is conversations in JSON lines or parquet, ``stdlib_chat`` questions about that library; ``preference`` and
-    ``stdlib_preference`` are such with two answers, one of which is preferred (recipe=dpo).
-    """
-
-    kind: Literal[
-        "stdlib",
-        "text",
-        "jsonl",
-        "parquet",
-        "hub",
-        "chat",
-        "stdlib_chat",
-        "preference",
-        "stdlib_preference",
-        "benchmark",
-    ] = "stdlib"
-    path: str | None = None  # file, folder or glob; of conversations and kind hub also a Hub id, or what datasets saved
-    sources: list[SourceConfig] = field(default_factory=list)  # several, mixed by weight, in place of path
-    subset: str | None = None  # of the Hub: which of the data set's configurations
-    split: str = "train"  # of the Hub, or saved by datasets: which of its splits
-    tokenizer: str | None = None  # byte, or a directory or Hub id with a tokenizer; null: model.hf_path's, or byte
-    text_key: str = "text"  # jsonl field or parquet column
-    document_mask: bool = True  # tokens attend within their own document only
-    # A document longer than seq_len; a conversation is never split, but can be left out or cut at its end
-    on_long: Literal["split", "error", "drop", "truncate"] = "split"
-    val_fraction: float = 0.02  # share of documents kept for validation, even if train.val_every=0; 0: none
-    max_bytes: int | None = None  # stop reading the corpus after this many bytes
-    chat: ChatConfig = field(default_factory=ChatConfig)
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether documents are conversations, of which answers alone are trained."""
-        return self.kind in CHAT_KINDS
-
-    @property
-    def is_preference(self) -> bool:
-        """Whether documents are pairs: a prompt with an answer that is preferred and one that is not."""
-        return self.kind in PREFERENCE_KINDS
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether there is no text: what is trained is worth nothing but its speed."""
-        return self.kind == "benchmark"
 
 
 @dataclass
 class CheckpointConfig:
     """Training state on disk (``docs/reliability.md``)."""
 
-    # auto: go on from run_dir's newest valid checkpoint; never: start over and set them aside; or the run
-    # or step directory of another run, to start from where run_dir has no checkpoint yet.
+    # auto: go on from run_dir's newest valid checkpoint; never: start over and set them aside; or
+    # the run or step directory of another run, to start from where run_dir has no checkpoint yet.
     resume: str = "auto"
     every: int = 0  # steps between training-state saves; 0: none
     every_minutes: float = 0.0  # and minutes between them, by the clock of rank 0; 0: none
     async_save: bool = False  # write in the background, from a copy in CPU memory
     keep: int = 2  # newest checkpoints kept
-    keep_every: int = 0  # checkpoints of steps that divide by it are never deleted; 0: no such steps
+    # checkpoints of steps that divide by it are never deleted; 0: no such steps
+    keep_every: int = 0
     keep_best: int = 0  # this many checkpoints with the lowest validation loss are kept as well
     export_hf: bool = True  # write a HuggingFace checkpoint at the end of the run
     export_ema: bool = False  # it holds the averages of optim.ema_decay, and not the last weights
@@ -368,7 +323,8 @@ class ObserveConfig:
     """What a run shows and records."""
 
     log_every: int = 1  # steps between lines on the console; metrics.jsonl has every step
-    # Prompts that are answered after each validation: a list, or a text file with one on each line (docs/finetune.md)
+    # Prompts that are answered after each validation: a list, or a text file with one on each line
+    # (docs/finetune.md)
     samples: list[str] | str = field(default_factory=list)
     sample_tokens: int = 48  # at most, of an answer
     report: bool = True  # report.html and PNG plots at the end, or when the run dies
@@ -380,7 +336,8 @@ class ObserveConfig:
     run_name: str | None = None  # in trackers; null: that of run_dir
     run_group: str | None = None  # in trackers; null: the sweep that the run is a job of
     run_tags: list[str] = field(default_factory=list)  # in trackers
-    objective: Literal["loss", "tokens_per_second"] = "loss"  # what a sweeper such as Optuna is to find the best of
+    # what a sweeper such as Optuna is to find the best of
+    objective: Literal["loss", "tokens_per_second"] = "loss"
     profile_steps: str = ""  # "10-12": torch profiler traces of these steps under run_dir/profile
 
 
@@ -391,13 +348,18 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_ranks: int | None = None  # ranks that a derived (-1) axis fills; null: all it can see
     timeout_s: int = 600  # a collective that takes longer fails and names its rank
-    init_timeout_s: int = 1800  # the same until the first step is over and after the last: loading, compiling, export
-    grace_s: int = 120  # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
+    # the same until the first step is over and after the last: loading, compiling, export
+    init_timeout_s: int = 1800
+    # after SIGTERM or Ctrl-C: to finish the step and save, before ranks are killed
+    grace_s: int = 120
     max_restarts: int = 0  # times that a failed run is started again, from its newest checkpoint
     threads_per_rank: int = 1  # CPU threads of one rank; 0: the cores, shared out evenly
-    gc_every: int = 50  # steps between collections of Python's garbage, on all ranks at once; 0: as Python likes
-    numa: bool = False  # bind each rank on CUDA to the CPU cores next to its GPU; torchrun and srun offer it themselves
-    probe_every: int = 10  # steps between timings of one product on every rank, which name a slow one; 0: none
+    # steps between collections of Python's garbage, on all ranks at once; 0: as Python likes
+    gc_every: int = 50
+    # bind each rank on CUDA to the CPU cores next to its GPU; torchrun and srun offer it themselves
+    numa: bool = False
+    # steps between timings of one product on every rank, which name a slow one; 0: none
+    probe_every: int = 10
 
 
 @dataclass
@@ -411,16 +373,20 @@ class ClusterConfig:
     peak_flops: float = 0.0  # dense bf16 per GPU; 0: unknown
     peak_flops_fp8: float = 0.0  # dense 8 bits per GPU; 0: it has none
     memory_bandwidth: float = 0.0  # bytes a second of a GPU's memory; 0: unknown
-    intra_node_bandwidth: float = 0.0  # bytes a second and direction, of one GPU to its node; 0: unknown
+    # bytes a second and direction, of one GPU to its node; 0: unknown
+    intra_node_bandwidth: float = 0.0
     inter_node_bandwidth: float = 0.0  # the same, to other nodes
     host_bandwidth: float = 0.0  # of one GPU to CPU memory; 0: taken as 16e9
     storage_bandwidth: float = 0.0  # of one node to where checkpoints are; 0: taken as 2e9
     storage_limit: float = 0.0  # of all nodes together to it; 0: it grows with the nodes
-    # Share of peak_flops that a matrix product reaches which does 64, 128, 256, ... 4096 FLOPs for each byte that it
-    # reads and writes; none: not measured, and what is predicted is called uncalibrated
+    # Share of peak_flops that a matrix product reaches which does 64, 128, 256, ... 4096 FLOPs for
+    # each byte that it reads and writes; none: not measured, and what is predicted is called
+    # uncalibrated
     gemm_curve: list[float] = field(default_factory=list)
     gemm_curve_from: float = 64.0  # FLOPs for each byte of the curve's first share
-    cores: int = 0  # CPU cores that the ranks of a node share, all of their work; 0: every rank has a device of its own
+    # CPU cores that the ranks of a node share, all of their work; 0: every rank has a device of its
+    # own
+    cores: int = 0
     # measured here, in place of automoe/planner/constants.toml
     constants: dict[str, float] = field(default_factory=dict)
 
@@ -430,7 +396,8 @@ class Config:
     """A run."""
 
     run_dir: str = "runs/default"
-    recipe: str = "pretrain"  # a name, a file or a module whose main(config, shape, context) a rank runs
+    # a name, a file or a module whose main(config, shape, context) a rank runs
+    recipe: str = "pretrain"
     # keys that the recipe declares, in its dataclass Args (docs/launch.md)
     recipe_args: Any = field(default_factory=dict)
     plugins: list[str] = field(default_factory=list)  # modules that register names of a user's own
@@ -450,26 +417,37 @@ class Config:
 
 
 def tokenizer_of(config: Config) -> str:
-    """``byte``, a directory or ``none``: ``data.tokenizer``, else that of the checkpoint that training starts from."""
-    return NO_TOKENIZER if config.data.is_synthetic else config.data.tokenizer or config.model.hf_path or "byte"
+    """``byte``, a directory or ``none``: ``data.tokenizer``, else that of the checkpoint that
+    training starts from."""
+    return (
+        NO_TOKENIZER
+        if config.data.is_synthetic
+        else config.data.tokenizer or config.model.hf_path or "byte"
+    )
 
 
 def export_name(config: Config) -> str | None:
-    """The folder in a run's own that it writes at its end: ``hf``, or ``adapter``; None where it exports nothing."""
+    """The folder in a run's own that it writes at its end: ``hf``, or ``adapter``; None where it
+    exports nothing."""
     if not config.checkpoint.export_hf:
         return None
     return "adapter" if config.lora.rank > 0 and config.lora.export == "adapter" else "hf"
 
 
 def sources_of(data: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """Name, weight and settings of each source; without ``data.sources`` the only one, whose name is empty."""
+    """Name, weight and settings of each source; without ``data.sources`` the only one, whose name
+    is empty."""
     if not data.sources:
         return [("", 1.0, data)]
     found = []
     for source in data.sources:
         given = {key: value for key, value in vars(source).items() if value is not None}
-        own: dict[str, Any] = {key: given[key] for key in ("kind", "text_key", "subset", "split") if key in given}
-        own["chat"] = replace(data.chat, **{key: given[key] for key in ("format", "keys", "roles") if key in given})
+        own: dict[str, Any] = {
+            key: given[key] for key in ("kind", "text_key", "subset", "split") if key in given
+        }
+        own["chat"] = replace(
+            data.chat, **{key: given[key] for key in ("format", "keys", "roles") if key in given}
+        )
         place = (source.path or source.kind or data.kind).rstrip("/").rpartition("/")[2]
         name = source.name or place.partition(".")[0]
         found.append((name, source.weight, replace(data, **own, path=source.path, sources=[])))

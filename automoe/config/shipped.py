@@ -1,4 +1,5 @@
-"""Where ``conf/`` and ``recipes/`` are: folders, not modules, in the installed package or next to it in a checkout."""
+"""Where ``conf/`` and ``recipes/`` are: folders, not modules, in the installed package or next to
+it in a checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ALIASES = {"finetune": "pretrain"}  # fine-tuning is the same loop over convers
 
 
 def shipped_folder(name: str) -> Path:
-    """``conf`` or ``recipes``: the folder in the package if there is one, else the one next to the package."""
+    """``conf`` or ``recipes``: the folder in the package if there is one, else the one next to the
+    package."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
@@ -29,8 +31,8 @@ def list_recipes() -> list[str]:
 def find_recipe(recipe: str) -> Path | str:
     """The file that ``recipe`` names, or the dotted name of an importable module.
 
-    ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped file. ``finetune`` is
-    another name of the shipped ``pretrain``. ``my.py`` is a path.
+    ``pretrain`` is ``./recipes/pretrain.py`` if the working directory has one, else the shipped
+    file. ``finetune`` is another name of the shipped ``pretrain``. ``my.py`` is a path.
 
     Raises:
         ConfigError: there is no such file or module.
@@ -62,9 +64,12 @@ def _shipped_recipe(name: str) -> Path:
 
 
 def own_recipe(recipe: str) -> Path | str | None:
-    """What ``recipe`` names if that is not a shipped recipe, else None. Raises ``ConfigError`` as ``find_recipe``."""
+    """What ``recipe`` names if that is not a shipped recipe, else None. Raises ``ConfigError`` as
+    ``find_recipe``."""
     found = find_recipe(recipe)
-    shipped = isinstance(found, Path) and found.resolve().parent == shipped_folder("recipes").resolve()
+    shipped = (
+        isinstance(found, Path) and found.resolve().parent == shipped_folder("recipes").resolve()
+    )
     return None if shipped else found
 
 
@@ -77,7 +82,9 @@ def load_recipe(recipe: str) -> ModuleType:
     found = find_recipe(recipe)
     module = import_recipe(found)
     if not hasattr(module, "main"):
-        raise ConfigError("recipe", recipe, f"{found} has no main(config, shape, context)", "Define it")
+        raise ConfigError(
+            "recipe", recipe, f"{found} has no main(config, shape, context)", "Define it"
+        )
     return module
 
 
@@ -111,18 +118,23 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def copy_recipe(name: str, to: str | None = None) -> Path:
-    """Copy a shipped recipe to ``./recipes/NAME.py``, or to the file ``to``; returns the new file's path.
+    """Copy a shipped recipe to ``./recipes/NAME.py``, or to the file ``to``; returns the new file's
+    path.
 
     Raises:
         ConfigError: no such recipe, or the file exists already.
     """
     if _shipped_recipe(name).stem not in list_recipes():
-        raise ConfigError("recipe", name, "no such shipped recipe", f"There are: {', '.join(list_recipes())}")
+        raise ConfigError(
+            "recipe", name, "no such shipped recipe", f"There are: {', '.join(list_recipes())}"
+        )
     path = Path("recipes", f"{name}.py") if to is None else Path(to).expanduser()
     if path.suffix != ".py":
         raise ConfigError("recipe", path, "a recipe is a file that ends in .py", f"Name {path}.py")
     if path.exists() or path.is_symlink():
-        raise ConfigError("recipe", path, "this file exists, and a copy would overwrite it", "Name another file")
+        raise ConfigError(
+            "recipe", path, "this file exists, and a copy would overwrite it", "Name another file"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(_shipped_recipe(name), path)
     return path

@@ -1,4 +1,5 @@
-"""Every rule of the configuration alone, checked before a rank starts, in milliseconds and without torch."""
+"""Every rule of the configuration alone, checked before a rank starts, in milliseconds and without
+torch."""
 
 from __future__ import annotations
 
@@ -10,20 +11,28 @@ from math import inf
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from automoe.config.data_schema import NO_TOKENIZER, DataConfig
 from automoe.config.hub import is_data_set, local_folder
-from automoe.config.mesh_shape import MeshShape, resolve_mesh, split_layers, too_many_stages, uses_ring
+from automoe.config.mesh_shape import (
+    MeshShape,
+    resolve_mesh,
+    split_layers,
+    too_many_stages,
+    uses_ring,
+)
 from automoe.config.plugins import registered_names
 from automoe.config.recipe_args import check_args
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import Row, check_rows, divides, number_rows
 from automoe.config.rules_kernels import compile_rows, expert_rows, fp8_rows, kernel_rows
 from automoe.config.rules_model import model_rows, moe_rows
-from automoe.config.schema import NO_TOKENIZER, Config, DataConfig, sources_of
+from automoe.config.schema import Config, sources_of
 from automoe.errors import ConfigError
 
 
 def validate(config: Config, num_ranks: int | None, device: str | None = None) -> MeshShape:
-    """Check a whole configuration and resolve its mesh. ``automoe.launch.prepare`` checks other files as well.
+    """Check a whole configuration and resolve its mesh. ``automoe.launch.prepare`` checks other
+    files as well.
 
     Args:
         config: composed configuration; not changed.
@@ -64,7 +73,8 @@ def settings_rows(config: Config) -> Iterator[Row]:
 
 
 def mesh_rows(config: Config, shape: MeshShape, device: str) -> Iterator[Row]:
-    """The rules of how a model meets a mesh; ``config`` has one already that the other rules passed."""
+    """The rules of how a model meets a mesh; ``config`` has one already that the other rules
+    passed."""
     yield from model_rows(config, shape)
     yield from moe_rows(config)
     yield from _batch_rows(config, shape)
@@ -293,7 +303,8 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
 
 
 def check_writable(directory: str, key: str = "run_dir") -> None:
-    """Raise ``ConfigError`` where ``key`` names no directory that can be made and written; makes nothing."""
+    """Raise ``ConfigError`` where ``key`` names no directory that can be made and written; makes
+    nothing."""
     if not directory:
         raise ConfigError(key, directory, "names no directory", f"Set {key} to a directory")
     path = Path(directory).absolute()
@@ -302,4 +313,6 @@ def check_writable(directory: str, key: str = "run_dir") -> None:
     if not path.is_dir():
         raise ConfigError(key, directory, f"{path} is no directory", f"Name another {key}")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(key, directory, f"no permission to write in {path}", f"Name a {key} that can be written")
+        raise ConfigError(
+            key, directory, f"no permission to write in {path}", f"Name a {key} that can be written"
+        )

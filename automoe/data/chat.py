@@ -1,5 +1,5 @@
-"""Conversations out of files: messages, ShareGPT and Alpaca records, pairs of answers of which one is preferred; and
-questions about this Python's own library."""
+"""Conversations out of files: messages, ShareGPT and Alpaca records, pairs of answers of which one
+is preferred; and questions about this Python's own library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automoe.config.schema import ChatConfig, DataConfig
+from automoe.config.data_schema import ChatConfig, DataConfig
 from automoe.data.corpora import jsonl_records, parquet_records
 from automoe.errors import DataError, listed
 
@@ -18,13 +18,32 @@ Message = dict[str, Any]
 
 _KEYS = {  # what we call a thing -> what it is called in a record of each format
     "messages": {"messages": "messages", "role": "role", "content": "content", "tools": "tools"},
-    "sharegpt": {"messages": "conversations", "role": "from", "content": "value", "tools": "tools", "system": "system"},
-    "alpaca": {"instruction": "instruction", "input": "input", "output": "output", "system": "system"},
+    "sharegpt": {
+        "messages": "conversations",
+        "role": "from",
+        "content": "value",
+        "tools": "tools",
+        "system": "system",
+    },
+    "alpaca": {
+        "instruction": "instruction",
+        "input": "input",
+        "output": "output",
+        "system": "system",
+    },
 }
 WANTED = ("weight", "train", "training")  # of a message: 0 or false leaves the answer out
 _PAIR_KEYS = {name: name for name in ("prompt", "chosen", "rejected", "system")}
-_ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+_ROLES = {
+    name: name
+    for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+}
 _SHAREGPT_ROLES |= {"function_response": "tool", "function_call": "function_call"}
 
 
@@ -32,7 +51,8 @@ _SHAREGPT_ROLES |= {"function_response": "tool", "function_call": "function_call
 class Conversation:
     """Messages in the form that chat templates take, and where they stand.
 
-    ``prompt`` counts the first messages that are not trained, of a pair those that both of its conversations have.
+    ``prompt`` counts the first messages that are not trained, of a pair those that both of its
+    conversations have.
     """
 
     messages: list[Message]
@@ -55,10 +75,11 @@ def num_bytes(message: Message) -> int:
 
 
 def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conversation]:
-    """Every conversation in order, up to ``data.max_bytes`` of their contents; of a pair the preferred one comes first.
+    """Every conversation in order, up to ``data.max_bytes`` of their contents; of a pair the
+    preferred one comes first.
 
-    Raises:
-        DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown role, a content that is not
+    Raises: DataError: with file and line: bad UTF-8, malformed JSON, a missing key, an unknown
+        role, a content that is not
             text; an empty or unreadable file.
     """
     left, some = data.max_bytes, False
@@ -68,9 +89,13 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
             for line, record in _records(path, data):
                 found = True
                 reader = _Reader(data.chat, f"{path}:{line}", data.is_preference)
-                conversations, prompt = reader.read_pair(record) if data.is_preference else ([reader.read(record)], 0)
+                conversations, prompt = (
+                    reader.read_pair(record) if data.is_preference else ([reader.read(record)], 0)
+                )
                 if left is not None:
-                    left -= sum(num_bytes(message) for messages in conversations for message in messages)
+                    left -= sum(
+                        num_bytes(message) for messages in conversations for message in messages
+                    )
                     if left < 0 and not some:
                         raise DataError(
                             f"{path}:{line}: data.max_bytes={data.max_bytes} leaves nothing of the first conversation. "
@@ -83,9 +108,13 @@ def read_conversations(data: DataConfig, paths: Iterable[Path]) -> Iterator[Conv
                 for messages in conversations:
                     yield Conversation(messages, tools, path, index, line, prompt)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror or error}). Check the file."
+            ) from error
         if not found and data.path is not None:
-            raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
+            raise DataError(
+                f"{path}: the file is empty. Remove it from data.path, or write it again."
+            )
 
 
 def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -100,7 +129,8 @@ def _records(path: Path, data: DataConfig) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column of structs has every key in every row; null stands for one that a message never had."""
+    """A column of structs has every key in every row; null stands for one that a message never
+    had."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -110,9 +140,15 @@ class _Reader:
     """One record as messages and tools; every error names its place."""
 
     def __init__(self, chat: ChatConfig, where: str, pairs: bool = False) -> None:
-        self.chat, self.where, self.formats = chat, where, "messages or sharegpt" if pairs else ", ".join(_KEYS)
+        self.chat, self.where, self.formats = (
+            chat,
+            where,
+            "messages or sharegpt" if pairs else ", ".join(_KEYS),
+        )
         self.keys = _KEYS[chat.format] | (_PAIR_KEYS if pairs else {}) | (chat.keys or {})
-        self.roles = _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
+        self.roles = (
+            _ROLES | (_SHAREGPT_ROLES if chat.format == "sharegpt" else {}) | (chat.roles or {})
+        )
 
     def read(self, record: dict[str, Any]) -> list[Message]:
         if self.chat.format == "alpaca":
@@ -122,16 +158,19 @@ class _Reader:
         return self._checked([*self._system(record, messages), *messages])
 
     def read_pair(self, record: dict[str, Any]) -> tuple[list[list[Message]], int]:
-        """The conversation with the preferred answer and the one with the other, and how many messages they share.
+        """The conversation with the preferred answer and the one with the other, and how many
+        messages they share.
 
-        Messages before the answers are in ``prompt``, or both answers' columns begin with them; text is a question.
+        Messages before the answers are in ``prompt``, or both answers' columns begin with them;
+        text is a question.
         """
         answers = [self._turns(record, key) for key in ("chosen", "rejected")]
         prompt = self._turns(record, "prompt", "user") if self.keys["prompt"] in record else None
         if whole := all(answer[0]["role"] != "assistant" for answer in answers):
             if prompt is not None and not isinstance(record[self.keys["prompt"]], str):
                 raise self._wrong(
-                    "there is a prompt, and what follows it begins with no answer", "Leave one of them out"
+                    "there is a prompt, and what follows it begins with no answer",
+                    "Leave one of them out",
                 )
             shortest = min(map(len, answers)) - 1
             same = (n for n in range(shortest) if answers[0][n] != answers[1][n])
@@ -159,7 +198,9 @@ class _Reader:
         if not isinstance(value, str) or _are_messages(parsed, self.keys["role"]):
             reader = _Reader(self.chat, f"{self.where}: {name}", pairs=True)
             if not isinstance(parsed, list) or not parsed:
-                raise self._wrong(f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it")
+                raise self._wrong(
+                    f"{name!r} is {parsed!r:.40} where text or messages are needed", "Correct it"
+                )
             return [reader._message(one, n) for n, one in enumerate(parsed, start=1)]
         return [{"role": role, "content": value}]
 
@@ -169,7 +210,11 @@ class _Reader:
         if system and any(message["role"] == "system" for message in messages):
             rule = f"a system prompt in {self.keys['system']!r} and another one among the messages"
             raise self._wrong(rule, "Leave one of them out")
-        return [{"role": "system", "content": self._content(system, self.keys["system"])}] if system else []
+        return (
+            [{"role": "system", "content": self._content(system, self.keys["system"])}]
+            if system
+            else []
+        )
 
     def _checked(self, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
@@ -183,7 +228,9 @@ class _Reader:
 
     def _instruction(self, record: dict[str, Any]) -> list[Message]:
         if record.get("history"):
-            raise self._wrong("'history' is not read, and would be left out", "Write the record as messages")
+            raise self._wrong(
+                "'history' is not read, and would be left out", "Write the record as messages"
+            )
         question = self._text(self._value(record, "instruction"), self.keys["instruction"])
         if more := record.get(self.keys["input"]):
             question += "\n\n" + self._text(more, self.keys["input"])
@@ -194,14 +241,23 @@ class _Reader:
         messages = self._parsed(self._value(record, "messages"))
         if not isinstance(messages, list) or not messages:
             kind = "an empty list" if messages == [] else type(messages).__name__
-            raise self._wrong(f"{self.keys['messages']!r} is {kind} where a list of messages is needed", "Correct it")
+            raise self._wrong(
+                f"{self.keys['messages']!r} is {kind} where a list of messages is needed",
+                "Correct it",
+            )
         return messages
 
     def _message(self, raw: Any, number: int) -> Message:
         if not isinstance(raw, dict):
-            raise self._wrong(f"message {number} is {type(raw).__name__} where an object is needed", "Correct it")
+            raise self._wrong(
+                f"message {number} is {type(raw).__name__} where an object is needed", "Correct it"
+            )
         # Some templates take calls that are null, or an empty list, for calls.
-        raw = {key: value for key, value in raw.items() if value is not None and (key, value) != ("tool_calls", [])}
+        raw = {
+            key: value
+            for key, value in raw.items()
+            if value is not None and (key, value) != ("tool_calls", [])
+        }
         name = self._value(raw, "role", f"message {number}: ")
         role = self.roles.get(name) if isinstance(name, str) else None
         if role is None:
@@ -210,7 +266,9 @@ class _Reader:
                 f"Set data.chat.roles={{{name}: user}}, or whatever it stands for",
             )
         own = {"role", "content", self.keys["role"], self.keys["content"]}
-        message: Message = {"role": role} | {key: value for key, value in raw.items() if key not in own}
+        message: Message = {"role": role} | {
+            key: value for key, value in raw.items() if key not in own
+        }
         for key in set(WANTED) & message.keys():
             if message[key] not in (0, 1):  # True and False are
                 rule = f"message {number} has {key}: {message[key]!r:.40}, and an answer is trained (1) or not (0)"
@@ -219,11 +277,19 @@ class _Reader:
         if role == "function_call":  # ShareGPT: a JSON object where the text would stand
             call = self._parsed(content)
             if not isinstance(call, dict) or "name" not in call:
-                raise self._wrong(f"message {number} is no call with a name and arguments", "Correct it")
-            return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+                raise self._wrong(
+                    f"message {number} is no call with a name and arguments", "Correct it"
+                )
+            return {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": call}],
+            }
         if content is None and not (role == "assistant" and message.get("tool_calls")):
             self._value(raw, "content", f"message {number}: ")
-        message["content"] = "" if content is None else self._content(content, f"message {number}'s content")
+        message["content"] = (
+            "" if content is None else self._content(content, f"message {number}'s content")
+        )
         return message
 
     def tools(self, record: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -253,7 +319,8 @@ class _Reader:
         return record[name]
 
     def _content(self, value: Any, what: str) -> str | list[dict[str, str]]:
-        """A message's text; where it is in several parts, these: how they are joined is the chat template's to say."""
+        """A message's text; where it is in several parts, these: how they are joined is the chat
+        template's to say."""
         if not isinstance(value, list):
             return self._text(value, what)
         if not value:
@@ -269,7 +336,10 @@ class _Reader:
 
     def _text(self, value: Any, what: str) -> str:
         if not isinstance(value, str):
-            raise self._wrong(f"{what} is {type(value).__name__} where text is needed", "Correct it or remove the line")
+            raise self._wrong(
+                f"{what} is {type(value).__name__} where text is needed",
+                "Correct it or remove the line",
+            )
         return value
 
     def _wrong(self, what: str, remedy: str) -> DataError:
@@ -277,19 +347,28 @@ class _Reader:
 
 
 def _are_messages(value: Any, role: str) -> bool:
-    """Whether text that was JSON is meant as messages, and not an answer that happens to be JSON."""
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and role in one for one in value)
+    """Whether text that was JSON is meant as messages, and not an answer that happens to be
+    JSON."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) and role in one for one in value)
+    )
 
 
 def _shouted(records: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each question with its answer, which is preferred, and with the same in capitals."""
     for line, record in records:
         question, answer = record["messages"]
-        yield line, {"prompt": [question], "chosen": [answer], "rejected": answer["content"].upper()}
+        yield (
+            line,
+            {"prompt": [question], "chosen": [answer], "rejected": answer["content"].upper()},
+        )
 
 
 def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A question for each public function and class of a library module; the answer is its docstring's first words."""
+    """A question for each public function and class of a library module; the answer is its
+    docstring's first words."""
     tree = ast.parse(path.read_bytes())
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -297,5 +376,8 @@ def _docstring_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if 20 <= len(answer) <= 160:
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
                 question = f"What is the {kind} {path.stem}.{node.name} for?"
-                pair = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                pair = [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
                 yield node.lineno, {"messages": pair}

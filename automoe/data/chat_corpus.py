@@ -22,26 +22,33 @@ _BATCH = 256  # conversations rendered and tokenised at a time
 
 
 def tokenise_chat(
-    folder: Path, conversations: Iterable[Conversation], template: ChatTemplate, vocab_size: int, pairs: bool = False
+    folder: Path,
+    conversations: Iterable[Conversation],
+    template: ChatTemplate,
+    vocab_size: int,
+    pairs: bool = False,
 ) -> dict[str, Any]:
-    """Write tokens, marks and the table of samples as ``prepare`` reads them; returns the facts of the corpus.
+    """Write tokens, marks and the table of samples as ``prepare`` reads them; returns the facts of
+    the corpus.
 
-    All samples of a conversation have its hash, so that none of it is validated on while the rest is trained; so have
-    pairs with the same prompt. The two sequences of a pair follow one another as one sample, and the table of pairs has
-    the length of the first as its fifth column.
+    All samples of a conversation have its hash, so that none of it is validated on while the rest
+    is trained; so have pairs with the same prompt. The two sequences of a pair follow one another
+    as one sample, and the table of pairs has the length of the first as its fifth column.
 
     Args:
         pairs: of two conversations each, one after the other.
 
-    Raises:
-        DataError: as ``read_conversations`` and ``ChatTemplate.samples``, or an answer of a pair that is no single one.
+    Raises: DataError: as ``read_conversations`` and ``ChatTemplate.samples``, or an answer of a
+        pair that is no single one.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     digest, table, counts = hashlib.blake2b(digest_size=16), array("Q"), Counter[str]()
     template.counts.clear()
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "trained.bin").open("wb") as marks:
         batched = _batched(conversations, template)
-        for conversation, samples, first in _paired(batched, counts) if pairs else ((*one, 0) for one in batched):
+        for conversation, samples, first in (
+            _paired(batched, counts) if pairs else ((*one, 0) for one in batched)
+        ):
             hashed = conversation.messages[: conversation.prompt or None]
             raw = json.dumps([hashed, conversation.tools], sort_keys=True, default=str).encode()
             text_hash = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
@@ -52,7 +59,10 @@ def tokenise_chat(
                 trained = np.zeros(len(sample.ids), dtype=np.bool_)
                 for start, end in sample.spans:
                     trained[start:end] = True
-                for file, values in ((tokens, np.array(sample.ids).astype(dtype)), (marks, trained)):
+                for file, values in (
+                    (tokens, np.array(sample.ids).astype(dtype)),
+                    (marks, trained),
+                ):
                     digest.update(values.tobytes())
                     file.write(values.tobytes())
                 row = len(sample.ids), text_hash, conversation.file, conversation.line
@@ -78,7 +88,8 @@ def _batched(
 def _paired(
     batched: Iterator[tuple[Conversation, list[Sample]]], counts: Counter[str]
 ) -> Iterator[tuple[Conversation, list[Sample], int]]:
-    """Both conversations of a pair as one, their samples one after the other, and the first one's length."""
+    """Both conversations of a pair as one, their samples one after the other, and the first one's
+    length."""
     for chosen, rejected in zip(batched, batched, strict=True):
         conversation = chosen[0]
         if several := max(len(samples) for _, samples in (chosen, rejected)) - 1:
@@ -90,7 +101,9 @@ def _paired(
         counts["pairs"] += 1
         counts["equal"] += one.ids == other.ids
         first = len(one.ids)
-        joined = Sample(one.ids + other.ids, one.spans + [(a + first, b + first) for a, b in other.spans])
+        joined = Sample(
+            one.ids + other.ids, one.spans + [(a + first, b + first) for a, b in other.spans]
+        )
         both = conversation.messages + rejected[0].messages[conversation.prompt :]
         yield replace(conversation, messages=both), [joined], first
 
@@ -112,7 +125,9 @@ def describe_chat(counts: dict[str, int], tokens: int, samples: int) -> Iterator
         yield f"{conversations:,} conversations, {answers:,} answers: {tokens:,} tokens, {share:.0%} of them trained"
     if samples > conversations:
         why = (
-            "the chat template rewrites" if not counts.get("apart") else "the chat template, or the tokenizer, rewrites"
+            "the chat template rewrites"
+            if not counts.get("apart")
+            else "the chat template, or the tokenizer, rewrites"
         )
         factor = tokens / max(counts["rendered_tokens"], 1)
         yield (

@@ -1,4 +1,5 @@
-"""Documents out of files: this Python's own library, plain text, JSON lines, parquet; ``.gz`` and ``.zst`` too."""
+"""Documents out of files: this Python's own library, plain text, JSON lines, parquet; ``.gz`` and
+``.zst`` too."""
 
 from __future__ import annotations
 
@@ -16,22 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from automoe.config.data_schema import CHAT_KINDS, DataConfig
 from automoe.config.hub import is_data_set
 from automoe.config.plugins import registered
-from automoe.config.schema import CHAT_KINDS, DataConfig
 from automoe.errors import ConfigError, DataError, listed
 
 # Not library sources: tests (some hold deliberately broken encodings), installed packages, caches.
 _STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-# What a folder may hold besides files of records that are not asked for: a README, a schema, but no second corpus.
+# What a folder may hold besides files of records that are not asked for: a README, a schema, but no
+# second corpus.
 _RECORDS = re.compile(r"\.(parquet|jsonl(\.gz|\.zst)?)$")
 _PART_BYTES = 1 << 20  # of a text file at a time
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a part of one, and where it stands; parts of one document follow one another."""
+    """A document, or a part of one, and where it stands; parts of one document follow one
+    another."""
 
     text: str
     file: int  # index in the corpus's list of files
@@ -42,11 +45,11 @@ class Document:
 class Source:
     """How files of one kind are found and read.
 
-    Attributes:
-        pattern: glob of the files that count where ``data.path`` is a directory.
-        read: gives (line or row, text) of each document of a file. The line is 0 where the document is the file, whose
-            text may then come in several parts, one after the other. Takes the path and ``data.text_key``. Raises
-            DataError.
+    Attributes: pattern: glob of the files that count where ``data.path`` is a directory. read:
+        gives (line or row, text) of each document of a file. The line is 0 where the document is
+        the file, whose
+            text may then come in several parts, one after the other. Takes the path and
+            ``data.text_key``. Raises DataError.
     """
 
     pattern: str
@@ -59,18 +62,24 @@ def source_of(kind: str) -> Source:
 
 
 def reader_digest(kind: str) -> str:
-    """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for automoe's own."""
+    """What stands for the code that reads ``kind`` in the name of a tokenised corpus; empty for
+    automoe's own."""
     if kind in _SOURCES or kind in CHAT_KINDS:
         return ""
     try:
         return hashlib.sha256(Path(inspect.getfile(source_of(kind).read)).read_bytes()).hexdigest()
     except TypeError as error:  # a partial, an object that can be called
-        rule = f"its code cannot be told from other code, so no tokenised text could be kept: {error}"
-        raise ConfigError("data.kind", kind, rule, "Give its Source a plain function to read with") from error
+        rule = (
+            f"its code cannot be told from other code, so no tokenised text could be kept: {error}"
+        )
+        raise ConfigError(
+            "data.kind", kind, rule, "Give its Source a plain function to read with"
+        ) from error
 
 
 def find_files(data: DataConfig) -> dict[str, Path]:
-    """The corpus's files by their names relative to what they share, in one order on every machine and rank.
+    """The corpus's files by their names relative to what they share, in one order on every machine
+    and rank.
 
     Raises:
         ConfigError: ``data.path`` is not set.
@@ -107,7 +116,8 @@ def find_files(data: DataConfig) -> dict[str, Path]:
 
 
 def _stdlib_sources(root: Path) -> list[Path]:
-    """The library's Python files; what is installed beside it, ten times as many files, is not looked into."""
+    """The library's Python files; what is installed beside it, ten times as many files, is not
+    looked into."""
     found = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in _STDLIB_SKIP]
@@ -116,28 +126,41 @@ def _stdlib_sources(root: Path) -> list[Path]:
 
 
 def _files_below(root: Path, kind: str, pattern: str) -> list[Path]:
-    """Visible files of a directory whose names match; of automoe's own kinds of records, compressed ones too."""
-    visible = [path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"]
+    """Visible files of a directory whose names match; of automoe's own kinds of records, compressed
+    ones too."""
+    visible = [
+        path for path in root.rglob("*") if "/." not in f"/{path.relative_to(root).as_posix()}"
+    ]
     patterns = [pattern, *(f"{pattern}{end}" for end in _CODECS if kind in _SOURCES)]
     if kind in ("jsonl", "parquet", *CHAT_KINDS):
-        formats = {match[0]: path.name for path in sorted(visible) if (match := _RECORDS.search(path.name))}
+        formats = {
+            match[0]: path.name for path in sorted(visible) if (match := _RECORDS.search(path.name))
+        }
         if len(formats) > 1:
             raise DataError(
                 f"{root}: files of {len(formats)} formats, such as {listed(formats.values())}, and one may be a copy "
                 f"of another. Name those that count with a glob: data.path='{root}/**/{pattern.split()[0]}'"
             )
-    matches = _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
+    matches = (
+        _RECORDS.search if kind in CHAT_KINDS else lambda name: any(map(Path(name).match, patterns))
+    )
     for path in (path for path in sorted(visible) if path.is_symlink()):
         if matches(path.name) and not path.exists():
             raise DataError(f"{path}: a link to nothing. Bring back the file, or remove the link.")
         if path.is_dir() and not path.resolve().is_relative_to(root.resolve()):
-            raise DataError(f"{path}: a link to a folder elsewhere. A glob with ** follows it; or remove it.")
-    found = sorted((path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink)
-    return list({path.resolve(): path for path in reversed(found)}.values())  # a link beside its file is no second one
+            raise DataError(
+                f"{path}: a link to a folder elsewhere. A glob with ** follows it; or remove it."
+            )
+    found = sorted(
+        (path for path in visible if matches(path.name) and path.is_file()), key=Path.is_symlink
+    )
+    # a link beside its file is no second one
+    return list({path.resolve(): path for path in reversed(found)}.values())
 
 
 def open_file(path: Path) -> BinaryIO:
-    """The bytes of a file, those inside of ``.gz`` and ``.zst``. Damage is an OSError where it is read."""
+    """The bytes of a file, those inside of ``.gz`` and ``.zst``. Damage is an OSError where it is
+    read."""
     if path.suffix not in _CODECS:
         return path.open("rb")
     import pyarrow
@@ -151,8 +174,8 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
 
     Documents without any text are left out; a file that holds nothing else is an error.
 
-    Raises:
-        DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable file.
+    Raises: DataError: bad UTF-8, a malformed line, a missing key or column, an empty or unreadable
+        file.
     """
     read, left = source_of(data.kind).read, data.max_bytes
     for index, path in enumerate(paths):
@@ -172,10 +195,14 @@ def read_documents(data: DataConfig, paths: Iterable[Path]) -> Iterator[Document
                 if left is not None and left <= 0:
                     return
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file.") from error
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror or error}). Check the file."
+            ) from error
         # The library has empty __init__.py files; in a user's corpus an empty file is a mistake.
         if not found and data.kind != "stdlib":
-            raise DataError(f"{path}: the file is empty. Remove it from data.path, or write it again.")
+            raise DataError(
+                f"{path}: the file is empty. Remove it from data.path, or write it again."
+            )
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
@@ -193,7 +220,9 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
-                raise _not_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
+                raise _not_utf8(
+                    path, line + error.object.count(b"\n", 0, error.start), error
+                ) from error
             line += text.count("\n")
             yield 0, text
             if not raw:
@@ -201,7 +230,8 @@ def _read_text(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
 
 
 def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of each line that is not blank. Raises DataError, and OSError for a file that cannot be read."""
+    """(line, object) of each line that is not blank. Raises DataError, and OSError for a file that
+    cannot be read."""
     with open_file(path) as file:
         for number, raw in enumerate(file, start=1):
             try:
@@ -243,7 +273,9 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[tuple[int, str]]:
         yield number, _checked(record[text_key], f"{path}:{number}", text_key)
 
 
-def parquet_records(path: Path, columns: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def parquet_records(
+    path: Path, columns: list[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row, column -> value) of each row, from 1. Raises DataError.
 
     Args:
@@ -270,7 +302,9 @@ def parquet_records(path: Path, columns: list[str] | None = None) -> Iterator[tu
                 row += 1
                 yield row, {name: array[place].as_py() for name, array in arrays.items()}
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again.") from error
+        raise DataError(
+            f"{path}: row {row}: text is not UTF-8 ({error.reason}). Write the row again."
+        ) from error
     except pyarrow.ArrowException as error:
         raise DataError(
             f"{path}: not a readable {kind} file, after row {row} ({error}). Copy or write the file again."

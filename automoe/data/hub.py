@@ -1,17 +1,19 @@
-"""Data sets of the Hub, or saved by ``datasets``: found, downloaded and converted by it, read here as Arrow files."""
+"""Data sets of the Hub, or saved by ``datasets``: found, downloaded and converted by it, read here
+as Arrow files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.hub import is_data_set
-from automoe.config.schema import DataConfig
 from automoe.errors import DataError
 
 
 def hub_files(data: DataConfig) -> dict[str, Path]:
-    """The Arrow files of the split ``data.split``, in the order of its rows, by names that sort that way.
+    """The Arrow files of the split ``data.split``, in the order of its rows, by names that sort
+    that way.
 
     Args:
         data: ``path`` is an id (``org/name``) or a directory that ``save_to_disk`` made.
@@ -35,8 +37,11 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
         else:
             found = datasets.load_dataset(str(data.path), data.subset, split=data.split)
     except KeyError as error:
-        raise DataError(f"{folder}: it has no split {error}; there are {', '.join(found)}. Set data.split.") from error
-    except Exception as error:  # datasets raises anything: its own errors, those of requests, of builders
+        raise DataError(
+            f"{folder}: it has no split {error}; there are {', '.join(found)}. Set data.split."
+        ) from error
+    # datasets raises anything: its own errors, those of requests, of builders
+    except Exception as error:
         raise DataError(_reason(data, error)) from error
     files = [Path(file["filename"]) for file in found.cache_files]
     return {f"{place:05d}-{path.name}": path for place, path in enumerate(files)}
@@ -45,7 +50,11 @@ def hub_files(data: DataConfig) -> dict[str, Path]:
 def _reason(data: DataConfig, error: Exception) -> str:
     import datasets
 
-    absent = "" if Path(data.path or "").expanduser().exists() else f"nothing there (looked from {Path.cwd()}), and "
+    absent = (
+        ""
+        if Path(data.path or "").expanduser().exists()
+        else f"nothing there (looked from {Path.cwd()}), and "
+    )
     what = f"{data.path}: {absent}datasets cannot load it ({' '.join(str(error).split())[:300]})."
     if datasets.config.HF_HUB_OFFLINE or isinstance(error, ConnectionError):
         return (

@@ -26,8 +26,8 @@ from automoe.moe.tokens import IGNORE
 class StepBatch:
     """All micro-batches of one step for one data-parallel rank, on the CPU.
 
-    R rows = num_micro_batches * micro_batch_size = global_batch_size / D, in micro-batch order; S = seq_len.
-    Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's global batch.
+    R rows = num_micro_batches * micro_batch_size = global_batch_size / D, in micro-batch order; S =
+    seq_len. Data-parallel rank d of D holds rows [d*R, (d+1)*R) of the step's global batch.
     """
 
     tokens: torch.Tensor  # [R, S] int64
@@ -36,15 +36,17 @@ class StepBatch:
     doc_ids: torch.Tensor  # [R, S] int64: document within the row, 0, 1, ...; -1 is padding
     num_bytes: int  # UTF-8 bytes that the trained labels stand for, for bits per byte
     first_row: int  # index of row 0 in the whole training stream
-    # [R, P] int64, of preference data: number of each pair of a row, whose documents are 2 p and 2 p + 1; -1: none
+    # [R, P] int64, of preference data: number of each pair of a row, whose documents are 2 p and 2
+    # p + 1; -1: none
     pairs: torch.Tensor | None = None
 
 
 class Loader:
-    """Steps of training rows, and validation batches, for data-parallel rank ``dp_rank`` of ``dp_size``.
+    """Steps of training rows, and validation batches, for data-parallel rank ``dp_rank`` of
+    ``dp_size``.
 
-    Global batches depend on data, tokenizer, seq_len and seed alone. Rows of several sources are mixed by weight;
-    a source that ends begins anew, in another order.
+    Global batches depend on data, tokenizer, seq_len and seed alone. Rows of several sources are
+    mixed by weight; a source that ends begins anew, in another order.
 
     Attributes:
         names, weights: of the sources; the weights' sum is 1. The name of a single one is empty.
@@ -55,8 +57,8 @@ class Loader:
         split: what ``next_step`` walks through.
         cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
 
-    Raises:
-        ConfigError: a tokenizer larger than the embedding, rows that do not divide over the ranks, or pairs where none
+    Raises: ConfigError: a tokenizer larger than the embedding, rows that do not divide over the
+        ranks, or pairs where none
             are expected, and the other way round.
         DataError: as ``prepare_data``.
     """
@@ -72,9 +74,15 @@ class Loader:
     ) -> None:
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         if config.data.is_preference != pairs:
-            what = "compares two answers" if pairs else "learns every answer it reads, rejected ones too"
+            what = (
+                "compares two answers"
+                if pairs
+                else "learns every answer it reads, rejected ones too"
+            )
             remedy = "Set data=preference data.path=FILE" if pairs else "Set recipe=dpo"
-            raise ConfigError("data.kind", config.data.kind, f"recipe={config.recipe} {what}", remedy)
+            raise ConfigError(
+                "data.kind", config.data.kind, f"recipe={config.recipe} {what}", remedy
+            )
         rows = config.train.global_batch_size
         if rows % dp_size:
             raise ConfigError(
@@ -91,11 +99,15 @@ class Loader:
         self._mixture = Mixture(shares, config.train.seed)
         self.weights = self._mixture.weights.tolist()
         self._packed: dict[tuple[Split, int], PackedRows] = {}
-        self.rows_per_epoch = sum(self._rows_of(split, source).num_rows for source in range(len(sources)))
-        self.consumed_rows = 0  # over all ranks, since the start of training; of steps taken, not of one ahead
+        self.rows_per_epoch = sum(
+            self._rows_of(split, source).num_rows for source in range(len(sources))
+        )
+        # over all ranks, since the start of training; of steps taken, not of one ahead
+        self.consumed_rows = 0
         self._first_pairs = np.cumsum([0, *(len(corpus.lengths) for corpus in self.corpora)])
         self._thread = ThreadPoolExecutor(1, "batches")
-        self._ahead: tuple[int, Future[StepBatch]] | None = None  # rows consumed before it, the step after the last
+        # rows consumed before it, the step after the last
+        self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def next_step(self) -> StepBatch:
         """This rank's rows of the next global batch; a new epoch starts where one ends.
@@ -103,7 +115,8 @@ class Loader:
         The step after is made by a thread while this one trains.
         """
         ahead, self._ahead = self._ahead, None
-        fits = ahead is not None and ahead[0] == self.consumed_rows  # not after a resume or a fall back
+        # not after a resume or a fall back
+        fits = ahead is not None and ahead[0] == self.consumed_rows
         batch = ahead[1].result() if ahead is not None and fits else self._step(self.consumed_rows)
         self.consumed_rows += self.config.train.global_batch_size
         self._ahead = self.consumed_rows, self._thread.submit(self._step, self.consumed_rows)
@@ -118,7 +131,8 @@ class Loader:
         return self._batch(self.split, index, *self._mixture.rows(index, 1))
 
     def last_batch(self) -> tuple[int, int, list[str]]:
-        """First and last row of the step that ``next_step`` gave last; ``file`` or ``file:line`` of its documents."""
+        """First and last row of the step that ``next_step`` gave last; ``file`` or ``file:line`` of
+        its documents."""
         end = self.consumed_rows
         first = end - self.config.train.global_batch_size
         sources, rows = self._mixture.rows(first, end - first)
@@ -139,7 +153,8 @@ class Loader:
         return self._batches("validation", source, n)
 
     def every_pair(self, split: Split) -> Iterator[StepBatch]:
-        """This rank's part of global batches that hold every pair of a split once, filled up with rows of padding."""
+        """This rank's part of global batches that hold every pair of a split once, filled up with
+        rows of padding."""
         for source in range(len(self.names)):
             yield from self._batches(split, source, self._rows_of(split, source).num_rows)
 
@@ -154,7 +169,10 @@ class Loader:
         for start in range(0, min(n * step, packed.num_rows), step):
             first = start + self.dp_rank * self.rows_per_rank
             indices = np.arange(first, first + self.rows_per_rank)
-            sources, rows = np.full(len(indices), source), np.where(indices < packed.num_rows, indices, -1)
+            sources, rows = (
+                np.full(len(indices), source),
+                np.where(indices < packed.num_rows, indices, -1),
+            )
             yield self._batch(split, first, sources, rows)
 
     @property
@@ -173,9 +191,13 @@ class Loader:
             DataError: the data now is not the data then; the message lists what differs.
         """
         saved, now = state["fingerprint"], self.fingerprint()
-        differing = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+        differing = [
+            key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)
+        ]
         if differing:
-            listed = "; ".join(f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differing)
+            listed = "; ".join(
+                f"{key} was {saved.get(key)}, is {now.get(key)}" for key in differing
+            )
             raise DataError(
                 f"The data changed since the checkpoint, so training cannot go on where it was: {listed}. "
                 f"Restore the data and settings of the checkpoint, or start a new run_dir."
@@ -192,7 +214,9 @@ class Loader:
             "train.seq_len": self.config.train.seq_len,
             "train.seed": self.config.train.seed,
         }
-        for name, weight, one, corpus in zip(self.names, self.weights, self._sources, self.corpora, strict=True):
+        for name, weight, one, corpus in zip(
+            self.names, self.weights, self._sources, self.corpora, strict=True
+        ):
             data = one.data
             facts: dict[str, Any] = {
                 "data.kind": data.kind,
@@ -211,23 +235,37 @@ class Loader:
 
     def describe(self) -> list[str]:
         """What became of conversations, in short lines for the user; none of other data."""
-        return [line for source, corpus in enumerate(self.corpora) if corpus.chat for line in self._describe(source)]
+        return [
+            line
+            for source, corpus in enumerate(self.corpora)
+            if corpus.chat
+            for line in self._describe(source)
+        ]
 
     def _describe(self, source: int) -> list[str]:
-        corpus, rows, said = self.corpora[source], self._rows_of(self.split, source), self.names[source]
+        corpus, rows, said = (
+            self.corpora[source],
+            self._rows_of(self.split, source),
+            self.names[source],
+        )
         assert corpus.chat is not None
         lines = [f"{said}:"] if said else []
         lines += describe_chat(corpus.chat, len(corpus.tokens), len(corpus.lengths))
         long = int((corpus.lengths > rows.seq_len).sum())
         if long:
             done = (
-                "left out" if self.config.data.on_long == "drop" else "cut, or left out where no answer begins before"
+                "left out"
+                if self.config.data.on_long == "drop"
+                else "cut, or left out where no answer begins before"
             )
             lines.append(f"{long:,} of them are longer than train.seq_len={rows.seq_len}: {done}")
         full = rows.num_tokens / (rows.num_rows * rows.seq_len)
         what = "samples" if corpus.firsts is None else "pairs"
-        lines.append(f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full")
-        return [part for line in lines for part in textwrap.wrap(line, 66)]  # behind a note's margin: 80 columns
+        lines.append(
+            f"{len(rows.lengths):,} {what} in {rows.num_rows:,} rows an epoch, {full:.1%} full"
+        )
+        # behind a note's margin: 80 columns
+        return [part for line in lines for part in textwrap.wrap(line, 66)]
 
     @property
     def corpus(self) -> TokenCorpus:
@@ -253,7 +291,9 @@ class Loader:
                 self._packed[split, source] = SampleRows(corpus.tokens, starts, lengths, **options)
         return self._packed[split, source]
 
-    def _batch(self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray) -> StepBatch:
+    def _batch(
+        self, split: Split, first_row: int, sources: np.ndarray, indices: np.ndarray
+    ) -> StepBatch:
         """Rows ``indices`` of their ``sources``, [R] each."""
         arrays: dict[str, np.ndarray] = {}
         for source in np.unique(sources):
@@ -261,7 +301,9 @@ class Loader:
             rows = packed.take(indices[places])
             self._check_ids(source, packed, indices[places], rows)
             for name, array in vars(rows).items():
-                arrays.setdefault(name, np.empty((len(indices), array.shape[1]), array.dtype))[places] = array
+                arrays.setdefault(name, np.empty((len(indices), array.shape[1]), array.dtype))[
+                    places
+                ] = array
         num_bytes = self.tokenizer.num_bytes(arrays["labels"][arrays["labels"] != IGNORE])
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         pairs = self._pairs(split, sources, indices) if self.config.data.is_preference else None
@@ -286,7 +328,8 @@ class Loader:
         return corpus.where(int(np.searchsorted(corpus.starts, start, side="right")) - 1)
 
     def _check_ids(self, source: int, packed: PackedRows, indices: np.ndarray, rows: Rows) -> None:
-        """The embedding has a row for every id; a cache that was verified may still be damaged under a running job."""
+        """The embedding has a row for every id; a cache that was verified may still be damaged
+        under a running job."""
         size = self.config.model.vocab_size
         bad = np.maximum(rows.tokens, rows.labels).max(axis=1, initial=0) >= size
         for document in packed.documents(indices[bad]) if bad.any() else ():

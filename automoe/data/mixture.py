@@ -11,11 +11,13 @@ _BLOCK = 4096  # random numbers made at a time
 
 
 class Mixture:
-    """Which source every row of an endless sequence is of, and which of that source's own rows it is.
+    """Which source every row of an endless sequence is of, and which of that source's own rows it
+    is.
 
-    Row k of source s happens at (k + u) / w_s, with u in [0, 1) of (seed, s, k); the sequence is all rows in the order
-    of their times. Before any time T there are T w_s rows of source s, within one. So a stretch of n rows has n w_s of
-    it, within 2 + 2 w_s (S - 2) for S sources. Which ones depends on the index, the weights and the seed alone.
+    Row k of source s happens at (k + u) / w_s, with u in [0, 1) of (seed, s, k); the sequence is
+    all rows in the order of their times. Before any time T there are T w_s rows of source s, within
+    one. So a stretch of n rows has n w_s of it, within 2 + 2 w_s (S - 2) for S sources. Which ones
+    depends on the index, the weights and the seed alone.
 
     Args:
         weights: share of each source, in any unit; all above 0.
@@ -32,7 +34,8 @@ class Mixture:
         S = len(self.weights)
         if S == 1:
             return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
-        begin, end = max(0, first - S), first + count + S  # rows that happen before T are T, within S
+        # rows that happen before T are T, within S
+        begin, end = max(0, first - S), first + count + S
         spans = [(self._before(s, begin), self._before(s, end)) for s in range(S)]
         sources = np.repeat(np.arange(S), [last - start for start, last in spans])
         rows = np.concatenate([np.arange(*span) for span in spans])
@@ -42,7 +45,8 @@ class Mixture:
         return sources[order], rows[order]
 
     def _before(self, source: int, time: int) -> int:
-        """Rows of a source that happen before ``time``: as many whole ones as fit, or one less or more."""
+        """Rows of a source that happen before ``time``: as many whole ones as fit, or one less or
+        more."""
         near = int(self.weights[source] * time)
         candidates = np.arange(max(0, near - 1), near + 2)
         return int(candidates[0] + (self._times(source, candidates) < time).sum())

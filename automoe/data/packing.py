@@ -1,5 +1,5 @@
-"""Documents packed into rows: one stream per epoch, cut every seq_len tokens, row by row on demand; or whole samples,
-as many to a row as fit.
+"""Documents packed into rows: one stream per epoch, cut every seq_len tokens, row by row on demand;
+or whole samples, as many to a row as fit.
 
 Letters: N documents, R rows, S seq_len.
 """
@@ -38,13 +38,13 @@ class PackedRows:
     """The endless sequence of rows that a set of documents gives; row i is computed, not stored.
 
     Epoch e holds rows [e * num_rows, (e + 1) * num_rows). Its documents are shuffled by (seed, e),
-    concatenated, and cut every S tokens, the last row filled with padding; the rows are then shuffled
-    by (seed, e) again. No rank, mesh or batch size enters, so row i is the same everywhere.
+    concatenated, and cut every S tokens, the last row filled with padding; the rows are then
+    shuffled by (seed, e) again. No rank, mesh or batch size enters, so row i is the same
+    everywhere.
 
-    Args:
-        tokens: every token of the corpus, any integer dtype (a memory map).
-        starts, lengths: [N] each document's place in ``tokens``; lengths are at least 1.
-        document_mask: number the documents of a row in ``doc_ids`` and restart ``positions`` at each.
+    Args: tokens: every token of the corpus, any integer dtype (a memory map). starts, lengths: [N]
+        each document's place in ``tokens``; lengths are at least 1. document_mask: number the
+        documents of a row in ``doc_ids`` and restart ``positions`` at each.
             Without it a row counts as one document. Labels never cross a document's end either way.
     """
 
@@ -61,7 +61,12 @@ class PackedRows:
     ) -> None:
         assert len(starts) == len(lengths) > 0 and lengths.min() > 0
         self.tokens, self.starts, self.lengths = tokens, starts, lengths
-        self.seq_len, self.seed, self.pad_id, self.document_mask = seq_len, seed, pad_id, document_mask
+        self.seq_len, self.seed, self.pad_id, self.document_mask = (
+            seq_len,
+            seed,
+            pad_id,
+            document_mask,
+        )
         self.num_tokens = int(lengths.sum())
         self.num_rows = -(-self.num_tokens // seq_len)
         # A batch across an epoch's end needs two epochs at a time.
@@ -83,7 +88,8 @@ class PackedRows:
         return rows
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Documents with tokens in the rows ``indices`` of the endless sequence, as sorted indices into ``starts``."""
+        """Documents with tokens in the rows ``indices`` of the endless sequence, as sorted indices
+        into ``starts``."""
         found: list[np.ndarray] = []
         for index in indices[indices >= 0]:
             doc_order, doc_ends, row_order = self._epoch(int(index) // self.num_rows)
@@ -99,7 +105,8 @@ class PackedRows:
         return doc_order, np.cumsum(self.lengths[doc_order]), row_order
 
     def _fill(self, rows: Rows, chosen: np.ndarray, epoch: int, within: np.ndarray) -> None:
-        """Write the epoch's rows ``within`` to ``rows[chosen]``; all places below are in its stream."""
+        """Write the epoch's rows ``within`` to ``rows[chosen]``; all places below are in its
+        stream."""
         S = self.seq_len
         doc_order, doc_ends, row_order = self._epoch(epoch)
         row_start = row_order[within, None] * S  # [R, 1]
@@ -125,10 +132,11 @@ class PackedRows:
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Row of each sample, [N] int64: in the given order, into the row with the least room that is enough for it.
+    """Row of each sample, [N] int64: in the given order, into the row with the least room that is
+    enough for it.
 
-    Given longest first this is best-fit decreasing, which needs at most 11/9 of the fewest rows possible, plus one
-    (Johnson 1973), and in practice wastes about a percent.
+    Given longest first this is best-fit decreasing, which needs at most 11/9 of the fewest rows
+    possible, plus one (Johnson 1973), and in practice wastes about a percent.
 
     Args:
         lengths: [N], each at most ``size``.
@@ -153,15 +161,17 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 class SampleRows(PackedRows):
-    """The endless sequence of rows that samples of conversations give: each whole, and alone to itself, in one row.
+    """The endless sequence of rows that samples of conversations give: each whole, and alone to
+    itself, in one row.
 
-    Labels are the next tokens that ``trained`` marks, within a sample. Every epoch has the same number of rows: which
-    samples share one depends on (seed, epoch) among samples of equal length, and on the lengths.
+    Labels are the next tokens that ``trained`` marks, within a sample. Every epoch has the same
+    number of rows: which samples share one depends on (seed, epoch) among samples of equal length,
+    and on the lengths.
 
-    Args:
-        tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no length above seq_len.
-        trained: [sum of lengths] whether a token is one that a model has to generate.
-        firsts: [N] tokens of the first of the two sequences that each sample consists of: both are in its row, as
+    Args: tokens, starts, lengths, seq_len, seed, pad_id, document_mask: as for ``PackedRows``; no
+        length above seq_len. trained: [sum of lengths] whether a token is one that a model has to
+        generate. firsts: [N] tokens of the first of the two sequences that each sample consists of:
+        both are in its row, as
             documents of their own. None: a sample is one sequence.
         pack: several samples to a row (``best_fit``); else one.
     """
@@ -181,14 +191,21 @@ class SampleRows(PackedRows):
         pack: bool = True,
     ) -> None:
         super().__init__(
-            tokens, starts, lengths, seq_len=seq_len, seed=seed, pad_id=pad_id, document_mask=document_mask
+            tokens,
+            starts,
+            lengths,
+            seq_len=seq_len,
+            seed=seed,
+            pad_id=pad_id,
+            document_mask=document_mask,
         )
         assert lengths.max() <= seq_len and (document_mask or not pack)
         self.trained, self.firsts, self.pack = trained, firsts, pack
         self.num_rows = len(self._epoch(0)[1])
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Samples in the rows ``indices`` of the endless sequence, as sorted indices into ``starts``."""
+        """Samples in the rows ``indices`` of the endless sequence, as sorted indices into
+        ``starts``."""
         found = [self.samples(int(index)) for index in indices[indices >= 0]]
         return np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
 

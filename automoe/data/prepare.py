@@ -1,4 +1,5 @@
-"""From a configuration to a tokenised, split corpus, cached on disk; without torch, so that the launcher can too.
+"""From a configuration to a tokenised, split corpus, cached on disk; without torch, so that the
+launcher can too.
 
 The cache is memory mapped, and written once for all ranks of a machine.
 """
@@ -18,7 +19,8 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from automoe.config.schema import Config, DataConfig, sources_of
+from automoe.config.data_schema import DataConfig
+from automoe.config.schema import Config, sources_of
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import tokenise_chat
 from automoe.data.chat_template import ChatTemplate, chat_template_of
@@ -29,7 +31,8 @@ from automoe.storage.cache import default_cache_dir, open_entry
 
 Split = Literal["train", "validation"]
 FORMAT = 3  # part of the cache key: raise it when the files below change
-SYNTHETIC_ROWS, SYNTHETIC_TOKENS = (64, 4096), 1 << 22  # at least and at most; as many as make so many tokens
+# at least and at most; as many as make so many tokens
+SYNTHETIC_ROWS, SYNTHETIC_TOKENS = (64, 4096), 1 << 22
 _SAMPLE = 1 << 16  # bytes hashed at either end of a file
 
 
@@ -50,8 +53,10 @@ class TokenCorpus:
     paths: list[Path]  # of the files
     content: str  # digest of all tokens and document lengths, whatever the files are called
     text_bytes: int
-    firsts: np.ndarray | None = None  # [N] of pairs, which are documents here: tokens of the preferred one
-    trained: np.ndarray | None = None  # [sum of lengths] bool, of conversations: tokens to generate; None: all are
+    # [N] of pairs, which are documents here: tokens of the preferred one
+    firsts: np.ndarray | None = None
+    # [sum of lengths] bool, of conversations: tokens to generate; None: all are
+    trained: np.ndarray | None = None
     chat: dict[str, int] | None = None  # of conversations: counts of ``tokenise_chat``
 
     def where(self, index: int) -> str:
@@ -64,7 +69,10 @@ def _place(path: Path, line: int) -> str:
 
 
 def open_corpus(
-    data: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None, template: ChatTemplate | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    cache_dir: Path | None = None,
+    template: ChatTemplate | None = None,
 ) -> TokenCorpus:
     """The tokenised corpus, from the cache or tokenised now.
 
@@ -93,7 +101,9 @@ def open_corpus(
     dtype = np.dtype(facts["dtype"])
     empty = np.zeros(0, dtype)  # a file of no bytes cannot be mapped
     return TokenCorpus(
-        tokens=np.memmap(entry / "tokens.bin", dtype=dtype, mode="r", shape=(size,)) if size else empty,
+        tokens=np.memmap(entry / "tokens.bin", dtype=dtype, mode="r", shape=(size,))
+        if size
+        else empty,
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
         hashes=columns[1],
@@ -103,19 +113,27 @@ def open_corpus(
         content=facts["content"],
         text_bytes=facts["text_bytes"],
         firsts=columns[4].astype(np.int64) if data.is_preference else None,
-        trained=np.memmap(entry / "trained.bin", dtype=np.bool_, mode="r", shape=(size,)) if template else None,
+        trained=np.memmap(entry / "trained.bin", dtype=np.bool_, mode="r", shape=(size,))
+        if template
+        else None,
         chat=facts.get("chat"),
     )
 
 
 def _cache_key(
-    data: DataConfig, files: dict[str, Path], tokenizer: Tokenizer, template: ChatTemplate | None = None
+    data: DataConfig,
+    files: dict[str, Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
 ) -> str:
     key = hashlib.blake2b(template.digest.encode() if template is not None else b"", digest_size=16)
-    key.update(json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode())
+    key.update(
+        json.dumps([FORMAT, tokenizer.digest, data.kind, data.text_key, data.max_bytes]).encode()
+    )
     key.update(reader_digest(data.kind).encode())
     if template is not None:
-        key.update(version("transformers").encode() + template.tokenizer_settings())  # which render it
+        # which render it
+        key.update(version("transformers").encode() + template.tokenizer_settings())
     for name, path in files.items():
         try:
             with path.open("rb") as file:
@@ -124,13 +142,18 @@ def _cache_key(
                 file.seek(max(len(sample), stat.st_size - _SAMPLE))
                 sample += file.read(_SAMPLE)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}). Check the file.") from error
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}). Check the file."
+            ) from error
         key.update(json.dumps([name, stat.st_size, stat.st_mtime_ns]).encode() + sample)
     return key.hexdigest()
 
 
-def _tokenise(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]) -> dict[str, Any]:
-    """Write tokens and the table of documents; what of the text is in memory at once does not grow with the text."""
+def _tokenise(
+    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, paths: list[Path]
+) -> dict[str, Any]:
+    """Write tokens and the table of documents; what of the text is in memory at once does not grow
+    with the text."""
     batch: list[Document] = []
     chars = 0
     with (folder / "tokens.bin").open("wb") as file:
@@ -153,13 +176,15 @@ def _tokenise(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer,
 
 
 class _Writer:
-    """Documents as tokens at the end of ``file``, each followed by the end of text, and a row a document in a table."""
+    """Documents as tokens at the end of ``file``, each followed by the end of text, and a row a
+    document in a table."""
 
     def __init__(self, file: BinaryIO, tokenizer: Tokenizer, paths: list[Path]) -> None:
         self.file, self.tokenizer, self.paths = file, tokenizer, paths
         self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self.eos = np.array([tokenizer.eos_id])
-        self.table = array("Q")  # length, hash of the text, file, line; a list of tuples would take ten times as much
+        # length, hash of the text, file, line; a list of tuples would take ten times as much
+        self.table = array("Q")
         self.digest, self.text_bytes = hashlib.blake2b(digest_size=16), 0
 
     def short(self, documents: list[Document]) -> None:
@@ -209,36 +234,47 @@ class _Writer:
     def facts(self) -> dict[str, Any]:
         """What else the corpus is, once all is written."""
         self.digest.update(self.columns()[0].tobytes())
-        return {"dtype": self.dtype.name, "content": self.digest.hexdigest(), "text_bytes": self.text_bytes}
+        return {
+            "dtype": self.dtype.name,
+            "content": self.digest.hexdigest(),
+            "text_bytes": self.text_bytes,
+        }
 
 
-def prepare_data(config: Config, cache_dir: Path | None = None) -> tuple[Tokenizer, list[TokenCorpus]]:
-    """Open the corpus of each source, tokenised into the cache if it is not there yet, and refuse what cannot train.
+def prepare_data(
+    config: Config, cache_dir: Path | None = None
+) -> tuple[Tokenizer, list[TokenCorpus]]:
+    """Open the corpus of each source, tokenised into the cache if it is not there yet, and refuse
+    what cannot train.
 
-    Called before ranks start, it finds bad text while one process is there to say so, and leaves the
-    ranks a cache to map.
+    Called before ranks start, it finds bad text while one process is there to say so, and leaves
+    the ranks a cache to map.
 
     Args:
         cache_dir: where the tokenised corpus is kept; None is ``default_cache_dir()``.
 
-    Raises:
-        ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
-        DataError: text that cannot be read, a document too long under ``on_long=error``, or an empty split.
+    Raises: ConfigError: a tokenizer that cannot be loaded or is larger than the embedding.
+        DataError: text that cannot be read, a document too long under ``on_long=error``, or an
+        empty split.
     """
     tokenizer = fitting_tokenizer(config)
     sources = [replace(config, data=source) for _, _, source in sources_of(config.data)]
     if config.data.is_synthetic:
         return tokenizer, [synthetic_corpus(config.model.vocab_size, config.train.seq_len)]
-    corpora = [open_corpus(one.data, tokenizer, cache_dir, chat_template_of(one)) for one in sources]
+    corpora = [
+        open_corpus(one.data, tokenizer, cache_dir, chat_template_of(one)) for one in sources
+    ]
     for one, corpus in zip(sources, corpora, strict=True):
         _check_corpus(one, corpus)
     return tokenizer, corpora
 
 
 def synthetic_corpus(vocab_size: int, seq_len: int) -> TokenCorpus:
-    """Documents of one row each, whose ids are drawn evenly from the vocabulary: the same ones everywhere, no text."""
+    """Documents of one row each, whose ids are drawn evenly from the vocabulary: the same ones
+    everywhere, no text."""
     count = max(SYNTHETIC_ROWS[0], min(SYNTHETIC_ROWS[1], SYNTHETIC_TOKENS // seq_len))
-    generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))  # raw bits are promised to stay
+    # raw bits are promised to stay
+    generator = np.random.PCG64(np.random.SeedSequence((vocab_size, seq_len)))
     hashes = generator.random_raw(count)
     tokens = (generator.random_raw(count * seq_len) % np.uint64(vocab_size)).astype(np.uint32)
     return TokenCorpus(
@@ -259,7 +295,9 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
     data = config.data
     too_long = np.flatnonzero(corpus.lengths > config.train.seq_len)
     if len(too_long) and data.on_long == "error":
-        what, others = ("conversation", "drop or truncate") if data.is_chat else ("document", "split")
+        what, others = (
+            ("conversation", "drop or truncate") if data.is_chat else ("document", "split")
+        )
         if data.is_preference:
             what, others = "pair", "drop"
         counted = "" if data.is_chat else ", its end-of-text token counted,"
@@ -274,11 +312,13 @@ def _check_corpus(config: Config, corpus: TokenCorpus) -> None:
         fitting_documents(corpus, config, "validation")
 
 
-def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tuple[np.ndarray, np.ndarray]:
+def fitting_documents(
+    corpus: TokenCorpus, config: Config, split: Split
+) -> tuple[np.ndarray, np.ndarray]:
     """Starts and lengths of the documents of one split, as rows hold them.
 
-    Text is cut by its rows. Conversations longer than one are left out (``data.on_long=drop``), or lose their end
-    (``truncate``; those that have no token to train on then are left out as well).
+    Text is cut by its rows. Conversations longer than one are left out (``data.on_long=drop``), or
+    lose their end (``truncate``; those that have no token to train on then are left out as well).
 
     Raises:
         DataError: nothing is left for the split.
@@ -296,7 +336,11 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tupl
     if not kept.any():
         what = "pair of answers" if config.data.is_preference else "conversation"
         cut = config.data.on_long == "truncate"
-        why = ", and no answer begins before that" if cut else f" (the shortest has {lengths.min()} tokens)"
+        why = (
+            ", and no answer begins before that"
+            if cut
+            else f" (the shortest has {lengths.min()} tokens)"
+        )
         raise DataError(
             f"No {what} is left for the {split} split: all {len(lengths)} are longer than train.seq_len={seq_len}{why}"
             f", under data.on_long={config.data.on_long}. Raise train.seq_len."
@@ -304,13 +348,15 @@ def fitting_documents(corpus: TokenCorpus, config: Config, split: Split) -> tupl
     return starts[kept], lengths[kept]
 
 
-def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(
+    corpus: TokenCorpus, val_fraction: float, split: Split
+) -> tuple[np.ndarray, np.ndarray]:
     """Starts and lengths of the documents of one split.
 
-    A document belongs to validation when the hash of its text, read as a fraction of 2**64, is below
-    ``val_fraction``: equal texts never stand on both sides, and adding documents moves none. If that
-    leaves a side empty, the document of lowest hash alone is validation; a corpus of one document
-    gives up its tail.
+    A document belongs to validation when the hash of its text, read as a fraction of 2**64, is
+    below ``val_fraction``: equal texts never stand on both sides, and adding documents moves none.
+    If that leaves a side empty, the document of lowest hash alone is validation; a corpus of one
+    document gives up its tail.
 
     Raises:
         DataError: nothing is left for the split.
@@ -320,7 +366,9 @@ def split_documents(corpus: TokenCorpus, val_fraction: float, split: Split) -> t
         tail = max(2, round(int(lengths[0]) * val_fraction))  # two tokens make one label
         head = int(lengths[0]) - tail
         if head >= 2:
-            return (starts, lengths - tail) if split == "train" else (starts + head, np.array([tail]))
+            return (
+                (starts, lengths - tail) if split == "train" else (starts + head, np.array([tail]))
+            )
     validation = corpus.hashes.astype(np.float64) / 2.0**64 < val_fraction
     if val_fraction > 0 and len(lengths) > 1 and (validation.all() or not validation.any()):
         validation = corpus.hashes == corpus.hashes.min()

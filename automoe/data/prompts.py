@@ -1,10 +1,12 @@
-"""The prompts that a run answers while it trains (``observe.samples``), as tokens. Loads no torch."""
+"""The prompts that a run answers while it trains (``observe.samples``), as tokens. Loads no
+torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from automoe.config.schema import NO_TOKENIZER, Config
+from automoe.config.data_schema import NO_TOKENIZER
+from automoe.config.schema import Config
 from automoe.data.chat_template import chat_template_of
 from automoe.data.tokenizer import Tokenizer
 from automoe.errors import ConfigError
@@ -13,10 +15,11 @@ KEY = "observe.samples"
 
 
 def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """Prompts and their tokens. Conversations get the chat template, and each prompt is a user's message.
+    """Prompts and their tokens. Conversations get the chat template, and each prompt is a user's
+    message.
 
-    Raises:
-        ConfigError: there is no such file, or a prompt that does not fit into a row with its answer.
+    Raises: ConfigError: there is no such file, or a prompt that does not fit into a row with its
+        answer.
     """
     texts, chat = _texts(config.observe.samples), chat_template_of(config)
     if texts and tokenizer.digest == NO_TOKENIZER:
@@ -27,7 +30,10 @@ def encoded_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[str], li
         rule = f"a prompt and its answer share a row of train.seq_len={row} tokens, and an answer may fill it"
         raise ConfigError("observe.sample_tokens", answer, rule, f"At most {row - 1}")
     ids = [
-        chat.prompt([{"role": "user", "content": text}]) if chat else tokenizer.encode(text).tolist() for text in texts
+        chat.prompt([{"role": "user", "content": text}])
+        if chat
+        else tokenizer.encode(text).tolist()
+        for text in texts
     ]
     for text, prompt in zip(texts, ids, strict=True):
         if not 0 < len(prompt) <= row - answer:
@@ -46,5 +52,7 @@ def _texts(given: list[str] | str) -> list[str]:
             return texts
         raise ValueError("no line has text")
     except (OSError, ValueError) as error:
-        rule = f"a list of prompts, or a text file with one on each line; it cannot be read ({error})"
+        rule = (
+            f"a list of prompts, or a text file with one on each line; it cannot be read ({error})"
+        )
         raise ConfigError(KEY, given, rule, "Write '[What is 2+2?]'") from None

@@ -1,6 +1,7 @@
 """Text to token ids and back: plain bytes, or any HuggingFace tokenizer.
 
-Importing this module loads neither torch, transformers nor tokenizers; the byte tokenizer never does.
+Importing this module loads neither torch, transformers nor tokenizers; the byte tokenizer never
+does.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from automoe.config.data_schema import NO_TOKENIZER, ChatConfig
 from automoe.config.hub import local_folder
-from automoe.config.schema import NO_TOKENIZER, ChatConfig, Config, tokenizer_of
+from automoe.config.schema import Config, tokenizer_of
 from automoe.config.shipped import shipped_folder
 from automoe.errors import ConfigError
 
@@ -30,7 +32,14 @@ TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _CONTEXT = 512  # characters on either side of a cut that decide whether it changes any id
 
 # Files that decide how text becomes ids, for the digest of a directory without a tokenizer.json.
-_VOCAB_FILES = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model", "spiece.model")
+_VOCAB_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+)
 
 
 class Tokenizer:
@@ -57,7 +66,8 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """Ids of one text that comes in parts; joined, those of ``encode`` of the whole, in bounded memory."""
+        """Ids of one text that comes in parts; joined, those of ``encode`` of the whole, in bounded
+        memory."""
         return (self.encode(part) for part in parts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -85,32 +95,54 @@ class ByteTokenizer(Tokenizer):
 
     @staticmethod
     def files() -> dict[str, str]:
-        """Name -> content of the files by which ``transformers`` and ``load_tokenizer`` know this tokenizer."""
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: one letter a byte
+        """Name -> content of the files by which ``transformers`` and ``load_tokenizer`` know this
+        tokenizer."""
+        # GPT-2's alphabet: one letter a byte
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = (byte for byte in range(256) if byte not in printable)
-        letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        letters = {byte: chr(byte) for byte in printable} | {
+            byte: chr(256 + n) for n, byte in enumerate(others)
+        }
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {
+            "special": True
+        }
         eos, pad = "<|endoftext|>", "<|pad|>"
-        by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        by_bytes = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
         tokenizer = {
             "version": "1.0",
-            "added_tokens": [{"id": 256, "content": eos} | flags, {"id": 257, "content": pad} | flags],
+            "added_tokens": [
+                {"id": 256, "content": eos} | flags,
+                {"id": 257, "content": pad} | flags,
+            ],
             "normalizer": None,
             "pre_tokenizer": by_bytes,
             "post_processor": None,
             "decoder": by_bytes,
-            "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []},
+            "model": {
+                "type": "BPE",
+                "vocab": {letters[byte]: byte for byte in range(256)},
+                "merges": [],
+            },
         }
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad}
         config |= {"clean_up_tokenization_spaces": False}
-        return {"tokenizer.json": json.dumps(tokenizer), "tokenizer_config.json": json.dumps(config)}
+        return {
+            "tokenizer.json": json.dumps(tokenizer),
+            "tokenizer_config.json": json.dumps(config),
+        }
 
 
 class HFTokenizer(Tokenizer):
-    """A HuggingFace tokenizer directory, through ``tokenizers`` (``transformers`` only to convert older files).
+    """A HuggingFace tokenizer directory, through ``tokenizers`` (``transformers`` only to convert
+    older files).
 
-    Special tokens that are spelled out in a document are encoded as the plain text they are: a corpus
-    cannot end a document or open a chat turn by quoting one.
+    Special tokens that are spelled out in a document are encoded as the plain text they are: a
+    corpus cannot end a document or open a chat turn by quoting one.
 
     Raises:
         ConfigError: the directory is missing, unreadable, or names no end-of-text token.
@@ -156,10 +188,11 @@ class HFTokenizer(Tokenizer):
         return [np.array(one.ids, dtype=np.int64) for one in encoded]
 
     def encode_long(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """As ``Tokenizer.encode_long``, in pieces, cut where ``_is_clean`` finds that ids on both sides stay.
+        """As ``Tokenizer.encode_long``, in pieces, cut where ``_is_clean`` finds that ids on both
+        sides stay.
 
-        Each piece is encoded behind the end of the one before, whose ids are then dropped: some tokenizers treat the
-        beginning of a text in another way.
+        Each piece is encoded behind the end of the one before, whose ids are then dropped: some
+        tokenizers treat the beginning of a text in another way.
         """
         batch: list[tuple[str, str]] = []  # context, piece
         for pair in self._pieces(parts):
@@ -171,18 +204,29 @@ class HFTokenizer(Tokenizer):
 
     def _encode_pieces(self, batch: list[tuple[str, str]]) -> Iterator[np.ndarray]:
         whole = self.encode_batch([context + piece for context, piece in batch])
-        for ids, head in zip(whole, self.encode_batch([context for context, _ in batch]), strict=True):
+        for ids, head in zip(
+            whole, self.encode_batch([context for context, _ in batch]), strict=True
+        ):
             assert (ids[: len(head)] == head).all(), "the cut was found to be clean"
             yield ids[len(head) :]
 
     def _pieces(self, parts: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(context, piece) of a text: context is the end of the piece before, empty for the first."""
+        """(context, piece) of a text: context is the end of the piece before, empty for the
+        first."""
         context, rest, size = "", "", PIECE
         for part in (long[at : at + BATCH] for long in parts for at in range(0, len(long), BATCH)):
             rest += part
             while len(rest) >= size + _CONTEXT:
-                cut = next((at for at in _cuts(rest, size) if self._is_clean(context + rest, len(context) + at)), None)
-                if cut is None:  # no cut leaves the ids alone: the piece grows until there is one, or the text ends
+                cut = next(
+                    (
+                        at
+                        for at in _cuts(rest, size)
+                        if self._is_clean(context + rest, len(context) + at)
+                    ),
+                    None,
+                )
+                # no cut leaves the ids alone: the piece grows until there is one, or the text ends
+                if cut is None:
                     size *= 2
                     continue
                 yield context, rest[:cut]
@@ -191,10 +235,13 @@ class HFTokenizer(Tokenizer):
             yield context, rest
 
     def _is_clean(self, text: str, cut: int) -> bool:
-        """Whether ids on either side of a cut are the same with and without the text beyond it, and with more of it."""
+        """Whether ids on either side of a cut are the same with and without the text beyond it, and
+        with more of it."""
         near, far = text[cut - _CONTEXT : cut], text[max(0, cut - 2 * _CONTEXT) : cut]
         behind = text[cut : cut + _CONTEXT]
-        a, b, c, d = (ids.tolist() for ids in self.encode_batch([near, near + behind, far, far + behind]))
+        a, b, c, d = (
+            ids.tolist() for ids in self.encode_batch([near, near + behind, far, far + behind])
+        )
         return b[: len(a)] == a and d[: len(c)] == c and b[len(a) :] == d[len(c) :]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -202,7 +249,8 @@ class HFTokenizer(Tokenizer):
 
 
 def _cuts(text: str, end: int) -> Iterator[int]:
-    """Places up to ``end`` at which a text may be cut: behind the last lines, before the last words, anywhere."""
+    """Places up to ``end`` at which a text may be cut: behind the last lines, before the last
+    words, anywhere."""
     for mark, offset in (("\n", 1), (" ", 0)):
         at = end
         for _ in range(16):
@@ -222,17 +270,23 @@ class NoTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """``byte``, or a HuggingFace tokenizer's directory or pinned id, an export's of bytes too. Raises ConfigError."""
+    """``byte``, or a HuggingFace tokenizer's directory or pinned id, an export's of bytes too.
+    Raises ConfigError."""
     if spec == "byte":
         return ByteTokenizer()
     path, content = local_folder(spec) / "tokenizer.json", ByteTokenizer.files()["tokenizer.json"]
-    if path.is_file() and path.stat().st_size == len(content.encode()) and path.read_bytes() == content.encode():
+    if (
+        path.is_file()
+        and path.stat().st_size == len(content.encode())
+        and path.read_bytes() == content.encode()
+    ):
         return ByteTokenizer()
     return HFTokenizer(spec)
 
 
 def fitting_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the embedding has rows."""
+    """The tokenizer of ``config``. Raises ConfigError, also for one with more ids than the
+    embedding has rows."""
     name, path = tokenizer_of(config), config.model.hf_path
     if name == NO_TOKENIZER:
         return NoTokenizer(config.model.vocab_size)
@@ -244,7 +298,9 @@ def fitting_tokenizer(config: Config) -> Tokenizer:
             remedy = f"Set data.tokenizer={path} for the checkpoint's own, or a smaller one"
             if name == path:
                 remedy = "Copy the tokenizer that the checkpoint was published with, or set data.tokenizer to it"
-        rule = f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}"
+        rule = (
+            f"the tokenizer {name} makes ids up to {size - 1}, and the embedding ends at {rows - 1}"
+        )
         raise ConfigError("model.vocab_size", rows, rule, remedy)
     return tokenizer
 
@@ -300,7 +356,9 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
         backend = loaded.backend_tokenizer
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigError(
@@ -313,7 +371,9 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, int 
     return backend, loaded.eos_token_id
 
 
-def _byte_lengths(backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_size: int) -> np.ndarray:
+def _byte_lengths(
+    backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_size: int
+) -> np.ndarray:
     """UTF-8 bytes per id, [vocab_size], from the way the tokenizer's decoder spells pieces."""
     spec = json.loads(backend.to_str())
     decoder = json.dumps(spec["decoder"])
@@ -327,9 +387,12 @@ def _byte_lengths(backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_si
         elif '"ByteFallback"' in decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             lengths[index] = 1
         elif '"WordPiece"' in decoder:  # "##" continues a word; any other piece follows a space
-            lengths[index] = len(piece[2:].encode()) if piece.startswith("##") else len(piece.encode()) + 1
+            lengths[index] = (
+                len(piece[2:].encode()) if piece.startswith("##") else len(piece.encode()) + 1
+            )
         else:
-            lengths[index] = len(piece.replace("\u2581", " ").encode())  # SentencePiece's visible space
+            # SentencePiece's visible space
+            lengths[index] = len(piece.replace("\u2581", " ").encode())
     return lengths
 
 
@@ -337,7 +400,8 @@ def _byte_lengths(backend: tokenizers.Tokenizer, vocab: dict[str, int], vocab_si
 
 
 def stored_template(chat: ChatConfig, tokenizer: str) -> str:
-    """The chat template as it is stored, whatever its format: what says that it is there, and the same.
+    """The chat template as it is stored, whatever its format: what says that it is there, and the
+    same.
 
     Args:
         tokenizer: ``byte`` or a directory.
@@ -347,19 +411,27 @@ def stored_template(chat: ChatConfig, tokenizer: str) -> str:
     """
     chosen = chat.template
     if chosen is not None:
-        path = shipped_folder("conf") / "chat_template" / "plain.jinja" if chosen == "plain" else Path(chosen)
+        path = (
+            shipped_folder("conf") / "chat_template" / "plain.jinja"
+            if chosen == "plain"
+            else Path(chosen)
+        )
         try:
             return path.expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             rule = f"the chat template cannot be read ({error})"
-            raise ConfigError("data.chat.template", chosen, rule, "Name a Jinja file, or plain") from error
+            raise ConfigError(
+                "data.chat.template", chosen, rule, "Name a Jinja file, or plain"
+            ) from error
     folder = local_folder(tokenizer)
     files = [folder / TEMPLATE, *sorted(folder.glob(f"{OTHER_TEMPLATES}/*.jinja"))]
     found = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     for name in ("chat_template.json", "tokenizer_config.json"):
         if not found and (folder / name).is_file():
             try:
-                content = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+                content = json.loads((folder / name).read_text(encoding="utf-8")).get(
+                    "chat_template"
+                )
             except (ValueError, AttributeError) as error:
                 rule = f"{folder / name} is damaged ({error})"
                 raise ConfigError("data.tokenizer", tokenizer, rule, "Copy it again") from error
@@ -387,9 +459,13 @@ def load_for_templates(tokenizer: str) -> Any:
                 Path(scratch, name).write_text(content, encoding="utf-8")
         folder = scratch if tokenizer == "byte" else str(local_folder(tokenizer))
         try:
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, ImportError, AttributeError) as error:
             why = " ".join(str(error).split())
             rule = f"transformers, which renders conversations, cannot load it ({why})"
-            raise ConfigError("data.tokenizer", tokenizer, rule, "Copy the tokenizer's files again") from error
+            raise ConfigError(
+                "data.tokenizer", tokenizer, rule, "Copy the tokenizer's files again"
+            ) from error
     return loaded

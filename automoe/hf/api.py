@@ -1,4 +1,5 @@
-"""Public functions on HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``, ``upcycle_hf``."""
+"""Public functions on HuggingFace checkpoint directories: ``from_hf``, ``to_hf``, ``convert_hf``,
+``upcycle_hf``."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.rules import check_rows
 from automoe.config.rules_model import model_rows
-from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig, MoEConfig
+from automoe.config.schema import Config, MeshConfig, ModelConfig, MoEConfig
 from automoe.errors import ConfigError
 from automoe.hf.catalog import Catalog, check_catalog
 from automoe.hf.families.registry import model_config_from_hf
@@ -44,30 +46,36 @@ def from_hf(
 ) -> Decoder:
     """Build and load the model of a HuggingFace checkpoint directory or Hub id, in evaluation mode.
 
-    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or infinite are warned of.
+    ``model(tokens)`` with tokens [B, S] int64 returns logits [B, S, V]. Weights that are NaN or
+    infinite are warned of.
 
-    Args:
-        mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the process
-            group is initialised, every rank calls this (and, later, the model) together, and each one feeds
-            its own rows; ranks of a tp group feed the same ones, whose length tp divides, and all get the
-            whole logits. Experts are cut over ep, etp and ep_shard, everything else over dp_shard and tp.
+    Args: mesh: None keeps the whole model in this process, whatever other ranks do. Otherwise the
+        process
+            group is initialised, every rank calls this (and, later, the model) together, and each
+            one feeds its own rows; ranks of a tp group feed the same ones, whose length tp divides,
+            and all get the whole logits. Experts are cut over ep, etp and ep_shard, everything else
+            over dp_shard and tp.
         dtype: of parameters. On a mesh, bfloat16 computes in bfloat16 from float32 parameters, as
             training does.
         device: where this rank's part lives.
 
-    Raises:
-        ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of the model
+    Raises: ConfigError: a family that is not known, a mesh with pp or cp, whose ranks see a part of
+        the model
             or of a row, or a mesh that does not divide the model.
-        CheckpointError: files missing, damaged, or not those of the model that config.json describes.
+        CheckpointError: files missing, damaged, or not those of the model that config.json
+            describes.
     """
     path = checkpoint_folder(path, "path")
     config = model_config_from_hf(path)
     if dtype not in COMPUTE_DTYPES.values():
-        raise ConfigError("dtype", dtype, f"must be one of {', '.join(COMPUTE_DTYPES)}", "Use torch.float32")
+        raise ConfigError(
+            "dtype", dtype, f"must be one of {', '.join(COMPUTE_DTYPES)}", "Use torch.float32"
+        )
     catalog = None
     if mesh is None:
         model = build_decoder(config, MoEConfig(experts=_expert_backend(config, dtype)), dtype)
-        catalog = check_catalog(path, config)  # other ranks, where there are some, take no part in it
+        # other ranks, where there are some, take no part in it
+        catalog = check_catalog(path, config)
     else:
         model = _on_mesh(config, mesh, dtype, torch.device(device))
     model.to_empty(device=device)
@@ -77,7 +85,9 @@ def from_hf(
     return model.eval()
 
 
-def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+def _on_mesh(
+    config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: torch.device
+) -> Decoder:
     shape = resolve_mesh(mesh, dist.get_world_size() if dist.is_initialized() else None)
     for axis in ("pp", "cp"):
         if getattr(shape, axis) > 1:
@@ -92,7 +102,9 @@ def _on_mesh(config: ModelConfig, mesh: MeshConfig, dtype: torch.dtype, device: 
     on_mesh.train.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
     check_rows(on_mesh, model_rows(on_mesh, shape), shape)
     meshes = build_meshes(shape, device)
-    model = build_decoder(config, moe, PARAM_DTYPES[on_mesh.train.dtype], backend=build_backend(on_mesh, meshes))
+    model = build_decoder(
+        config, moe, PARAM_DTYPES[on_mesh.train.dtype], backend=build_backend(on_mesh, meshes)
+    )
     parallelize(model, meshes, on_mesh, expert_parallel_style(meshes, on_mesh))
     if (tp := meshes.group("tp")) is not None:
         model.register_forward_pre_hook(lambda module, inputs: _check_length(inputs[0], shape.tp))
@@ -111,8 +123,11 @@ def _check_length(tokens: torch.Tensor, tp: int) -> None:
         )
 
 
-def _expert_backend(config: ModelConfig, dtype: torch.dtype, etp: int = 1) -> Literal["grouped_mm", "loop"]:
-    """Return grouped_mm unless it cannot run: it has no float64 and needs rows of a multiple of 16 bytes."""
+def _expert_backend(
+    config: ModelConfig, dtype: torch.dtype, etp: int = 1
+) -> Literal["grouped_mm", "loop"]:
+    """Return grouped_mm unless it cannot run: it has no float64 and needs rows of a multiple of 16
+    bytes."""
     widths = (config.hidden_size, config.moe_intermediate_size // etp)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return "grouped_mm" if aligned and dtype != torch.float64 else "loop"
@@ -128,25 +143,28 @@ def convert_hf(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> Written:
-    """Write ``source`` to ``out`` in another dtype or layout, one tensor at a time, in one process on the CPU.
+    """Write ``source`` to ``out`` in another dtype or layout, one tensor at a time, in one process
+    on the CPU.
 
-    Block-FP8 and MXFP4 are dequantized. Config, generation config and tokenizer go along. The result has its
-    name when every number was read back and compared with the source's, and ``transformers`` builds the same
-    model from it, with the same logits where it is small enough to be run twice.
+    Block-FP8 and MXFP4 are dequantized. Config, generation config and tokenizer go along. The
+    result has its name when every number was read back and compared with the source's, and
+    ``transformers`` builds the same model from it, with the same logits where it is small enough to
+    be run twice.
 
-    Args:
-        dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or ``float32``.
-        fp8: quantize the matrices of layers in blocks of 128 x 128.
-        layout: of experts: ``published``, or ``fused`` as transformers 5 holds them.
+    Args: dtype: of parameters: ``keep`` (quantized ones become bfloat16), ``bfloat16`` or
+        ``float32``. fp8: quantize the matrices of layers in blocks of 128 x 128. layout: of
+        experts: ``published``, or ``fused`` as transformers 5 holds them.
 
-    Raises:
-        ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
-        CheckpointError: files missing, damaged or not the model's; the target exists or cannot be written.
+    Raises: ConfigError: an unknown family, dtype or layout, or ``fp8`` together with fused experts.
+        CheckpointError: files missing, damaged or not the model's; the target exists or cannot be
+        written.
     """
     path = Path(out).expanduser().absolute()
     config = model_config_from_hf(source)
     keys = check_conversion(config, path, fp8=fp8, layout=layout, overwrite=overwrite)
-    return _rewrite(check_catalog(source, config), config, keys, path, dtype, fp8, max_shard_bytes, overwrite)
+    return _rewrite(
+        check_catalog(source, config), config, keys, path, dtype, fp8, max_shard_bytes, overwrite
+    )
 
 
 def upcycle_hf(
@@ -162,18 +180,19 @@ def upcycle_hf(
     max_shard_bytes: int = 5 << 30,
     overwrite: bool = False,
 ) -> Written:
-    """Write the dense checkpoint ``source`` at ``out`` as a mixture of experts that computes the same.
+    """Write the dense checkpoint ``source`` at ``out`` as a mixture of experts that computes the
+    same.
 
-    One tensor at a time, in one process on the CPU, and proven as by ``convert_hf``; where both are small enough to be
-    run, the logits are compared with the dense model's too.
+    One tensor at a time, in one process on the CPU, and proven as by ``convert_hf``; where both are
+    small enough to be run, the logits are compared with the dense model's too.
 
     Args:
         granularity: G, experts that share a copy of the dense FFN; each has 1/G of its width.
         seed: of the routers.
 
-    Raises:
-        ConfigError: a family without a counterpart, or sizes with which the mixture would not compute the same.
-        CheckpointError: as ``convert_hf``, or the mixture computes other logits than the dense model.
+    Raises: ConfigError: a family without a counterpart, or sizes with which the mixture would not
+        compute the same. CheckpointError: as ``convert_hf``, or the mixture computes other logits
+        than the dense model.
     """
     path = Path(out).expanduser().absolute()
     sizes = (num_experts, num_experts_per_token, granularity)
@@ -193,7 +212,8 @@ def _rewrite(
     max_shard_bytes: int,
     overwrite: bool,
 ) -> Written:
-    """Write ``catalog`` to ``path`` as ``config`` in the layout ``keys``, read it back and compare."""
+    """Write ``catalog`` to ``path`` as ``config`` in the layout ``keys``, read it back and
+    compare."""
     plan = plan_rewrite(catalog, config, keys, export_dtype(dtype), fp8)
     num_bytes = sum(stored.num_bytes for stored in catalog.sources.values())
     with new_folder(path, overwrite, Ranks(alone=True)) as folder:

@@ -1,4 +1,5 @@
-"""What a checkpoint directory holds of a model, and in which encoding: headers read and checked once, on one rank."""
+"""What a checkpoint directory holds of a model, and in which encoding: headers read and checked
+once, on one rank."""
 
 from __future__ import annotations
 
@@ -47,21 +48,27 @@ class Catalog:
 
 
 @without_collection()
-def open_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
-    """Read the headers of every file and check them against the full model on rank 0; broadcast. Collective.
+def open_catalog(
+    path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None
+) -> Catalog:
+    """Read the headers of every file and check them against the full model on rank 0; broadcast.
+    Collective.
 
     Args:
         config: the model; with ``upcycling`` the mixture that the dense directory becomes.
 
-    Raises:
-        CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer, keys missing or
-            unexpected, another shape or number of experts, FP8 without scales, an unknown quantization.
+    Raises: CheckpointError: on every rank alike: a file missing, truncated or a Git LFS pointer,
+        keys missing or
+            unexpected, another shape or number of experts, FP8 without scales, an unknown
+            quantization.
     """
     return Ranks().lead(lambda: check_catalog(path, config, upcycling))
 
 
 @without_collection()
-def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None) -> Catalog:
+def check_catalog(
+    path: str | Path, config: ModelConfig, upcycling: Upcycling | None = None
+) -> Catalog:
     """Do what ``open_catalog`` does in this process alone."""
     folder = local_folder(path)
     tensors = read_headers(folder)
@@ -74,18 +81,27 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
     missing = [key for key in wanted if key not in sources]
     ignored = _ignored(sources, config)
     unexpected = [key for key in sources if key not in wanted and key not in ignored]
-    wrong = [key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])]
+    wrong = [
+        key for key in wanted if key in sources and sources[key].full_shape != tuple(wanted[key])
+    ]
     if missing or unexpected or wrong:
-        _check_experts(folder, {key: sources[key] for key in sources if key not in ignored}, config, keys)
+        _check_experts(
+            folder, {key: sources[key] for key in sources if key not in ignored}, config, keys
+        )
     if missing or unexpected:
         found = [f"{len(missing)} tensors are missing: {listed(missing)}"] if missing else []
-        found += [f"{len(unexpected)} are not the model's: {listed(unexpected)}"] if unexpected else []
+        found += (
+            [f"{len(unexpected)} are not the model's: {listed(unexpected)}"] if unexpected else []
+        )
         raise CheckpointError(
             f"{folder} does not hold this {config.family} model of {config.num_layers} layers and "
             f"{len(wanted)} tensors: {'; '.join(found)}. Compare the model's configuration with its config.json"
         )
     if wrong:
-        shapes = [f"{key} is {list(sources[key].full_shape)}, not {list(wanted[key])}" for key in wrong[:4]]
+        shapes = [
+            f"{key} is {list(sources[key].full_shape)}, not {list(wanted[key])}"
+            for key in wrong[:4]
+        ]
         raise CheckpointError(
             f"{folder}: {len(wrong)} tensors have another shape than the model's: {'; '.join(shapes)}. "
             "Compare the model's configuration with its config.json"
@@ -96,14 +112,23 @@ def check_catalog(path: str | Path, config: ModelConfig, upcycling: Upcycling | 
 
 
 def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
-    """Return encoding and block size of quantized tensors from config.json's ``quantization_config``."""
-    stated = read_hf_config(folder).get("quantization_config") if is_there(folder, "config.json") else None
+    """Return encoding and block size of quantized tensors from config.json's
+    ``quantization_config``."""
+    stated = (
+        read_hf_config(folder).get("quantization_config")
+        if is_there(folder, "config.json")
+        else None
+    )
     if stated is None:
         return "plain", FP8_BLOCK
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if method == "fp8" and isinstance(stated, dict):
         block: Any = stated.get("weight_block_size")
-        pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
+        pair = (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(n) is int and 0 < n < 1 << 31 for n in block)
+        )
         if not pair or stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(
                 f"{folder}/config.json: quantization_config has fmt={stated.get('fmt')} and "
@@ -119,9 +144,13 @@ def _quantization(folder: Path) -> tuple[Encoding, tuple[int, int]]:
     )
 
 
-def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding) -> dict[str, StoredTensor]:
+def _pair_scales(
+    folder: Path, tensors: dict[str, StoredTensor], encoding: Encoding
+) -> dict[str, StoredTensor]:
     """Attach scales to their codes, under the name that the tensor has when it is not quantized."""
-    codes_end, scales_end, least_dims = ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
+    codes_end, scales_end, least_dims = (
+        ("", SCALE_SUFFIX, 2) if encoding == "fp8" else ("_blocks", "_scales", 3)
+    )
     scales_of: dict[str, StoredTensor] = {}  # by the name of the codes
     paired: set[str] = set()
     for name in tensors if encoding != "plain" else ():
@@ -148,8 +177,11 @@ def _pair_scales(folder: Path, tensors: dict[str, StoredTensor], encoding: Encod
 def _check_encodings(
     folder: Path, sources: dict[str, StoredTensor], encoding: Encoding, block: tuple[int, int]
 ) -> None:
-    """Raise ``CheckpointError`` for an unreadable dtype, or for scales whose shape does not fit the blocks."""
-    unscaled = [key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES]
+    """Raise ``CheckpointError`` for an unreadable dtype, or for scales whose shape does not fit the
+    blocks."""
+    unscaled = [
+        key for key, s in sources.items() if s.encoding == "plain" and s.dtype not in FLOAT_DTYPES
+    ]
     if unscaled:
         what = f"{len(unscaled)} tensors are quantized ({sources[unscaled[0]].dtype}): {listed(unscaled)}"
         if encoding == "plain":
@@ -170,7 +202,9 @@ def _check_encodings(
                 _check_scales(folder, key, codes, codes.scales, block)
 
 
-def _check_scales(folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> None:
+def _check_scales(
+    folder: Path, key: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int]
+) -> None:
     if codes.encoding == "fp8":
         *lead, rows, cols = codes.shape
         asked = (*lead, -(-rows // block[0]), -(-cols // block[1]))
@@ -190,10 +224,20 @@ def _check_scales(folder: Path, key: str, codes: StoredTensor, scales: StoredTen
         )
 
 
-def _check_experts(folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap) -> None:
-    """Raise ``CheckpointError`` for another number of experts, instead of listing thousands of missing keys."""
+def _check_experts(
+    folder: Path, sources: dict[str, StoredTensor], config: ModelConfig, keys: KeyMap
+) -> None:
+    """Raise ``CheckpointError`` for another number of experts, instead of listing thousands of
+    missing keys."""
     if keys.fused:
-        count = next((source.full_shape[0] for key, source in sources.items() if key.endswith(f".{FUSED.gate}")), 0)
+        count = next(
+            (
+                source.full_shape[0]
+                for key, source in sources.items()
+                if key.endswith(f".{FUSED.gate}")
+            ),
+            0,
+        )
     else:
         count = len({keys.expert_of(key) for key in sources} - {None})
     if count and count != config.num_experts:
@@ -204,10 +248,11 @@ def _check_experts(folder: Path, sources: dict[str, StoredTensor], config: Model
 
 
 def _ignored(sources: dict[str, StoredTensor], config: ModelConfig) -> set[str]:
-    """Return stored tensors that the model never reads: MTP modules, rotary tables, a second copy of a tied head.
+    """Return stored tensors that the model never reads: MTP modules, rotary tables, a second copy
+    of a tied head.
 
-    MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the projection that
-    joins their two inputs. Without it, such a layer belongs to a larger model.
+    MTP modules (arXiv 2412.19437, section 2.2) follow the last layer and are recognised by the
+    projection that joins their two inputs. Without it, such a layer belongs to a larger model.
     """
     projection = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight")
     found = [match for key in sources if (match := projection.fullmatch(key))]

@@ -1,4 +1,5 @@
-"""Safetensors files written tensor after tensor, and their index. ``automoe.hf.headers`` reads them."""
+"""Safetensors files written tensor after tensor, and their index. ``automoe.hf.headers`` reads
+them."""
 
 from __future__ import annotations
 
@@ -31,15 +32,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Written:
     """Summary of a written checkpoint and of its comparison with the model.
 
-    Attributes:
-        num_tensors, num_files, num_bytes: sizes of the whole checkpoint.
-        dtype: dtype of the first parameter.
-        checked: True if compared with the live weights and with transformers.
+    Attributes: num_tensors, num_files, num_bytes: sizes of the whole checkpoint. dtype: dtype of
+        the first parameter. checked: True if compared with the live weights and with transformers.
         fp8: True if quantized, so that it equals the weights only after their quantization.
-        logits_error: relative difference to transformers' logits; None for a model too large to be run twice.
-        dense_error: relative difference of an upcycled model's logits to the dense model's.
-        averaged: True for the averaged weights of ``optim.ema_decay``.
-        base: packed base (``lora.base``) that adapters were merged into; empty if there was none.
+        logits_error: relative difference to transformers' logits; None for a model too large to be
+        run twice. dense_error: relative difference of an upcycled model's logits to the dense
+        model's. averaged: True for the averaged weights of ``optim.ema_decay``. base: packed base
+        (``lora.base``) that adapters were merged into; empty if there was none.
     """
 
     path: Path
@@ -56,7 +55,9 @@ class Written:
 
     def __str__(self) -> str:
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
-        text = f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 1e6:,.1f} MB in {files}"
+        text = (
+            f"{self.path} ({self.num_tensors:,} tensors, {self.num_bytes / 1e6:,.1f} MB in {files}"
+        )
         if self.checked:
             weights = "the averaged weights" if self.averaged else "the weights"
             if self.base:
@@ -87,7 +88,8 @@ Entries = tuple[Entry, ...]  # of one tensor: its numbers, or codes and their sc
 
 
 def entries_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool = False) -> Entries:
-    """Return the entries of the tensor ``key``: one in ``dtype``, or block-FP8 codes and float32 scales."""
+    """Return the entries of the tensor ``key``: one in ``dtype``, or block-FP8 codes and float32
+    scales."""
     if not fp8:
         return (Entry(key, dtype, shape),)
     grid = (-(-shape[0] // FP8_BLOCK[0]), -(-shape[1] // FP8_BLOCK[1]))
@@ -95,7 +97,8 @@ def entries_of(key: str, shape: tuple[int, ...], dtype: torch.dtype, fp8: bool =
 
 
 def split(items: Iterable[Entries], max_bytes: int) -> list[list[Entries]]:
-    """Distribute tensors, in order, over files of at most ``max_bytes`` unless one tensor alone is larger."""
+    """Distribute tensors, in order, over files of at most ``max_bytes`` unless one tensor alone is
+    larger."""
     files: list[list[Entries]] = []
     filled = 0
     for item in items:
@@ -115,8 +118,11 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write_files(contents: Iterable[tuple[Path, list[Entries]]], tensors: Iterator[torch.Tensor]) -> None:
-    """Write the tensors one after the other into their files; quantize those whose entries have scales.
+def write_files(
+    contents: Iterable[tuple[Path, list[Entries]]], tensors: Iterator[torch.Tensor]
+) -> None:
+    """Write the tensors one after the other into their files; quantize those whose entries have
+    scales.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -129,15 +135,24 @@ def write_files(contents: Iterable[tuple[Path, list[Entries]]], tensors: Iterato
                 for item in items:
                     tensor = next(tensors)
                     when = f"while {item[0].key} was written"
-                    for part in [tensor.to(item[0].dtype)] if len(item) == 1 else quantize_fp8(tensor):
-                        stream.write(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                    for part in (
+                        [tensor.to(item[0].dtype)] if len(item) == 1 else quantize_fp8(tensor)
+                    ):
+                        stream.write(
+                            part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                        )
                 when = "at its end"
         except OSError as error:
-            raise CheckpointError(f"{file}: {error.strerror} {when}. Make room or name another directory") from error
+            raise CheckpointError(
+                f"{file}: {error.strerror} {when}. Make room or name another directory"
+            ) from error
 
 
-def write_index(folder: Path, names: list[str], contents: list[list[Entries]], dtype: torch.dtype) -> Written:
-    """Write the index (tensor -> file) if there are several files; ``dtype`` is the first parameter's."""
+def write_index(
+    folder: Path, names: list[str], contents: list[list[Entries]], dtype: torch.dtype
+) -> Written:
+    """Write the index (tensor -> file) if there are several files; ``dtype`` is the first
+    parameter's."""
     files = zip(names, contents, strict=True)
     placed = [(entry, name) for name, items in files for item in items for entry in item]
     total = sum(entry.num_bytes for entry, _ in placed)
@@ -155,7 +170,11 @@ def header_bytes(items: list[Entries]) -> bytes:
     for entry in (entry for item in items for entry in item):
         begin, end = end, end + entry.num_bytes
         offsets = [begin, end]
-        entries[entry.key] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        entries[entry.key] = {
+            "dtype": _DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # readers want the data aligned
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,5 @@
-"""The commit of a checkpoint directory, which is made under a temporary name, and its files other than weights."""
+"""The commit of a checkpoint directory, which is made under a temporary name, and its files other
+than weights."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automoe.config.data_schema import NO_TOKENIZER
 from automoe.config.hub import local_folder
-from automoe.config.schema import NO_TOKENIZER, ModelConfig
+from automoe.config.schema import ModelConfig
 from automoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from automoe.errors import CheckpointError, ConfigError
 from automoe.hf.families.family import HFConfig
@@ -50,14 +52,21 @@ SYNTHETIC = "# Trained on synthetic ids\n\nRandom numbers (data=benchmark), no t
 def check_target(path: Path, overwrite: bool) -> None:
     """Raise ``CheckpointError`` if an export may not be written to ``path``; makes nothing."""
     if path.exists() and not overwrite:
-        raise CheckpointError(f"{path} exists. Name another directory, or overwrite it (--overwrite)")
+        raise CheckpointError(
+            f"{path} exists. Name another directory, or overwrite it (--overwrite)"
+        )
     ours = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
     if path.exists() and not ours and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} is no checkpoint directory, so it is not replaced. Name another one")
+        raise CheckpointError(
+            f"{path} is no checkpoint directory, so it is not replaced. Name another one"
+        )
 
 
-def check_conversion(config: ModelConfig, path: Path, *, fp8: bool, layout: str, overwrite: bool) -> KeyMap:
-    """Return the layout to convert to; raise the ``ConfigError`` or ``CheckpointError`` that ``convert_hf`` would."""
+def check_conversion(
+    config: ModelConfig, path: Path, *, fp8: bool, layout: str, overwrite: bool
+) -> KeyMap:
+    """Return the layout to convert to; raise the ``ConfigError`` or ``CheckpointError`` that
+    ``convert_hf`` would."""
     check_target(path, overwrite)
     if layout not in ("published", "fused"):
         raise ConfigError("--layout", layout, "must be published or fused", "Use published")
@@ -77,8 +86,8 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 
     Any exception, raised here or in the body, leaves nothing new under ``path``.
 
-    Raises:
-        CheckpointError: ``path`` may not be written, another export is being written to it, or the disk is full.
+    Raises: CheckpointError: ``path`` may not be written, another export is being written to it, or
+        the disk is full.
     """
     folder = path.with_name(f".{path.name}.tmp")
     with ExitStack() as held:
@@ -92,7 +101,8 @@ def new_folder(path: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
 
 
 def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
-    """Clear or restore what a killed export left, then make ``folder``, which exists until ``held`` closes."""
+    """Clear or restore what a killed export left, then make ``folder``, which exists until ``held``
+    closes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held.enter_context(_alone(path))
     restore_folder(path)
@@ -104,17 +114,21 @@ def _begin(held: ExitStack, folder: Path, path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of exports to ``path``, a file in the same folder that is removed afterwards."""
+    """Hold the lock of exports to ``path``, a file in the same folder that is removed
+    afterwards."""
     lock = path.with_name(f".{path.name}.lock")
     handle = open_lock(lock)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Removed by its last holder since it was opened, it is not what another export would lock now.
+        # Removed by its last holder since it was opened, it is not what another export would lock
+        # now.
         if not lock.exists() or not os.path.samestat(os.fstat(handle), os.stat(lock)):
             raise BlockingIOError
     except BlockingIOError:
         os.close(handle)
-        raise CheckpointError(f"{path} is being written by another export. Wait for it, or name another one") from None
+        raise CheckpointError(
+            f"{path} is being written by another export. Wait for it, or name another one"
+        ) from None
     try:
         yield
     finally:
@@ -138,12 +152,12 @@ def write_settings(
 ) -> None:
     """Write config.json, generation_config.json and the tokenizer's files.
 
-    Args:
-        dtype: dtype of the parameters.
-        tokenizer: tokenizer of the training text: ``byte``, a directory or ``none`` (no text); default: that of
+    Args: dtype: dtype of the parameters. tokenizer: tokenizer of the training text: ``byte``, a
+        directory or ``none`` (no text); default: that of
             ``config.hf_path``.
         quantization: ``quantization_config`` of the written config.json.
-        chat: chat template of the training; it is written too, and its end of an answer stops generation.
+        chat: chat template of the training; it is written too, and its end of an answer stops
+            generation.
     """
     source = local_folder(config.hf_path) if config.hf_path is not None else None
     base = read_hf_config(source) if source is not None else None
@@ -170,7 +184,8 @@ def write_settings(
 
 
 def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path, str]]:
-    """List (folder, name) of the files that an export copies: generation settings and the tokenizer's.
+    """List (folder, name) of the files that an export copies: generation settings and the
+    tokenizer's.
 
     Args:
         tokenizer: as ``write_settings`` takes it.
@@ -188,20 +203,32 @@ def copied_files(config: ModelConfig, tokenizer: str | None) -> list[tuple[Path,
         place = local_folder(str(tokenizer))
     if place is not None:
         if not place.is_dir():
-            raise ConfigError("tokenizer", place, "there is no such directory", "Name one with a tokenizer's files")
+            raise ConfigError(
+                "tokenizer",
+                place,
+                "there is no such directory",
+                "Name one with a tokenizer's files",
+            )
         names = sorted(os.listdir(place))  # broken links too
-        found += [(place, name) for name in names if any(fnmatch(name, one) for one in _TOKENIZER_FILES)]
+        found += [
+            (place, name) for name in names if any(fnmatch(name, one) for one in _TOKENIZER_FILES)
+        ]
     for where, name in found:
         try:
             os.close(open_inside(where, name))
         except OSError as error:
-            raise CheckpointError(f"{where / name}: {error.strerror}. Make it readable, or copy it again") from None
+            raise CheckpointError(
+                f"{where / name}: {error.strerror}. Make it readable, or copy it again"
+            ) from None
     return found
 
 
 def _is_own(tokenizer: str | None, source: Path | None) -> bool:
-    """Return True if the tokenizer is the source's, so that its token ids and generation settings hold."""
-    return tokenizer is None or (source is not None and local_folder(tokenizer).absolute() == source.absolute())
+    """Return True if the tokenizer is the source's, so that its token ids and generation settings
+    hold."""
+    return tokenizer is None or (
+        source is not None and local_folder(tokenizer).absolute() == source.absolute()
+    )
 
 
 def _write_chat(folder: Path, chat: ChatTemplate) -> None:
@@ -222,7 +249,8 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _token_ids(tokenizer: str | None) -> dict[str, int | None]:
-    """Return the token ids, None included: if a key is absent, transformers takes the family's published id."""
+    """Return the token ids, None included: if a key is absent, transformers takes the family's
+    published id."""
     if tokenizer in (None, NO_TOKENIZER):
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     loaded = load_tokenizer(tokenizer)

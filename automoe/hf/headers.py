@@ -1,7 +1,8 @@
-"""Headers of a checkpoint's safetensors files: where each tensor lies, and what model they can hold. No torch.
+"""Headers of a checkpoint's safetensors files: where each tensor lies, and what model they can
+hold. No torch.
 
-A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
-tensors' bytes, without holes: https://github.com/huggingface/safetensors
+A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range)
+and the tensors' bytes, without holes: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 MANY = 10_000  # layers or experts that may be counted one by one, whatever the files hold
 # Bits of a number, by the format's names.
-BITS = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
+BITS = dict.fromkeys(
+    ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+)
 BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
 BITS |= dict.fromkeys(("I32", "U32", "F32"), 32) | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
 _LFS_MARK = b"version https://git-lfs.github.com"
@@ -57,7 +60,8 @@ class StoredTensor(NamedTuple):
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the dequantized tensor; MXFP4 stores the transpose [..., C, R / 32, 16] of [..., R, C]."""
+        """Shape of the dequantized tensor; MXFP4 stores the transpose [..., C, R / 32, 16] of [...,
+        R, C]."""
         if self.encoding != "mxfp4":
             return self.shape
         *lead, rows, groups, half = self.shape
@@ -65,7 +69,9 @@ class StoredTensor(NamedTuple):
 
 
 @contextmanager
-def switched_off(is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]) -> Iterator[None]:
+def switched_off(
+    is_on: Callable[[], bool], off: Callable[[], None], on: Callable[[], None]
+) -> Iterator[None]:
     """Switch a setting of the process off, and on again afterwards if it was on."""
     was_on = is_on()
     off()
@@ -76,22 +82,27 @@ def switched_off(is_on: Callable[[], bool], off: Callable[[], None], on: Callabl
             on()
 
 
-# While a hundred thousand objects are made, Python's collector would scan all of torch's objects again and again.
+# While a hundred thousand objects are made, Python's collector would scan all of torch's objects
+# again and again.
 without_collection = partial(switched_off, gc.isenabled, gc.disable, gc.enable)
 
 
 @without_collection()
 def read_headers(path: str | Path) -> dict[str, StoredTensor]:
-    """Read every tensor's place in a checkpoint directory from its index and the headers of its files.
+    """Read every tensor's place in a checkpoint directory from its index and the headers of its
+    files.
 
-    Raises:
-        CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git LFS pointer, no
-            safetensors file, no file at all or a link out of the directory; tensors that overlap, have holes
-            between them, another size than their shape or are in two files; an index that says something else.
+    Raises: CheckpointError: no safetensors there, a file of the index is missing, truncated, a Git
+        LFS pointer, no
+            safetensors file, no file at all or a link out of the directory; tensors that overlap,
+            have holes between them, another size than their shape or are in two files; an index
+            that says something else.
     """
     folder = local_folder(path)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such directory. Name a HuggingFace checkpoint directory")
+        raise CheckpointError(
+            f"{folder}: no such directory. Name a HuggingFace checkpoint directory"
+        )
     try:
         return _read_all(folder)
     except OSError as error:
@@ -129,7 +140,8 @@ def _read_all(folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
-    """Refuse a model that is far larger than the files of ``folder``, by arithmetic, before its tensors are listed.
+    """Refuse a model that is far larger than the files of ``folder``, by arithmetic, before its
+    tensors are listed.
 
     While files are missing, only sizes that no model has are refused.
 
@@ -137,19 +149,24 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
         config: configuration read from config.json.
         keys: names of the family's tensors.
 
-    Raises:
-        ConfigError: more layers or experts than tensors, or more than twice as many parameters as numbers.
-        CheckpointError: as ``read_headers``.
+    Raises: ConfigError: more layers or experts than tensors, or more than twice as many parameters
+        as numbers. CheckpointError: as ``read_headers``.
     """
     tensors = read_headers(folder) if _all_there(folder) else {}
-    one_by_one = tensors and not keys.fused and not any(name.endswith(f".{FUSED.gate}") for name in tensors)
-    experts = config.num_experts * (config.num_moe_layers if one_by_one else config.num_moe_layers > 0)
+    one_by_one = (
+        tensors and not keys.fused and not any(name.endswith(f".{FUSED.gate}") for name in tensors)
+    )
+    experts = config.num_experts * (
+        config.num_moe_layers if one_by_one else config.num_moe_layers > 0
+    )
     most, held = max(len(tensors), MANY), f"and its files hold {len(tensors):,} tensors"
     asked = {"layers": config.num_layers, "experts": experts}
     found = [f"{count:,} {what}, {held}" for what, count in asked.items() if count > most]
     # Half of the files may be missing, which is then said by name.
     # A byte of codes may hold two numbers.
-    numbers = sum(math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values())
+    numbers = sum(
+        math.prod(one.shape) * (2 if one.dtype in ("U8", "I8") else 1) for one in tensors.values()
+    )
     if not found and tensors and (params := count_params(config).total) > 2 * numbers:
         found = [f"a model of {params:,} parameters, and its files hold {numbers:,} numbers"]
     if found:
@@ -158,7 +175,8 @@ def check_holds(folder: Path, config: ModelConfig, keys: KeyMap) -> None:
 
 
 def _all_there(folder: Path) -> bool:
-    """Return True if no file of the weights is missing; ``read_headers`` reports an index that cannot be read."""
+    """Return True if no file of the weights is missing; ``read_headers`` reports an index that
+    cannot be read."""
     try:
         return not missing_files(folder)
     except OSError:
@@ -230,7 +248,9 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         tensors = _stored_tensors(name, 8 + length, header)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: no safetensors header in it ({error!r}). Copy it again") from None
+        raise CheckpointError(
+            f"{file}: no safetensors header in it ({error!r}). Copy it again"
+        ) from None
     _check_ranges(file, size, 8 + length, tensors)
     return tensors
 
@@ -241,12 +261,15 @@ def _stored_tensors(file: str, data: int, header: dict[str, Any]) -> dict[str, S
     Raises ``ValueError`` and others.
     """
     tensors: dict[str, StoredTensor] = {}
-    sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}  # shape and bits, by dtype and shape as written
+    # shape and bits, by dtype and shape as written
+    sizes: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
     at, in_order = 0, True
     for name, entry in header.items():
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << 63:
-            raise ValueError(f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order")
+            raise ValueError(
+                f"{brief(name)} has data_offsets {brief([begin, end])}, which are no two bytes in order"
+            )
         key = dtype, repr(shape)
         if (size := sizes.get(key)) is None:
             size = sizes[key] = _size(name, dtype, shape)
@@ -282,7 +305,9 @@ def _check_ranges(file: Path, size: int, data: int, tensors: dict[str, StoredTen
             )
         at += tensor.num_bytes
     if size < at:
-        raise CheckpointError(f"{file}: truncated: {size:,} bytes, and its header asks for {at:,}. Copy it again")
+        raise CheckpointError(
+            f"{file}: truncated: {size:,} bytes, and its header asks for {at:,}. Copy it again"
+        )
     if size > at:
         raise CheckpointError(
             f"{file}: {size - at:,} of its {size:,} bytes follow the last tensor and belong to none. Copy it again"

@@ -40,7 +40,10 @@ def checkpoint_folder(spec: str | Path, key: str = "model.hf_path") -> Path:
 
 def complete(config: Config, weights: bool = True) -> None:
     """Download the files of a run's Hub ids that this machine lacks. Raises ``ConfigError``."""
-    for key, spec in (("model.hf_path", config.model.hf_path), ("data.tokenizer", config.data.tokenizer)):
+    for key, spec in (
+        ("model.hf_path", config.model.hf_path),
+        ("data.tokenizer", config.data.tokenizer),
+    ):
         if spec is not None and id_and_commit(spec) is not None:
             pinned(key, spec)
             if weights and spec == config.model.hf_path:
@@ -48,10 +51,11 @@ def complete(config: Config, weights: bool = True) -> None:
 
 
 def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
-    """Return ``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32, independent of folder and files.
+    """Return ``crc32:`` and a digest of every tensor's name, dtype, shape and CRC-32, independent
+    of folder and files.
 
-    Reads the whole checkpoint, since another one may differ in a few rows. Collective over ``ranks``, which share
-    the reading.
+    Reads the whole checkpoint, since another one may differ in a few rows. Collective over
+    ``ranks``, which share the reading.
 
     Raises:
         CheckpointError: as ``read_headers``, or a file cannot be read; on every rank alike.
@@ -63,7 +67,11 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     def headers() -> dict[str, StoredTensor]:
         tensors = read_headers(folder)
         if (size := sum(stored.num_bytes for stored in tensors.values())) >= SAID_BYTES:
-            print(f"reading {size / 1e9:,.0f} GB of {folder}, to know it again", file=sys.stderr, flush=True)
+            print(
+                f"reading {size / 1e9:,.0f} GB of {folder}, to know it again",
+                file=sys.stderr,
+                flush=True,
+            )
         return tensors
 
     tensors = ranks.lead(headers)
@@ -71,10 +79,14 @@ def checkpoint_identity(path: str | Path, ranks: Ranks | None = None) -> str:
     try:
         found = ranks.all(lambda: _checksums(folder, {name: tensors[name] for name in mine}))
     except OSError as error:
-        raise CheckpointError(f"{error.filename or folder}: {error.strerror}. Make it readable") from None
+        raise CheckpointError(
+            f"{error.filename or folder}: {error.strerror}. Make it readable"
+        ) from None
     checksums = {name: checksum for theirs in found for name, checksum in theirs.items()}
     for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {checksums[name]}\n".encode())
+        digest.update(
+            f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {checksums[name]}\n".encode()
+        )
     return KIND + digest.hexdigest()
 
 
@@ -86,7 +98,9 @@ def _checksums(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, int]
         while at < end:
             piece = os.pread(opened[stored.file].fileno(), min(PIECE_BYTES, end - at), at)
             if not piece:
-                raise OSError(errno.EIO, "it became shorter while it was read", str(folder / stored.file))
+                raise OSError(
+                    errno.EIO, "it became shorter while it was read", str(folder / stored.file)
+                )
             value, at = zlib.crc32(piece, value), at + len(piece)
         return value
 

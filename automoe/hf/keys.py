@@ -1,8 +1,8 @@
 """Which HuggingFace tensor holds which part of ours. No torch.
 
-Every family's checkpoint differs from our model in the feed-forward's names alone, and in how routed
-experts are cut up: published files have one tensor per expert and projection, transformers 5 keeps a
-layer's experts in two tensors. Letters: E experts, I expert width, H hidden.
+Every family's checkpoint differs from our model in the feed-forward's names alone, and in how
+routed experts are cut up: published files have one tensor per expert and projection, transformers 5
+keeps a layer's experts in two tensors. Letters: E experts, I expert width, H hidden.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def _published(name: str, tensor: int = 0) -> str:
-    """Return the key that the table of parameters gives ``mlp.<name>``, or one of several tensors."""
+    """Return the key that the table of parameters gives ``mlp.<name>``, or one of several
+    tensors."""
     return SPECS[f"mlp.{name}"].hf.split()[tensor]
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Names below ``model.layers.N.`` that differ from ours; ``{expert}`` where there is one per expert.
+    """Names below ``model.layers.N.`` that differ from ours; ``{expert}`` where there is one per
+    expert.
 
-    The defaults are the column ``hf`` of ``automoe.model.params``; a family states what it spells otherwise.
+    The defaults are the column ``hf`` of ``automoe.model.params``; a family states what it spells
+    otherwise.
 
-    With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first. With ``transposed``
-    too (GPT-OSS) it is [E, H, 2I], gates and ups in turn, and ``down`` is [E, I, H]; biases likewise.
-    With ``ffn_parts`` the checkpoint is dense: expert e is part e mod ``ffn_parts`` of the layer's FFN, and there is no
-    router (``automoe.hf.upcycle``).
+    With ``fused`` the ``gate`` and ``up`` names are one tensor [E, 2I, H], gates first. With
+    ``transposed`` too (GPT-OSS) it is [E, H, 2I], gates and ups in turn, and ``down`` is [E, I, H];
+    biases likewise. With ``ffn_parts`` the checkpoint is dense: expert e is part e mod
+    ``ffn_parts`` of the layer's FFN, and there is no router (``automoe.hf.upcycle``).
     """
 
     router: str = _published("router.weight")
@@ -55,14 +58,19 @@ class KeyMap:
 
     @property
     def in_memory(self) -> KeyMap:
-        """The same family as transformers 5 holds it; also written with save_pretrained(save_original_format=False)."""
+        """The same family as transformers 5 holds it; also written with
+        save_pretrained(save_original_format=False)."""
         if self.transposed:
             return self
-        names = {name: getattr(FUSED, name) for name in ("router", "expert_bias", "gate", "up", "down", "fused")}
+        names = {
+            name: getattr(FUSED, name)
+            for name in ("router", "expert_bias", "gate", "up", "down", "fused")
+        }
         return replace(self, **names)
 
     def expert_of(self, key: str) -> int | None:
-        """Number of the routed expert that ``key`` belongs to, None for other tensors, where they are not fused."""
+        """Number of the routed expert that ``key`` belongs to, None for other tensors, where they
+        are not fused."""
         for name in () if self.ffn_parts else (self.gate, self.up, self.down):
             if match := re.search(re.escape(name).replace(r"\{expert\}", r"(\d+)") + "$", key):
                 return int(match[1])
@@ -70,21 +78,25 @@ class KeyMap:
 
 
 # What transformers 5 calls routers and routed experts in memory, for every family.
-FUSED = KeyMap(gate="mlp.experts.gate_up_proj", up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", fused=True)
+FUSED = KeyMap(
+    gate="mlp.experts.gate_up_proj",
+    up="mlp.experts.gate_up_proj",
+    down="mlp.experts.down_proj",
+    fused=True,
+)
 
 
 class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to make
     """The part of one of our tensors that one HuggingFace tensor, or a range of its rows, holds.
 
-    Attributes:
-        key: the HuggingFace tensor.
-        shape: its whole shape.
-        select: for each dim of ours, the index this piece lies at, or None for a dim that both have.
-        offset: where the common dims start in the HuggingFace tensor, one number a dim.
-        size: extent of the common dims.
-        order: the common dims in the order of the HuggingFace tensor, where that is another than ours; then
+    Attributes: key: the HuggingFace tensor. shape: its whole shape. select: for each dim of ours,
+        the index this piece lies at, or None for a dim that both have. offset: where the common
+        dims start in the HuggingFace tensor, one number a dim. size: extent of the common dims.
+        order: the common dims in the order of the HuggingFace tensor, where that is another than
+        ours; then
             they are all our dims, and the HuggingFace tensor holds nothing else.
-        merged: the last two in that order are one in the HuggingFace tensor. The very last is never cut.
+        merged: the last two in that order are one in the HuggingFace tensor. The very last is never
+            cut.
     """
 
     key: str
@@ -98,13 +110,14 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
     def overlap(
         self, start: tuple[int, ...], extent: tuple[int, ...]
     ) -> tuple[tuple[slice, ...], tuple[int | slice, ...]] | None:
-        """Where a shard of our tensor meets this piece. Between the two stand ``from_stored`` and ``to_stored``.
+        """Where a shard of our tensor meets this piece. Between the two stand ``from_stored`` and
+        ``to_stored``.
 
         Args:
             start, extent: the shard's first index and size on every dim of ours.
 
-        Returns:
-            (slices of the HuggingFace tensor, index into the shard), or None where they do not meet.
+        Returns: (slices of the HuggingFace tensor, index into the shard), or None where they do not
+            meet.
         """
         source: list[slice] = []
         target: list[int | slice] = []
@@ -121,12 +134,15 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
             source = [source[dim] for dim in self.order]
         if self.merged:
             width = self.size[self.order[-1]]
-            assert source.pop() == slice(0, width), "a dim that the checkpoint keeps together is cut"
+            assert source.pop() == slice(0, width), (
+                "a dim that the checkpoint keeps together is cut"
+            )
             source[-1] = slice(source[-1].start * width, source[-1].stop * width)
         return tuple(source), tuple(target)
 
     def from_stored(self, tensor: Any) -> Any:
-        """A range of the HuggingFace tensor, a torch tensor, as the range of ours that it is; a view."""
+        """A range of the HuggingFace tensor, a torch tensor, as the range of ours that it is; a
+        view."""
         if not self.order:
             return tensor
         if self.merged:
@@ -134,7 +150,8 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def in_stored_order(self, tensor: Any) -> Any:
-        """A view of a range of ours with dims ordered as in the HuggingFace tensor, which may merge the last two."""
+        """A view of a range of ours with dims ordered as in the HuggingFace tensor, which may merge
+        the last two."""
         return tensor.permute(self.order) if self.order else tensor
 
     def to_stored(self, tensor: Any) -> Any:
@@ -143,7 +160,9 @@ class Piece(NamedTuple):  # large checkpoints have a hundred thousand: quick to 
         return tensor.flatten(-2) if self.merged else tensor
 
 
-def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None = None) -> list[Piece]:
+def hf_pieces(
+    name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None = None
+) -> list[Piece]:
     """The HuggingFace tensors that together make our tensor ``name`` of ``shape``, in order.
 
     Args:
@@ -154,7 +173,9 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         stored = [shape[dim] for dim in order or range(len(shape))]
         if merged:
             stored[-2:] = [stored[-2] * stored[-1]]
-        return [Piece(key, tuple(stored), (None,) * len(shape), (0,) * len(shape), shape, order, merged)]
+        return [
+            Piece(key, tuple(stored), (None,) * len(shape), (0,) * len(shape), shape, order, merged)
+        ]
 
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -180,7 +201,10 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         one = (width, hidden)
         if keys.fused:
             fused, half = (num_experts, 2 * width, hidden), (num_experts, width, hidden)
-            return [Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * width, 0), half) for i in (0, 1)]
+            return [
+                Piece(prefix + keys.gate, fused, (None, i, None, None), (0, i * width, 0), half)
+                for i in (0, 1)
+            ]
         return [
             Piece(prefix + key.format(expert=expert), one, (expert, i, None, None), (0, 0), one)
             for expert in experts or range(num_experts)
@@ -192,7 +216,13 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
         if keys.fused:
             return whole(prefix + keys.down)
         return [
-            Piece(prefix + keys.down.format(expert=expert), shape[1:], (expert, None, None), (0, 0), shape[1:])
+            Piece(
+                prefix + keys.down.format(expert=expert),
+                shape[1:],
+                (expert, None, None),
+                (0, 0),
+                shape[1:],
+            )
             for expert in experts or range(shape[0])
         ]
     if rest.startswith("mlp.shared_experts."):
@@ -200,8 +230,11 @@ def hf_pieces(name: str, shape: tuple[int, ...], keys: KeyMap, experts: range | 
     return whole(prefix + rest)
 
 
-def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None) -> list[Piece]:
-    """Experts out of a dense FFN: rows of its gate and up projections, columns of its down projection."""
+def _ffn_pieces(
+    prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, experts: range | None
+) -> list[Piece]:
+    """Experts out of a dense FFN: rows of its gate and up projections, columns of its down
+    projection."""
     if rest.startswith("mlp.router."):
         return []
     numbers = experts or range(shape[0])
@@ -209,13 +242,21 @@ def _ffn_pieces(prefix: str, rest: str, shape: tuple[int, ...], keys: KeyMap, ex
         _, hidden, width = shape
         whole, part = (hidden, width * keys.ffn_parts), (hidden, width)
         return [
-            Piece(prefix + keys.down, whole, (expert, None, None), (0, expert % keys.ffn_parts * width), part)
+            Piece(
+                prefix + keys.down,
+                whole,
+                (expert, None, None),
+                (0, expert % keys.ffn_parts * width),
+                part,
+            )
             for expert in numbers
         ]
     _, _, width, hidden = shape
     whole, part = (width * keys.ffn_parts, hidden), (width, hidden)
     return [
-        Piece(prefix + key, whole, (expert, i, None, None), (expert % keys.ffn_parts * width, 0), part)
+        Piece(
+            prefix + key, whole, (expert, i, None, None), (expert % keys.ffn_parts * width, 0), part
+        )
         for expert in numbers
         for i, key in ((0, keys.gate), (1, keys.up))
     ]
@@ -227,14 +268,25 @@ def our_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def hf_tensors(config: ModelConfig, keys: KeyMap) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a HuggingFace checkpoint of ``config``, in ``keys``' layout."""
-    return {piece.key: piece.shape for name, shape in our_tensors(config) for piece in hf_pieces(name, shape, keys)}
+    """Name and shape of every tensor of a HuggingFace checkpoint of ``config``, in ``keys``'
+    layout."""
+    return {
+        piece.key: piece.shape
+        for name, shape in our_tensors(config)
+        for piece in hf_pieces(name, shape, keys)
+    }
 
 
 def is_quantized_in_fp8(key: str, shape: Sequence[int], keys: KeyMap) -> bool:
-    """Block-FP8 checkpoints quantize the matrices of layers; not routers, gates, the embedding or the head."""
+    """Block-FP8 checkpoints quantize the matrices of layers; not routers, gates, the embedding or
+    the head."""
     kept = (keys.router, keys.shared_gate)
-    return key.startswith("model.layers.") and len(shape) == 2 and key.endswith(".weight") and not key.endswith(kept)
+    return (
+        key.startswith("model.layers.")
+        and len(shape) == 2
+        and key.endswith(".weight")
+        and not key.endswith(kept)
+    )
 
 
 def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
@@ -252,7 +304,9 @@ def fp8_config(config: ModelConfig, keys: KeyMap) -> dict[str, Any]:
         )
     layers = range(config.first_k_dense, config.num_layers)
     names = [keys.router] + ([keys.shared_gate] if config.shared_expert_gate else [])
-    kept = [f"model.layers.{layer}.{name.removesuffix('.weight')}" for layer in layers for name in names]
+    kept = [
+        f"model.layers.{layer}.{name.removesuffix('.weight')}" for layer in layers for name in names
+    ]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -1,9 +1,11 @@
-"""Adapters as ``peft`` loads them: a directory with adapter_config.json and adapter_model.safetensors.
+"""Adapters as ``peft`` loads them: a directory with adapter_config.json and
+adapter_model.safetensors.
 
-Routed experts have two layouts. ``published``: an adapter for every expert and projection, as families store experts
-one by one; gate and up get the same A. ``fused``: one for all experts of a tensor, lora_A [E r, I] and lora_B
-[O, r E], as transformers 5 holds them, and as GPT-OSS is published. Either is the adapter exactly, at rank r.
-Shapes: E experts, I expert width, H hidden, r rank.
+Routed experts have two layouts. ``published``: an adapter for every expert and projection, as
+families store experts one by one; gate and up get the same A. ``fused``: one for all experts of a
+tensor, lora_A [E r, I] and lora_B [O, r E], as transformers 5 holds them, and as GPT-OSS is
+published. Either is the adapter exactly, at rank r. Shapes: E experts, I expert width, H hidden, r
+rank.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ from automoe.parallel.agreement import Ranks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 LAYOUTS = ("auto", "published", "fused")
-_FUSED_ALONE = ("qwen2_moe",)  # peft 0.21 makes no stacks of this family's adapters expert by expert
+# peft 0.21 makes no stacks of this family's adapters expert by expert
+_FUSED_ALONE = ("qwen2_moe",)
 _TOLERANCE = 1e-5  # of what an adapter adds to a matrix, relative
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class WrittenAdapter:
-    """An adapter directory whose every tensor peft was seen to load: ``groups`` of matrices and how many there are."""
+    """An adapter directory whose every tensor peft was seen to load: ``groups`` of matrices and how
+    many there are."""
 
     path: Path
     numbers: int
@@ -55,33 +59,55 @@ class WrittenAdapter:
 
 
 def to_peft(
-    model: Parts | Decoder, path: str | Path, lora: LoraConfig, *, layout: str = "auto", overwrite: bool = False
+    model: Parts | Decoder,
+    path: str | Path,
+    lora: LoraConfig,
+    *,
+    layout: str = "auto",
+    overwrite: bool = False,
 ) -> WrittenAdapter:
-    """Write the adapters of ``model`` beside ``model.hf_path``; proven by loading them with peft. Collective.
+    """Write the adapters of ``model`` beside ``model.hf_path``; proven by loading them with peft.
+    Collective.
 
-    Args:
-        model: the model, or this rank's pipeline stages of it; not changed.
-        layout: of routed experts; ``auto``: as the family's checkpoints store them, if peft loads that.
+    Args: model: the model, or this rank's pipeline stages of it; not changed. layout: of routed
+        experts; ``auto``: as the family's checkpoints store them, if peft loads that.
 
-    Raises:
-        BackendError: peft is not installed.
-        ConfigError: another layout, or a model that began from random weights.
-        CheckpointError: on every rank alike: the directory exists or cannot be written, or peft loads something else.
+    Raises: BackendError: peft is not installed. ConfigError: another layout, or a model that began
+        from random weights. CheckpointError: on every rank alike: the directory exists or cannot be
+        written, or peft loads something else.
     """
     parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
     config = config_of(parts)
     if layout not in LAYOUTS:
         raise ConfigError("layout", layout, f"must be one of {', '.join(LAYOUTS)}", "Use auto")
     if layout == "published" and config.family in _FUSED_ALONE:
-        raise ConfigError("layout", layout, f"peft loads no such adapter of a {config.family} model", "Use fused")
+        raise ConfigError(
+            "layout", layout, f"peft loads no such adapter of a {config.family} model", "Use fused"
+        )
     if config.hf_path is None:
-        raise ConfigError("model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model")
-    import_backend("peft", "an adapter is written and checked with it", "Install peft>=0.19, or set lora.export=merged")
+        raise ConfigError(
+            "model.hf_path", None, "an adapter is for a checkpoint", "Export the merged model"
+        )
+    import_backend(
+        "peft",
+        "an adapter is written and checked with it",
+        "Install peft>=0.19, or set lora.export=merged",
+    )
     keys, targets = family_of(config).keys, set(lora.targets)
-    # peft 0.21 puts those of gate and up, expert by expert, where they lie with an adapter of down around them.
-    half = not keys.fused and "experts.gate_up_proj" in targets and not {"experts", "experts.down_proj"} & targets
+    # peft 0.21 puts those of gate and up, expert by expert, where they lie with an adapter of down
+    # around them.
+    half = (
+        not keys.fused
+        and "experts.gate_up_proj" in targets
+        and not {"experts", "experts.down_proj"} & targets
+    )
     if layout == "published" and half:
-        raise ConfigError("layout", layout, "peft loads no such adapter of experts.gate_up_proj alone", "Use fused")
+        raise ConfigError(
+            "layout",
+            layout,
+            "peft loads no such adapter of experts.gate_up_proj alone",
+            "Use fused",
+        )
     keys = keys.in_memory if layout == "fused" or config.family in _FUSED_ALONE or half else keys
     with new_folder(path, overwrite, ranks) as folder:
         tensors = gathered_adapters(parts)
@@ -95,7 +121,8 @@ def to_peft(
 
 
 def gathered_adapters(parts: Parts) -> dict[str, torch.Tensor]:
-    """Return the whole adapters of this rank's stages, on the CPU, by their names in the model. Collective."""
+    """Return the whole adapters of this rank's stages, on the CPU, by their names in the model.
+    Collective."""
     return {
         name: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()).cpu()
         for part in parts.values()
@@ -114,8 +141,11 @@ def _write_stage(parts: Parts, tensors: dict[str, torch.Tensor], folder: Path, r
         save_file(contiguous, folder / f"stage-{first}.safetensors")
 
 
-def _adapters(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Yield each adapter's module, suffix (13: gate and up of routed experts, 2: down, empty: others), A and B."""
+def _adapters(
+    tensors: dict[str, torch.Tensor],
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield each adapter's module, suffix (13: gate and up of routed experts, 2: down, empty:
+    others), A and B."""
     for name, a in tensors.items():
         module, found, suffix = name.rpartition(".lora.A")
         if found:
@@ -138,8 +168,12 @@ def _stored(tensors: dict[str, torch.Tensor], keys: KeyMap) -> Iterator[tuple[st
             layer = module.split(".")[1]
             for expert in range(a.shape[0]):
                 for half, one in enumerate(_expert_keys(suffix, keys)):
-                    key = f"model.layers.{layer}.{one.format(expert=expert)}".removesuffix(".weight")
-                    yield from _pair(key, a[expert], b[expert, half] if suffix == "13" else b[expert])
+                    key = f"model.layers.{layer}.{one.format(expert=expert)}".removesuffix(
+                        ".weight"
+                    )
+                    yield from _pair(
+                        key, a[expert], b[expert, half] if suffix == "13" else b[expert]
+                    )
 
 
 def _expert_keys(suffix: str, keys: KeyMap) -> tuple[str, ...]:
@@ -159,7 +193,9 @@ def _module(name: str, keys: KeyMap, shape: tuple[int, ...] = (1, 1)) -> str:
     return hf_pieces(name, shape, keys)[0].key.removesuffix(".weight")
 
 
-def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap) -> tuple[int, dict[str, int]]:
+def _finish(
+    folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap
+) -> tuple[int, dict[str, int]]:
     """Join the files of the stages, write the configuration, and load both with peft."""
     from safetensors.torch import load_file, save_file
 
@@ -173,8 +209,11 @@ def _finish(folder: Path, config: ModelConfig, lora: LoraConfig, keys: KeyMap) -
     return sum(tensor.numel() for tensor in ours.values()), verify_peft(folder, config, lora, ours)
 
 
-def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict[str, torch.Tensor]) -> Any:
-    """Plain names of matrices would leave out dense and shared FFNs wherever peft takes them for those of experts."""
+def _peft_config(
+    config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict[str, torch.Tensor]
+) -> Any:
+    """Plain names of matrices would leave out dense and shared FFNs wherever peft takes them for
+    those of experts."""
     from peft import LoraConfig as PeftConfig
 
     modules, parameters = set(), set()
@@ -188,7 +227,9 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
         elif keys.fused:
             parameters.add(_expert_keys(suffix, keys)[0])
         else:
-            modules |= {key.removesuffix(".weight").rpartition(".")[2] for key in _expert_keys(suffix, keys)}
+            modules |= {
+                key.removesuffix(".weight").rpartition(".")[2] for key in _expert_keys(suffix, keys)
+            }
     path = str(config.hf_path)
     base, commit = id_and_commit(path) or (str(local_folder(path).absolute()), None)
     return PeftConfig(
@@ -204,8 +245,11 @@ def _peft_config(config: ModelConfig, lora: LoraConfig, keys: KeyMap, ours: dict
     )
 
 
-def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Compare what peft adds to each matrix of transformers' model with ``ours``, without reading base weights.
+def verify_peft(
+    folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[str, torch.Tensor]
+) -> dict[str, int]:
+    """Compare what peft adds to each matrix of transformers' model with ``ours``, without reading
+    base weights.
 
     Args:
         ours: whole adapters by their names in the model.
@@ -213,8 +257,8 @@ def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[
     Returns:
         Matrices by group; all experts of one tensor count as one.
 
-    Raises:
-        CheckpointError: the first difference: a matrix that peft leaves out, one too many, other numbers.
+    Raises: CheckpointError: the first difference: a matrix that peft leaves out, one too many,
+        other numbers.
     """
     wanted = _targets(config, ours)
     groups: dict[str, int] = {}
@@ -224,18 +268,24 @@ def verify_peft(folder: Path, config: ModelConfig, lora: LoraConfig, ours: dict[
         ours_module, suffix, a, b = wanted.pop(key)
         group = _group(ours_module, suffix)
         groups[group] = groups.get(group, 0) + 1
-        for expert, (theirs, mine) in enumerate(zip(_theirs(module), _mine(suffix, a, b, config), strict=True)):
+        for expert, (theirs, mine) in enumerate(
+            zip(_theirs(module), _mine(suffix, a, b, config), strict=True)
+        ):
             mine = mine * (lora.alpha / lora.rank)
             if theirs.shape != mine.shape or not (theirs - mine).norm() <= _TOLERANCE * mine.norm():
                 raise CheckpointError(
                     f"{folder}: peft adds other numbers to {key} (matrix {expert}) than {ours_module}.lora.A{suffix}"
                 )
     if wanted:
-        raise CheckpointError(f"{folder}: peft leaves out {len(wanted)} of the adapted matrices: {listed(wanted)}")
+        raise CheckpointError(
+            f"{folder}: peft leaves out {len(wanted)} of the adapted matrices: {listed(wanted)}"
+        )
     return groups
 
 
-def _targets(config: ModelConfig, ours: dict[str, torch.Tensor]) -> dict[str, tuple[str, str, Any, Any]]:
+def _targets(
+    config: ModelConfig, ours: dict[str, torch.Tensor]
+) -> dict[str, tuple[str, str, Any, Any]]:
     """Map parameters of transformers' model to our adapters."""
     keys = family_of(config).keys.in_memory
     targets = {}
@@ -257,14 +307,18 @@ def _group(module: str, suffix: str) -> str:
 
 
 def _loaded(folder: Path, base: str) -> Iterator[tuple[str, Any]]:
-    """Yield the adapted parameters of transformers' model, built without weights, and peft's layers."""
+    """Yield the adapted parameters of transformers' model, built without weights, and peft's
+    layers."""
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, local_files_only=True))
-    for module in model.modules():  # peft reads shapes alone, and moves adapters to where weights are
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(base, local_files_only=True)
+        )
+    # peft reads shapes alone, and moves adapters to where weights are
+    for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             empty = torch.zeros(()).expand(parameter.shape)
             module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
@@ -294,7 +348,9 @@ def _theirs(module: Any) -> Iterator[torch.Tensor]:
         yield scaling * (module.lora_B["default"].weight @ module.lora_A["default"].weight)
 
 
-def _mine(suffix: str, a: torch.Tensor, b: torch.Tensor, config: ModelConfig) -> Iterator[torch.Tensor]:
+def _mine(
+    suffix: str, a: torch.Tensor, b: torch.Tensor, config: ModelConfig
+) -> Iterator[torch.Tensor]:
     """Yield our counterpart of ``_theirs``, unscaled."""
     keys = family_of(config).keys.in_memory
     if not suffix:

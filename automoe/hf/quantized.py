@@ -1,9 +1,10 @@
 """Numbers stored in few bits with one scale a block: block-FP8 (DeepSeek-V3) and MXFP4 (GPT-OSS).
 
-Everything here works on a rectangle of a matrix and knows where in the matrix it lies, because blocks are
-counted from the matrix' first element and a shard may begin anywhere in one. A number is float32(code) times
-float32(scale), rounded to float32 once; what it becomes after that is the destination's matter. So a value
-does not depend on who dequantizes it, nor in which pieces. Letters: R rows, C columns.
+Everything here works on a rectangle of a matrix and knows where in the matrix it lies, because
+blocks are counted from the matrix' first element and a shard may begin anywhere in one. A number is
+float32(code) times float32(scale), rounded to float32 once; what it becomes after that is the
+destination's matter. So a value does not depend on who dequantizes it, nor in which pieces.
+Letters: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ MXFP4_BLOCK = 32  # numbers under one scale, 16 bytes
 
 
 def dequantize_fp8(
-    codes: torch.Tensor, scales: torch.Tensor, start: tuple[int, int] = (0, 0), block: tuple[int, int] = FP8_BLOCK
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    start: tuple[int, int] = (0, 0),
+    block: tuple[int, int] = FP8_BLOCK,
 ) -> torch.Tensor:
     """A rectangle of a block-FP8 matrix in float32.
 
@@ -30,11 +34,12 @@ def dequantize_fp8(
     rows = torch.arange(start[0], start[0] + num_rows).div_(block[0], rounding_mode="floor")
     by_row = scales.to(torch.float32)[rows - start[0] // block[0]]
     bits = codes.view(torch.int8)
-    if bits.numel() and int((bits & 0x7F).max()) == 0x7F:  # not a number: the way below would make 480 of it
+    # not a number: the way below would make 480 of it
+    if bits.numel() and int((bits & 0x7F).max()) == 0x7F:
         numbers = codes.to(torch.float32)
     else:
-        # The seven bits below the sign, put where float16 has its exponent and mantissa, are the number over
-        # 256: ten times faster on a CPU than torch's conversion, and as exact.
+        # The seven bits below the sign, put where float16 has its exponent and mantissa, are the
+        # number over 256: ten times faster on a CPU than torch's conversion, and as exact.
         half = bits.to(torch.int16).mul_(128).bitwise_and_(-16385)
         numbers = half.view(torch.float16).to(torch.float32)
         by_row = by_row * 256
@@ -47,14 +52,16 @@ def dequantize_fp8(
 
 
 def _spans(start: int, size: int, block: int) -> list[tuple[int, int]]:
-    """The end of a block, whole blocks, the start of a block: half-open ranges within [0, size), none of them empty."""
+    """The end of a block, whole blocks, the start of a block: half-open ranges within [0, size),
+    none of them empty."""
     head = min(size, -start % block)
     tail = head + (size - head) // block * block
     return [(begin, end) for begin, end in ((0, head), (head, tail), (tail, size)) if begin < end]
 
 
 def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [R, C] float8_e4m3fn and scales [ceil(R/128), ceil(C/128)] float32 of a matrix [R, C], on the CPU.
+    """Codes [R, C] float8_e4m3fn and scales [ceil(R/128), ceil(C/128)] float32 of a matrix [R, C],
+    on the CPU.
 
     A block's scale takes its largest magnitude to 448; a block of zeros has scale one.
     """
@@ -65,7 +72,8 @@ def quantize_fp8(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of an MXFP4 matrix (OCP Microscaling formats 1.0: e2m1 numbers, e8m0 scales), [R, 32 * G] float32.
+    """Rows of an MXFP4 matrix (OCP Microscaling formats 1.0: e2m1 numbers, e8m0 scales), [R, 32 *
+    G] float32.
 
     Args:
         codes: [R, 16 * G] uint8, two numbers a byte, the earlier one in the low bits.
@@ -74,13 +82,15 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     num_rows, num_groups = scales.shape
     byte = codes.to(torch.int16)
     half = torch.empty((*codes.shape, 2), dtype=torch.int16)
-    # The three bits below the sign, put where float16 has its exponent and first mantissa bit, are the number
-    # over 2**14.
+    # The three bits below the sign, put where float16 has its exponent and first mantissa bit, are
+    # the number over 2**14.
     half[..., 0] = (byte & 0x07) * 0x200 + (byte & 0x08) * 0x1000
     half[..., 1] = (byte & 0x70) * 0x20 + (byte & 0x80) * 0x100
     numbers = half.view(torch.float16).to(torch.float32).view(num_rows, num_groups, MXFP4_BLOCK)
     numbers.mul_(2.0**14)
-    powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).to(torch.float32)
+    powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).to(
+        torch.float32
+    )
     powers[255] = float("nan")  # so the format says
     numbers.mul_(powers[scales.to(torch.int64)].unsqueeze(-1))
     return numbers.view(num_rows, -1)

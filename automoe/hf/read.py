@@ -1,8 +1,9 @@
 """HuggingFace safetensors straight into the shards of a model on any mesh.
 
-Headers are parsed once, on rank 0, where the whole checkpoint is checked against the model. Every rank then reads
-the byte ranges of its own shards, in file order, into them. A byte that several ranks of a machine need comes
-from the page cache after the first of them has read it. No rank holds a whole tensor that it owns a part of.
+Headers are parsed once, on rank 0, where the whole checkpoint is checked against the model. Every
+rank then reads the byte ranges of its own shards, in file order, into them. A byte that several
+ranks of a machine need comes from the page cache after the first of them has read it. No rank holds
+a whole tensor that it owns a part of.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from automoe.model.init import reset_buffers
 from automoe.parallel.agreement import Ranks
 from automoe.quantize.packed import pack_fp8, pack_nf4, unpack
 
-CHUNK_BYTES = 2 << 20  # read at once where numbers are converted on the way: the only scratch memory
-DIRECT_BYTES = 64 << 20  # read at once straight into a parameter, so that progress is shown in between
-# Columns of a matrix are read with the bytes between them where a row has fewer of those than this: a call of
-# its own for every row takes as long as copying about that many bytes.
+# read at once where numbers are converted on the way: the only scratch memory
+CHUNK_BYTES = 2 << 20
+# read at once straight into a parameter, so that progress is shown in between
+DIRECT_BYTES = 64 << 20
+# Columns of a matrix are read with the bytes between them where a row has fewer of those than this:
+# a call of its own for every row takes as long as copying about that many bytes.
 GAP_BYTES = 8 << 10
 MAX_OPEN = 4  # files
 
@@ -59,7 +62,11 @@ class Loaded:
 
     def __str__(self) -> str:
         rate = self.bytes_read / max(self.seconds, 1e-9) / 1e9
-        text = "" if self.upcycling is None else f"upcycled with granularity {self.upcycling.granularity} from "
+        text = (
+            ""
+            if self.upcycling is None
+            else f"upcycled with granularity {self.upcycling.granularity} from "
+        )
         text += f"{self.path}: read {self.bytes_read / 1e9:,.3g} GB in {self.seconds:,.1f} s ({rate:,.2g} GB/s)"
         if self.not_finite:
             where = listed(f"{key} ({count:,})" for key, count in self.not_finite.items())
@@ -81,7 +88,8 @@ def load_hf(
 
     Parameters may be DTensors on either mesh and need storage (``to_empty``) but no values; buffers
     that a checkpoint does not hold are initialised. Numbers are converted to each parameter's
-    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized on the way.
+    dtype; block-FP8 and MXFP4, as config.json's quantization_config declares them, are dequantized
+    on the way.
 
     Args:
         upcycling: how experts and routers are made, if ``path`` is dense and the model is not.
@@ -96,16 +104,27 @@ def load_hf(
     for part in parts.values():
         reset_buffers(part)
     ranks = Ranks(alone=catalog is not None)
-    with torch.no_grad(), Reader(catalog or open_catalog(path, config_of(parts), upcycling)) as reader:
+    with (
+        torch.no_grad(),
+        Reader(catalog or open_catalog(path, config_of(parts), upcycling)) as reader,
+    ):
         shards = list(local_shards(parts))
-        rounded = [shard for shard in shards if isinstance(shard, PackedShard) and shard.base == "nf4"]
-        direct = [shard for shard in shards if not isinstance(shard, PackedShard) or shard.base == "fp8"]
+        rounded = [
+            shard for shard in shards if isinstance(shard, PackedShard) and shard.base == "nf4"
+        ]
+        direct = [
+            shard for shard in shards if not isinstance(shard, PackedShard) or shard.base == "fp8"
+        ]
         shown = progress and ranks.rank == 0
 
         def fill() -> tuple[int, float, dict[tuple[Any, ...], int]]:
             ranges = reader.plan(direct)
-            later = (reader.plan([one]) for shard in rounded for _, one in shard.matrices(widened=False))
-            total = sum(one.num_bytes(one.place) for part in chain((ranges,), later) for one in part)
+            later = (
+                reader.plan([one]) for shard in rounded for _, one in shard.matrices(widened=False)
+            )
+            total = sum(
+                one.num_bytes(one.place) for part in chain((ranges,), later) for one in part
+            )
             with show_progress(Path(path).name, total, shown) as reader.advance:
                 reader.fill(ranges)
                 odd = _not_finite(ranges)
@@ -117,14 +136,16 @@ def load_hf(
 
         read, seconds, odd = zip(*ranks.all(fill), strict=True)
     not_finite: dict[str, int] = {}
-    for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():  # of copies, one
+    # of copies, one
+    for (key, *_), count in {place: count for one in odd for place, count in one.items()}.items():
         not_finite[key] = not_finite.get(key, 0) + count
     source = written(path) if isinstance(path, str) else path
     return Loaded(Path(source), sum(read), max(seconds), upcycling, not_finite)
 
 
 def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], int]:
-    """Read a packed shard, one matrix at a time in float32, and quantize it. Returns as ``_not_finite``."""
+    """Read a packed shard, one matrix at a time in float32, and quantize it. Returns as
+    ``_not_finite``."""
     odd: dict[tuple[Any, ...], int] = {}
     for index, one in shard.matrices(widened=False):
         ranges = reader.plan([one])
@@ -135,8 +156,11 @@ def _fill_rounded(shard: PackedShard, reader: Reader) -> dict[tuple[Any, ...], i
 
 
 def _not_finite(ranges: list[ReadItem]) -> dict[tuple[Any, ...], int]:
-    """Count NaN and infinite numbers of the items, by place in the checkpoint: (key, matrices, rows, columns)."""
-    counts = {(one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in ranges}
+    """Count NaN and infinite numbers of the items, by place in the checkpoint: (key, matrices,
+    rows, columns)."""
+    counts = {
+        (one.key, one.matrices, one.rows, one.cols): num_not_finite(one.widened()) for one in ranges
+    }
     return {place: count for place, count in counts.items() if count}
 
 
@@ -155,14 +179,10 @@ class ReadItem(NamedTuple):
 
     A stored tensor counts as a stack of matrices; a vector is a matrix of one column.
 
-    Attributes:
-        shard: destination.
-        key: name of the stored tensor.
-        source: the stored tensor.
-        matrices, rows, cols: half-open ranges in the stored tensor.
-        place: view of the shard, [matrices, rows, columns] as stored; one of the last two may be two dims.
-        row_unit: stored rows for each index of ``place``'s dim 1.
-        stored: bytes of its numbers or codes.
+    Attributes: shard: destination. key: name of the stored tensor. source: the stored tensor.
+        matrices, rows, cols: half-open ranges in the stored tensor. place: view of the shard,
+        [matrices, rows, columns] as stored; one of the last two may be two dims. row_unit: stored
+        rows for each index of ``place``'s dim 1. stored: bytes of its numbers or codes.
     """
 
     shard: LocalShard
@@ -184,7 +204,8 @@ class ReadItem(NamedTuple):
         return place.numel() * self.source.num_bytes // math.prod(self.source.full_shape)
 
     def chunks(self, num_rows: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Yield (matrix, first row, end row, their slice of ``place``), about ``num_rows`` rows at a time."""
+        """Yield (matrix, first row, end row, their slice of ``place``), about ``num_rows`` rows at
+        a time."""
         step = max(1, num_rows // self.row_unit) * self.row_unit
         for matrix in range(*self.matrices):
             for begin in range(*self.rows, step):
@@ -211,7 +232,8 @@ def _read_item(shard: LocalShard, piece: Piece, source: StoredTensor) -> ReadIte
         spans, place = [(0, 1), *spans], place.unsqueeze(0)
     matrices, rows, cols = spans
     row_unit, stored = 1, _Rows.of(source, cols)
-    if source.encoding == "mxfp4":  # the last two dims the other way round: [..., rows, groups, 16 bytes]
+    # the last two dims the other way round: [..., rows, groups, 16 bytes]
+    if source.encoding == "mxfp4":
         rows, cols, place = cols, rows, place.movedim(1, -1)
         row_unit = place.shape[2] if piece.merged else 1
         stored = _Rows.of(source, (cols[0] // MXFP4_BLOCK, -(-cols[1] // MXFP4_BLOCK)), dims=2)
@@ -226,7 +248,9 @@ class Reader:
         advance: called with the stored bytes of every chunk when it is in its place.
     """
 
-    def __init__(self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def __init__(
+        self, catalog: Catalog, advance: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         self.catalog, self.advance, self.bytes_read = catalog, advance, 0
         self._open: dict[str, int] = {}
 
@@ -253,8 +277,8 @@ class Reader:
     def fill(self, ranges: Iterable[ReadItem]) -> None:
         """Copy every item into its place.
 
-        Raises:
-            CheckpointError: a file that was there when its header was read is gone, shorter or unreadable.
+        Raises: CheckpointError: a file that was there when its header was read is gone, shorter or
+            unreadable.
         """
         for one in ranges:
             stored, place = one.stored, one.place
@@ -271,8 +295,13 @@ class Reader:
             else:
                 self.visit([one], lambda _, numbers, part: part.copy_(numbers))
 
-    def visit(self, ranges: Iterable[ReadItem], use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object]) -> None:
-        """Call ``use(item, numbers, place)`` for some rows at a time; both tensors have the same shape.
+    def visit(
+        self,
+        ranges: Iterable[ReadItem],
+        use: Callable[[ReadItem, torch.Tensor, torch.Tensor], object],
+    ) -> None:
+        """Call ``use(item, numbers, place)`` for some rows at a time; both tensors have the same
+        shape.
 
         ``numbers`` is on the CPU, in the checkpoint's dtype, float32 where that is quantized.
 
@@ -285,7 +314,8 @@ class Reader:
                 self.advance(one.num_bytes(part))
 
     def _numbers(self, one: ReadItem, matrix: int, begin: int, end: int) -> torch.Tensor:
-        """Return [rows, columns] of one matrix, dequantized; for a packed shard [rows, blocks, bytes]."""
+        """Return [rows, columns] of one matrix, dequantized; for a packed shard [rows, blocks,
+        bytes]."""
         source, (left, right) = one.source, one.cols
         data = self._rows(one, one.stored, matrix, (begin, end)).view(DTYPES[source.dtype])
         if source.scales is None:
@@ -293,25 +323,37 @@ class Reader:
         if source.encoding == "fp8":
             height, width = self.catalog.block
             blocks = (begin // height, -(-end // height))
-            scales = self._rows(one, _Rows.of(source.scales, (left // width, -(-right // width))), matrix, blocks)
+            scales = self._rows(
+                one, _Rows.of(source.scales, (left // width, -(-right // width))), matrix, blocks
+            )
             if isinstance(one.shard, PackedShard):
                 by_row = torch.arange(begin, end) // height - blocks[0]
                 return pack_fp8(data, scales.view(DTYPES[source.scales.dtype])[by_row])
-            return dequantize_fp8(data, scales.view(DTYPES[source.scales.dtype]), (begin, left), (height, width))
+            return dequantize_fp8(
+                data, scales.view(DTYPES[source.scales.dtype]), (begin, left), (height, width)
+            )
         groups = (left // MXFP4_BLOCK, -(-right // MXFP4_BLOCK))
         scales = self._rows(one, _Rows.of(source.scales, groups), matrix, (begin, end))
         first = groups[0] * MXFP4_BLOCK
         return dequantize_mxfp4(data, scales)[:, left - first : right - first]
 
-    def _rows(self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int]) -> torch.Tensor:
+    def _rows(
+        self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int]
+    ) -> torch.Tensor:
         """Return the wanted bytes of some rows of ``stored``, [rows, bytes]."""
         buffer = torch.empty(rows[1] - rows[0], stored.width, dtype=torch.uint8)
         self._read(one, stored, matrix, rows, buffer.view(-1))
         return buffer[:, stored.wanted[0] - stored.read[0] : stored.wanted[1] - stored.read[0]]
 
-    def _read(self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor) -> None:
+    def _read(
+        self, one: ReadItem, stored: _Rows, matrix: int, rows: tuple[int, int], into: torch.Tensor
+    ) -> None:
         file, target, width = stored.tensor.file, into.numpy().data, stored.width
-        start = stored.tensor.start + (matrix * stored.num_rows + rows[0]) * stored.row_bytes + stored.read[0]
+        start = (
+            stored.tensor.start
+            + (matrix * stored.num_rows + rows[0]) * stored.row_bytes
+            + stored.read[0]
+        )
         try:
             if file not in self._open:
                 if len(self._open) == MAX_OPEN:
@@ -340,7 +382,8 @@ class Reader:
 
 
 class _Rows(NamedTuple):
-    """A stored stack of matrices as rows of bytes, and the bytes of each row that are wanted and that are read."""
+    """A stored stack of matrices as rows of bytes, and the bytes of each row that are wanted and
+    that are read."""
 
     tensor: StoredTensor
     num_rows: int  # of one matrix
@@ -350,7 +393,8 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, tensor: StoredTensor, cols: tuple[int, int], dims: int = 1) -> _Rows:
-        """Select ``cols``, indices of the first of the last ``dims`` dims, which together make a row."""
+        """Select ``cols``, indices of the first of the last ``dims`` dims, which together make a
+        row."""
         shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
         step = DTYPES[tensor.dtype].itemsize * math.prod(shape[len(shape) - dims + 1 :])
         row_bytes, wanted = shape[-dims] * step, (cols[0] * step, cols[1] * step)
@@ -365,7 +409,8 @@ class _Rows(NamedTuple):
 
 @contextmanager
 def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar with GB/s on a terminal, and nothing in a log; yields a function that takes bytes read.
+    """Show a progress bar with GB/s on a terminal, and nothing in a log; yields a function that
+    takes bytes read.
 
     Args:
         name: name of the checkpoint.
@@ -378,7 +423,12 @@ def show_progress(name: str, num_bytes: int, shown: bool = True) -> Iterator[Cal
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("reading {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=num_bytes)
         yield lambda num_bytes: progress.advance(task, num_bytes)

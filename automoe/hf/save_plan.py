@@ -1,8 +1,10 @@
-"""The plan of a checkpoint to be written, and its execution: from a live model on any mesh, or from another checkpoint.
+"""The plan of a checkpoint to be written, and its execution: from a live model on any mesh, or from
+another checkpoint.
 
-A plan lists the tensors of the checkpoint, each with the slices of the model's tensors that it is made of, the ranks
-that hold these and the rank that writes it. Numbers are gathered from the shards of the ranks, or read from the files
-of the source as a rank's shard would be. One tensor of the checkpoint is in memory at once.
+A plan lists the tensors of the checkpoint, each with the slices of the model's tensors that it is
+made of, the ranks that hold these and the rank that writes it. Numbers are gathered from the shards
+of the ranks, or read from the files of the source as a rank's shard would be. One tensor of the
+checkpoint is in memory at once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from torch.distributed.tensor.placement_types import Placement
 from automoe.config.schema import ModelConfig
 from automoe.errors import CheckpointError
 from automoe.hf.catalog import Catalog
-from automoe.hf.files import DTYPES, Entries, Written, entries_of, file_names, split, write_files, write_index
+from automoe.hf.files import (
+    DTYPES,
+    Entries,
+    Written,
+    entries_of,
+    file_names,
+    split,
+    write_files,
+    write_index,
+)
 from automoe.hf.keys import KeyMap, Piece, hf_pieces, is_quantized_in_fp8, our_tensors
 from automoe.hf.quantized import dequantize_fp8, quantize_fp8
 from automoe.hf.read import Reader, num_not_finite
@@ -34,13 +45,11 @@ from automoe.parallel.collectives import all_gather
 class WriteItem:
     """One tensor of the checkpoint to be written.
 
-    Attributes:
-        shard: this rank's part of the model's tensor, on the meta device if its numbers are read from files.
-        pieces: slices of the model's tensor that make it.
-        dtype: dtype in which its numbers are gathered or read.
-        holders: ranks that together hold it, all of which take part in gathering it.
-        writer: the holder that writes it.
-        entries: what the files store for it.
+    Attributes: shard: this rank's part of the model's tensor, on the meta device if its numbers are
+        read from files. pieces: slices of the model's tensor that make it. dtype: dtype in which
+        its numbers are gathered or read. holders: ranks that together hold it, all of which take
+        part in gathering it. writer: the holder that writes it. entries: what the files store for
+        it.
     """
 
     shard: LocalShard
@@ -57,14 +66,18 @@ class WriteItem:
 
 
 def plan_writes(
-    shards: list[LocalShard], keys: KeyMap, dtype: torch.dtype | None, fp8: bool = False, source: Catalog | None = None
+    shards: list[LocalShard],
+    keys: KeyMap,
+    dtype: torch.dtype | None,
+    fp8: bool = False,
+    source: Catalog | None = None,
 ) -> list[WriteItem]:
-    """Plan the tensors of this rank's stages, alike on every rank of a stage; bytes are spread evenly over ranks.
+    """Plan the tensors of this rank's stages, alike on every rank of a stage; bytes are spread
+    evenly over ranks.
 
-    Args:
-        shards: this rank's parts of the model's tensors.
-        keys: layout of the checkpoint.
-        dtype: dtype of its parameters; None keeps each one's own, as ``source`` has it if there is one. Buffers always
+    Args: shards: this rank's parts of the model's tensors. keys: layout of the checkpoint. dtype:
+        dtype of its parameters; None keeps each one's own, as ``source`` has it if there is one.
+        Buffers always
             keep theirs.
         fp8: quantize what block-FP8 checkpoints quantize.
         source: checkpoint that the model began from.
@@ -97,21 +110,32 @@ def plan_writes(
 
 
 def plan_rewrite(
-    source: Catalog, config: ModelConfig, keys: KeyMap, dtype: torch.dtype | None = None, fp8: bool = False
+    source: Catalog,
+    config: ModelConfig,
+    keys: KeyMap,
+    dtype: torch.dtype | None = None,
+    fp8: bool = False,
 ) -> list[WriteItem]:
-    """Plan every tensor of ``source`` in the layout ``keys``; quantized ones become bfloat16 if ``dtype`` is None."""
+    """Plan every tensor of ``source`` in the layout ``keys``; quantized ones become bfloat16 if
+    ``dtype`` is None."""
     shards = []
     for name, shape in our_tensors(config):
         whole = torch.empty(shape, device="meta")
-        shards.append(LocalShard(name, whole, whole, (0,) * len(shape), trained=not name.endswith(".expert_bias")))
+        shards.append(
+            LocalShard(
+                name, whole, whole, (0,) * len(shape), trained=not name.endswith(".expert_bias")
+            )
+        )
     return plan_writes(shards, keys, dtype, fp8, source)
 
 
 def own_dtype(catalog: Catalog, shard: LocalShard, piece: Piece) -> torch.dtype:
-    """Return the dtype of the stored tensor with the first number of ``piece``; bfloat16 for a quantized one."""
+    """Return the dtype of the stored tensor with the first number of ``piece``; bfloat16 for a
+    quantized one."""
     expert = next((at for at in piece.select if at is not None), 0)
     pieces = hf_pieces(shard.name, shard.shape, catalog.keys, range(expert, expert + 1))
-    source = catalog.sources[pieces[0].key] if pieces else next(iter(catalog.sources.values()))  # of a new tensor
+    # of a new tensor
+    source = catalog.sources[pieces[0].key] if pieces else next(iter(catalog.sources.values()))
     return DTYPES[source.dtype] if source.encoding == "plain" else torch.bfloat16
 
 
@@ -125,11 +149,11 @@ def write_tensors(
     folder: Path,
     max_shard_bytes: int = 5 << 30,
 ) -> Written:
-    """Write the tensors of ``plan`` into safetensors files in ``folder``, with an index if there are several.
+    """Write the tensors of ``plan`` into safetensors files in ``folder``, with an index if there
+    are several.
 
-    Args:
-        make: returns the whole tensor of an item; called by all its holders in the order of the plan.
-        max_shard_bytes: largest file, unless one tensor alone is larger.
+    Args: make: returns the whole tensor of an item; called by all its holders in the order of the
+        plan. max_shard_bytes: largest file, unless one tensor alone is larger.
     """
     mine = split((item.entries for item in plan if item.writer == ranks.rank), max_shard_bytes)
     everyone = ranks.all(lambda: mine)
@@ -141,8 +165,12 @@ def write_tensors(
     def stream() -> None:
         made = ((item, make(item)) for item in plan if ranks.rank in item.holders)
         try:
-            write_files(zip(paths, mine, strict=True), (tensor for item, tensor in made if item.writer == ranks.rank))
-        finally:  # a rank that cannot write any more still takes part in gathering, and says so at the end
+            write_files(
+                zip(paths, mine, strict=True),
+                (tensor for item, tensor in made if item.writer == ranks.rank),
+            )
+        # a rank that cannot write any more still takes part in gathering, and says so at the end
+        finally:
             for _ in made if ranks.size > 1 else ():
                 pass
 
@@ -165,14 +193,17 @@ def rewrite_tensors(
         advance: receives every number of bytes read.
     """
     with Reader(source, advance) as reader:
-        return write_tensors(plan, lambda item: _read(item, reader), Ranks(alone=True), folder, max_shard_bytes)
+        return write_tensors(
+            plan, lambda item: _read(item, reader), Ranks(alone=True), folder, max_shard_bytes
+        )
 
 
 def compare_rewritten(plan: list[WriteItem], source: Catalog, written: Catalog) -> None:
-    """Compare every number of ``written``, read back from its files, with the number of ``source`` it was made from.
+    """Compare every number of ``written``, read back from its files, with the number of ``source``
+    it was made from.
 
-    Raises:
-        CheckpointError: the first tensor that is not finite, or differs; in FP8, from what rounding the source gives.
+    Raises: CheckpointError: the first tensor that is not finite, or differs; in FP8, from what
+        rounding the source gives.
     """
     with Reader(source) as from_source, Reader(written) as from_written:
         for item in plan:
@@ -237,16 +268,20 @@ def _join(local: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 
 
 def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
-    """List the all-gathers that make a piece whole, in order: (mesh axis, dim of the HF tensor, its size afterwards).
+    """List the all-gathers that make a piece whole, in order: (mesh axis, dim of the HF tensor, its
+    size afterwards).
 
-    If FSDP shards a dim that tp or etp has already sharded, its placement is strided and is gathered first.
+    If FSDP shards a dim that tp or etp has already sharded, its placement is strided and is
+    gathered first.
     """
     mesh = tensor.device_mesh
     outer_first: list[tuple[int, int, int]] = []
     for dim in range(len(piece.select)):
         if piece.select[dim] is not None:
             continue
-        axes = [axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim]
+        axes = [
+            axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) == dim
+        ]
         axes.sort(key=lambda axis: not is_strided_shard(tensor.placements[axis]))
         assert len(axes) <= 2, "a dim is cut by FSDP and at most one other axis"
         hf_dim = dim - sum(at is not None for at in piece.select[:dim])
@@ -260,10 +295,11 @@ def _gathered_axes(tensor: DTensor, piece: Piece) -> list[tuple[int, int, int]]:
 
 
 def _holders(tensor: DTensor, piece: Piece, first: int) -> tuple[int, ...]:
-    """Return the ranks that hold the piece: those with the owner's coordinate on axes that shard a selected dim.
+    """Return the ranks that hold the piece: those with the owner's coordinate on axes that shard a
+    selected dim.
 
-    Args:
-        first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh without
+    Args: first: lowest rank of the stage. A tensor that an axis (tp) does not shard lies on a mesh
+        without
             that axis, once per coordinate of it; the copy of the first coordinate is written.
     """
     ranks = tensor.device_mesh.mesh

@@ -1,4 +1,5 @@
-"""This rank's shards of a model's tensors, as checkpoints of HuggingFace's layout read and write them."""
+"""This rank's shards of a model's tensors, as checkpoints of HuggingFace's layout read and write
+them."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ from automoe.quantize.packed import base_of, block_size, is_packed, unpack
 Parts = dict[int, Decoder]
 
 # dtypes of parameters in an export; None keeps each one's own.
-EXPORT_DTYPES: dict[str, torch.dtype | None] = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+EXPORT_DTYPES: dict[str, torch.dtype | None] = {
+    "keep": None,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
 
 
 def export_dtype(name: str) -> torch.dtype | None:
     """Look up ``EXPORT_DTYPES``. Raises ``ConfigError`` for an unknown name."""
     if name not in EXPORT_DTYPES:
-        raise ConfigError("dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep")
+        raise ConfigError(
+            "dtype", name, f"an export has one of {', '.join(EXPORT_DTYPES)}", "Use keep"
+        )
     return EXPORT_DTYPES[name]
 
 
@@ -34,13 +41,10 @@ def export_dtype(name: str) -> torch.dtype | None:
 class LocalShard:
     """This rank's shard of one tensor of the model.
 
-    Attributes:
-        name: name in the full model.
-        tensor: the parameter or buffer, a DTensor if it is sharded.
-        local: this rank's storage of it.
-        start: index of the storage's first element in the full tensor, on every dim.
-        trained: True for parameters, False for buffers.
-        copy: True for the embedding of a last stage whose head is tied to it; the first stage has it too.
+    Attributes: name: name in the full model. tensor: the parameter or buffer, a DTensor if it is
+        sharded. local: this rank's storage of it. start: index of the storage's first element in
+        the full tensor, on every dim. trained: True for parameters, False for buffers. copy: True
+        for the embedding of a last stage whose head is tied to it; the first stage has it too.
     """
 
     name: str
@@ -72,13 +76,13 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class PackedShard(LocalShard):
-    """A shard of a packed matrix (``automoe.quantize.packed``), whose ``tensor`` and ``local`` are bytes.
+    """A shard of a packed matrix (``automoe.quantize.packed``), whose ``tensor`` and ``local`` are
+    bytes.
 
     ``shape``, ``extent``, ``start`` and ``dtype`` are those of the unpacked matrix.
 
-    Attributes:
-        columns: columns of the full matrix.
-        added: adapter that an export adds, as scale B A: A [..., r, I], B [..., O, r] of this shard, and the scale.
+    Attributes: columns: columns of the full matrix. added: adapter that an export adds, as scale B
+        A: A [..., r, I], B [..., O, r] of this shard, and the scale.
     """
 
     columns: int = 0
@@ -114,28 +118,38 @@ class PackedShard(LocalShard):
         return found
 
     def matrices(self, widened: bool = True) -> Iterator[tuple[tuple[slice, ...], LocalShard]]:
-        """Yield matrix after matrix: its index in this shard, and an unpacked shard in float32 on the CPU.
+        """Yield matrix after matrix: its index in this shard, and an unpacked shard in float32 on
+        the CPU.
 
         Args:
             widened: fill the unpacked shard with the numbers; else it is left empty.
         """
         rest = (slice(None),) * (len(self.start) - 1)
-        steps = [slice(None)] if len(self.start) == 2 else [slice(i, i + 1) for i in range(self.extent[0])]
+        steps = (
+            [slice(None)]
+            if len(self.start) == 2
+            else [slice(i, i + 1) for i in range(self.extent[0])]
+        )
         for step in steps if self.local.numel() else ():
             index = (step, *rest)
             if widened:
                 numbers = self.numbers(index).cpu()
             else:
-                numbers = torch.empty((len(range(self.extent[0])[step]), *self.extent[1:]), dtype=torch.float32)
+                numbers = torch.empty(
+                    (len(range(self.extent[0])[step]), *self.extent[1:]), dtype=torch.float32
+                )
             start = (self.start[0] + (step.start or 0), *self.start[1:])
-            yield index, LocalShard(self.name, torch.empty(self.shape, device="meta"), numbers, start)
+            yield (
+                index,
+                LocalShard(self.name, torch.empty(self.shape, device="meta"), numbers, start),
+            )
 
 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
     """Add scale b [..., O, r] a [..., r, I] to ``into`` [..., O, I].
 
-    Every matrix is multiplied alone, so that bits do not depend on how many there are. ``a`` may lack inner dims of
-    ``b``, whose matrices then share it.
+    Every matrix is multiplied alone, so that bits do not depend on how many there are. ``a`` may
+    lack inner dims of ``b``, whose matrices then share it.
     """
     if b.dim() == 2:
         into.add_(b @ a, alpha=scale)
@@ -145,7 +159,8 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: fl
 
 
 def as_parts(parts: Parts | Decoder) -> Parts:
-    """Return the pipeline stages of a model, and reshard weights that a forward pass left gathered."""
+    """Return the pipeline stages of a model, and reshard weights that a forward pass left
+    gathered."""
     parts = {0: parts} if isinstance(parts, Decoder) else parts
     for part in parts.values():
         for module in fsdp_modules(part):
@@ -159,13 +174,15 @@ def config_of(parts: Parts) -> ModelConfig:
 
 
 def stage_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return the ranks of the largest mesh, which hold the same stages as this rank; the first rank without a mesh."""
+    """Return the ranks of the largest mesh, which hold the same stages as this rank; the first rank
+    without a mesh."""
     meshes = [tensor.device_mesh.mesh for tensor in tensors if isinstance(tensor, DTensor)]
     return tuple(sorted(max(meshes, key=torch.Tensor.numel).flatten().tolist())) if meshes else (0,)
 
 
 def local_shards(parts: Parts) -> Iterator[LocalShard]:
-    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in the model's order."""
+    """Yield the tensors of this rank's stages that a HuggingFace checkpoint holds, in the model's
+    order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts.values():
         for name, parameter in part.named_parameters():
@@ -175,7 +192,9 @@ def local_shards(parts: Parts) -> Iterator[LocalShard]:
                 added = getattr(part.get_submodule(path), "added", {}).get(last)
                 yield _packed_shard(name, parameter.detach(), shapes[name][-1], added)
             elif ".lora." not in name:
-                yield _shard(name, parameter, copy=name == "embed_tokens.weight" and not part.embeds)
+                yield _shard(
+                    name, parameter, copy=name == "embed_tokens.weight" and not part.embeds
+                )
         for name, buffer in part.named_buffers():
             if name.endswith(".expert_bias"):
                 yield _shard(name, buffer, trained=False)

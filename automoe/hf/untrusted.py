@@ -1,7 +1,9 @@
-"""Safe opening, parsing and copying of files in a checkpoint folder that somebody else made. No torch.
+"""Safe opening, parsing and copying of files in a checkpoint folder that somebody else made. No
+torch.
 
-A name stands for a regular file that lies in its folder. Links may lead to others of the folder, and in
-HuggingFace's cache, whose ``snapshots/REVISION`` hold nothing but links, to ``blobs`` of the same repository.
+A name stands for a regular file that lies in its folder. Links may lead to others of the folder,
+and in HuggingFace's cache, whose ``snapshots/REVISION`` hold nothing but links, to ``blobs`` of the
+same repository.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def is_there(folder: Path, name: str) -> bool:
 
 
 def open_inside(folder: Path, name: str) -> int:
-    """Open the file ``name`` of ``folder`` and return a descriptor to read from; never blocks, even on a FIFO.
+    """Open the file ``name`` of ``folder`` and return a descriptor to read from; never blocks, even
+    on a FIFO.
 
     Raises:
         CheckpointError: a link that leads out of the folder, or no regular file.
@@ -40,11 +43,14 @@ def open_inside(folder: Path, name: str) -> int:
     """
     try:
         real = _real_path(folder, name)
-        _check_regular(folder / name, os.stat(real).st_mode)  # before it is opened: some devices act on that
+        # before it is opened: some devices act on that
+        _check_regular(folder / name, os.stat(real).st_mode)
         # What was put in its place since is not followed, and not waited for.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except ValueError as error:  # a zero byte, half a surrogate pair
-        raise CheckpointError(f"{folder}: {name!r} is no name of a file ({error}). Copy the checkpoint again") from None
+        raise CheckpointError(
+            f"{folder}: {name!r} is no name of a file ({error}). Copy the checkpoint again"
+        ) from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder / name)) from None
     try:
@@ -92,10 +98,13 @@ def parse_json(raw: bytes) -> Any:
     try:
         text = raw.decode("utf-8")
         found = json.loads(text)
-        # Every pair that is written has a colon of its own, so nothing is lost if as many are in the two upper levels.
-        # Looking at the pairs of each object, as is done otherwise, takes longer than all else.
+        # Every pair that is written has a colon of its own, so nothing is lost if as many are in
+        # the two upper levels. Looking at the pairs of each object, as is done otherwise, takes
+        # longer than all else.
         if isinstance(found, dict):
-            pairs = len(found) + sum(len(value) for value in found.values() if isinstance(value, dict))
+            pairs = len(found) + sum(
+                len(value) for value in found.values() if isinstance(value, dict)
+            )
             if pairs == raw.count(b":"):
                 return found
         return json.loads(text, object_pairs_hook=_unique)

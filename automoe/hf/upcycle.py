@@ -1,11 +1,14 @@
-"""Upcycling: a dense checkpoint as a mixture of experts that computes the same, to be trained on from there.
+"""Upcycling: a dense checkpoint as a mixture of experts that computes the same, to be trained on
+from there.
 
-Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of it (arXiv 2410.07524):
-experts x*G ... x*G + G-1 are the parts of copy x, and routers begin with the same row for all of them, so that a token
-goes to whole copies. The weights of a token's K experts sum to one, K is a multiple of G, and down projections are
-multiplied by G: whatever the routers choose, the layer's output is the dense one's.
+Every expert is a copy of the layer's FFN (arXiv 2212.05055) or, fine-grained, one of G parts of it
+(arXiv 2410.07524): experts x*G ... x*G + G-1 are the parts of copy x, and routers begin with the
+same row for all of them, so that a token goes to whole copies. The weights of a token's K experts
+sum to one, K is a multiple of G, and down projections are multiplied by G: whatever the routers
+choose, the layer's output is the dense one's.
 
-Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G width of an expert, H hidden.
+Letters: E experts, K top-k, G granularity, F width of the dense FFN, I = F / G width of an expert,
+    H hidden.
 """
 
 from __future__ import annotations
@@ -59,11 +62,14 @@ class Upcycling:
             (rows, hidden), (first, column) = shard.local.shape, shard.start
             copy_R1 = torch.arange(first, first + rows).unsqueeze(1) // self.granularity
             index_RH = copy_R1 * shard.tensor.shape[1] + torch.arange(column, column + hidden)
-            shard.local.copy_((normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype))
+            shard.local.copy_(
+                (normal_at(index_RH, shard.name, self.seed) * self.std).to(shard.local.dtype)
+            )
 
 
 def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcycling]:
-    """Return the mixture of the dense checkpoint ``model.hf_path`` with ``model``'s number and width of experts.
+    """Return the mixture of the dense checkpoint ``model.hf_path`` with ``model``'s number and
+    width of experts.
 
     Args:
         seed: seed of the routers.
@@ -78,7 +84,11 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcy
             "model.moe_intermediate_size",
             width,
             f"an expert is an equal part of the FFN of {model.hf_path}, whose width is {dense.intermediate_size}: "
-            + (f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}" if width > 0 else "not 0"),
+            + (
+                f"{dense.intermediate_size} % {width} = {dense.intermediate_size % width}"
+                if width > 0
+                else "not 0"
+            ),
             f"Set model.moe_intermediate_size={dense.intermediate_size} for whole copies",
         )
     sizes = model.num_experts, model.num_experts_per_token, dense.intermediate_size // width
@@ -88,12 +98,17 @@ def upcycled_model(model: ModelConfig, seed: int = 0) -> tuple[ModelConfig, Upcy
 
 
 def upcycled(
-    path: str | Path, num_experts: int, num_experts_per_token: int, granularity: int = 1, seed: int = 0
+    path: str | Path,
+    num_experts: int,
+    num_experts_per_token: int,
+    granularity: int = 1,
+    seed: int = 0,
 ) -> tuple[ModelConfig, Upcycling]:
-    """Return the configuration of the mixture that the dense model at ``path`` becomes, and the rule that makes it.
+    """Return the configuration of the mixture that the dense model at ``path`` becomes, and the
+    rule that makes it.
 
-    Raises:
-        ConfigError: sizes with which it would not compute the same, or a family without a counterpart.
+    Raises: ConfigError: sizes with which it would not compute the same, or a family without a
+        counterpart.
     """
     dense = model_config_from_hf(path)
     G, width = granularity, dense.intermediate_size
@@ -105,14 +120,23 @@ def upcycled(
     if G < 1 or width % G:
         near = max(n for n in range(1, width + 1) if width % n == 0 and n <= max(G, 1))
         rule = f"an expert is one of G equal parts of the FFN's width {width}, and {width} % {G} is not 0"
-        raise ConfigError("granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}")
-    for key, value in (("num_experts", num_experts), ("num_experts_per_token", num_experts_per_token)):
+        raise ConfigError(
+            "granularity", G, rule if G > 0 else "at least 1", f"Nearest valid choice: {near}"
+        )
+    for key, value in (
+        ("num_experts", num_experts),
+        ("num_experts_per_token", num_experts_per_token),
+    ):
         if value < 1 or value % G:
             rule = f"whole copies of the FFN have G={G} experts each, and {value} is no multiple of that"
-            raise ConfigError(key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}")
+            raise ConfigError(
+                key, value, rule, f"Nearest valid choice: {max(1, math.ceil(value / G)) * G}"
+            )
     if num_experts_per_token > num_experts:
         rule = f"a token cannot choose {num_experts_per_token} of {num_experts} experts"
-        raise ConfigError("num_experts_per_token", num_experts_per_token, rule, f"Set at most {num_experts}")
+        raise ConfigError(
+            "num_experts_per_token", num_experts_per_token, rule, f"Set at most {num_experts}"
+        )
     mixture = replace(
         dense,
         family=TARGETS[dense.family],  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
-"""Proof that an export is the model: every bit against the live shards, and the logits of ``transformers``.
+"""Proof that an export is the model: every bit against the live shards, and the logits of
+``transformers``.
 
-The first half ties the files to the weights that were trained, on any mesh; the second ties the files
-to what others will compute from them. Together no mistake of the writer can hide behind the same
-mistake of the reader.
+The first half ties the files to the weights that were trained, on any mesh; the second ties the
+files to what others will compute from them. Together no mistake of the writer can hide behind the
+same mistake of the reader.
 """
 
 from __future__ import annotations
@@ -36,20 +37,24 @@ from automoe.parallel.parallelize import build_decoder
 LOGITS_TOLERANCE = 1e-5  # relative, float32, with the same experts chosen
 # Two programs that round differently may break a near tie differently; more than that is a mistake.
 MIN_SAME_ROUTING = 0.98
-MAX_COMPARED_BYTES = 4 << 30  # of float32 weights; a larger model is not run, and its census is taken instead
+# of float32 weights; a larger model is not run, and its census is taken instead
+MAX_COMPARED_BYTES = 4 << 30
 FP8_ERROR = 2**-4  # three bits of mantissa: half a step, relative
 _ROWS, _SEQ = 4, 64
 
 
 def verify_hf(
-    parts: Parts | Decoder, folder: str | Path, *, dtype: Mapping[str, torch.dtype] | None = None, fp8: bool = False
+    parts: Parts | Decoder,
+    folder: str | Path,
+    *,
+    dtype: Mapping[str, torch.dtype] | None = None,
+    fp8: bool = False,
 ) -> float | None:
     """Compare a checkpoint directory with the live model and with ``transformers``. Collective.
 
-    Args:
-        parts: the model, or this rank's pipeline stages of it; not changed.
-        dtype: expected dtypes of exported tensors by name; tensors without one have the model's own.
-        fp8: the export is in block-FP8, whose numbers are compared within the error of rounding.
+    Args: parts: the model, or this rank's pipeline stages of it; not changed. dtype: expected
+        dtypes of exported tensors by name; tensors without one have the model's own. fp8: the
+        export is in block-FP8, whose numbers are compared within the error of rounding.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -65,7 +70,8 @@ def verify_hf(
 
 
 def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | None:
-    """Check that ``transformers`` builds the same model from a directory and, if it is small, computes the same logits.
+    """Check that ``transformers`` builds the same model from a directory and, if it is small,
+    computes the same logits.
 
     Returns:
         Relative error of the logits; None for a model that is too large to run.
@@ -84,15 +90,19 @@ def verify_with_transformers(config: ModelConfig, catalog: Catalog) -> float | N
         return _compare_logits(catalog)
     except CheckpointError:
         raise
-    except Exception as error:  # transformers raises anything, and other ranks may wait for an answer
+    # transformers raises anything, and other ranks may wait for an answer
+    except Exception as error:
         raise CheckpointError(
             f"{catalog.folder} does not reload in transformers: {type(error).__name__}: {error}"
         ) from error
 
 
-def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool) -> None:
+def _compare_shards(
+    parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dtype], fp8: bool
+) -> None:
     """Compare every number that this rank holds, bit for bit, with its place in the files."""
-    squares: dict[str, list[float]] = {}  # sums of squared errors and of squared numbers, by quantized tensor
+    # sums of squared errors and of squared numbers, by quantized tensor
+    squares: dict[str, list[float]] = {}
 
     def compare(one: ReadItem, source: torch.Tensor, target: torch.Tensor) -> None:
         if odd := num_not_finite(source):
@@ -117,7 +127,9 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
 
     with Reader(catalog) as reader:
         shards = list(local_shards(parts))
-        reader.visit(reader.plan(shard for shard in shards if not isinstance(shard, PackedShard)), compare)
+        reader.visit(
+            reader.plan(shard for shard in shards if not isinstance(shard, PackedShard)), compare
+        )
         for shard in (shard for shard in shards if isinstance(shard, PackedShard)):
             for _, one in shard.matrices():
                 reader.visit(reader.plan([one]), compare)
@@ -131,7 +143,8 @@ def _compare_shards(parts: Parts, catalog: Catalog, dtype: Mapping[str, torch.dt
 
 
 def _compare_census(config: ModelConfig, folder: Path) -> None:
-    """Check that the model that transformers builds from the exported config has our tensors, and no others."""
+    """Check that the model that transformers builds from the exported config has our tensors, and
+    no others."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -150,16 +163,19 @@ def _compare_census(config: ModelConfig, folder: Path) -> None:
 
 
 def _compare_logits(catalog: Catalog) -> float | None:
-    """Run the export twice in float32 on the CPU, by transformers and by this decoder, and compare the logits.
+    """Run the export twice in float32 on the CPU, by transformers and by this decoder, and compare
+    the logits.
 
-    Raises:
-        CheckpointError: transformers leaves tensors over or makes some up, chooses other experts, or
+    Raises: CheckpointError: transformers leaves tensors over or makes some up, chooses other
+        experts, or
             computes other logits.
     """
     config = model_config_from_hf(catalog.folder)
     if 4 * count_params(config).total > MAX_COMPARED_BYTES:
         return None
-    tokens = torch.randint(config.vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        config.vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0)
+    )
     with _unquantized(catalog, config) as folder:
         theirs, choices = _run_transformers(folder, tokens, config)
     model = build_decoder(config, MoEConfig(experts="loop"), torch.float32)
@@ -173,7 +189,9 @@ def _compare_logits(catalog: Catalog) -> float | None:
         chosen = free()[:, :, :, 0].sort(-1).values
         same = (chosen == choices.sort(-1).values).all(-1).float().mean().item()
         if same < MIN_SAME_ROUTING:
-            raise CheckpointError(f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts")
+            raise CheckpointError(
+                f"{catalog.folder}: transformers sends {1 - same:.1%} of tokens to other experts"
+            )
         forced = torch.stack((choices, choices), dim=3)
     with torch.no_grad():
         ours = model(tokens, forced_ids=forced)
@@ -187,7 +205,8 @@ def _compare_logits(catalog: Catalog) -> float | None:
 
 
 def compare_with_dense(dense: Path, mixture: Path) -> float | None:
-    """Compare the logits of an upcycled checkpoint and of its dense source, both run by transformers in float32.
+    """Compare the logits of an upcycled checkpoint and of its dense source, both run by
+    transformers in float32.
 
     Returns:
         Relative difference; None for models that are too large to run.
@@ -198,9 +217,12 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
     configs = [model_config_from_hf(folder) for folder in (dense, mixture)]
     if any(4 * count_params(config).total > MAX_COMPARED_BYTES for config in configs):
         return None
-    tokens = torch.randint(configs[0].vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        configs[0].vocab_size, (_ROWS, _SEQ), generator=torch.Generator().manual_seed(0)
+    )
     (before, _), (after, _) = (
-        _run_transformers(folder, tokens, config) for folder, config in zip((dense, mixture), configs, strict=True)
+        _run_transformers(folder, tokens, config)
+        for folder, config in zip((dense, mixture), configs, strict=True)
     )
     error = float((after - before).norm() / before.norm())
     if not error <= LOGITS_TOLERANCE:  # so that NaN fails
@@ -216,25 +238,36 @@ def compare_with_dense(dense: Path, mixture: Path) -> float | None:
 def _unquantized(catalog: Catalog, config: ModelConfig) -> Iterator[Path]:
     """Yield the directory, or a temporary float32 copy if it is quantized.
 
-    transformers 5 takes a block's size from the number of scales, which is wrong where rows or columns are no
-    multiple of 128 (576 rows have five scales), and refuses or misreads such a matrix.
+    transformers 5 takes a block's size from the number of scales, which is wrong where rows or
+    columns are no multiple of 128 (576 rows have five scales), and refuses or misreads such a
+    matrix.
     """
     if all(source.encoding == "plain" for source in catalog.sources.values()):
         yield catalog.folder
         return
     with TemporaryDirectory(prefix=f".{catalog.folder.name}.", dir=catalog.folder.parent) as copy:
-        rewrite_tensors(plan_rewrite(catalog, config, family_of(config).keys, torch.float32), catalog, Path(copy))
-        write_settings(Path(copy), replace(config, hf_path=str(catalog.folder)), torch.float32, None)
+        rewrite_tensors(
+            plan_rewrite(catalog, config, family_of(config).keys, torch.float32),
+            catalog,
+            Path(copy),
+        )
+        write_settings(
+            Path(copy), replace(config, hf_path=str(catalog.folder)), torch.float32, None
+        )
         yield Path(copy)
 
 
-def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_transformers(
+    folder: Path, tokens: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits [B, S, V] and the chosen experts [B, S, moe layers, K]."""
     from transformers import AutoModelForCausalLM, __version__
     from transformers.utils import logging as bars
 
     # No progress bars of transformers across this run's own line.
-    with switched_off(bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar):
+    with switched_off(
+        bars.is_progress_bar_enabled, bars.disable_progress_bar, bars.enable_progress_bar
+    ):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
@@ -254,8 +287,11 @@ def _run_transformers(folder: Path, tokens: torch.Tensor, config: ModelConfig) -
                 )
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith(".mlp.experts"):  # rows, choices, weights in every release; what routers return differs
-            module.register_forward_pre_hook(lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1)))
+        # rows, choices, weights in every release; what routers return differs
+        if name.endswith(".mlp.experts"):
+            module.register_forward_pre_hook(
+                lambda _module, inputs: chosen.append(inputs[1].view(*tokens.shape, -1))
+            )
     with torch.no_grad():
         logits = model.eval()(tokens).logits
     return logits, torch.stack(chosen, dim=2) if chosen else torch.empty(0)

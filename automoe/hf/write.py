@@ -1,7 +1,7 @@
 """A model on any mesh written as a HuggingFace checkpoint directory, all of it or nothing.
 
-Every rank streams the tensors that the plan gives it into files of its own. The directory gets its name when
-everything is on disk and checked.
+Every rank streams the tensors that the plan gives it into files of its own. The directory gets its
+name when everything is on disk and checked.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ def to_hf(
     overwrite: bool = False,
     verify: bool = True,
 ) -> Written:
-    """Write ``model`` as a HuggingFace checkpoint directory, which gets its name when it is complete and proven.
+    """Write ``model`` as a HuggingFace checkpoint directory, which gets its name when it is
+    complete and proven.
 
     Collective; ranks share the file system. Adapters are merged into the model's own weights first
-    (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where it is set,
-    gives what weights cannot tell: token ids, generation settings, tokenizer files.
+    (``merge_adapters``), which stay merged. ``model.hf_path`` of the model's configuration, where
+    it is set, gives what weights cannot tell: token ids, generation settings, tokenizer files.
 
-    Args:
-        model: the model, or this rank's pipeline stages of it.
-        dtype: dtype of parameters: ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is quantized; without
-            one the parameters' own), ``bfloat16`` or ``float32``, or torch's own name of these; buffers keep theirs.
+    Args: model: the model, or this rank's pipeline stages of it. dtype: dtype of parameters:
+        ``keep`` (as in the checkpoint at hf_path, bfloat16 if that is quantized; without
+            one the parameters' own), ``bfloat16`` or ``float32``, or torch's own name of these;
+            buffers keep theirs.
         fp8: store the matrices of layers in block-FP8, like DeepSeek-V3's own checkpoint.
         max_shard_bytes: largest file, unless one tensor alone is larger.
-        tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or ``none``; default:
-            that of hf_path.
+        tokenizer: tokenizer of the training text: ``byte``, a directory whose files are copied, or
+            ``none``; default: that of hf_path.
         chat: chat template of the training; its end of an answer stops generation.
         overwrite: replace a checkpoint directory that is there.
-        verify: compare every number with the model, and the whole with transformers (``verify_hf``).
+        verify: compare every number with the model, and the whole with transformers
+            (``verify_hf``).
 
-    Raises:
-        ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype; no such tokenizer, which
+    Raises: ConfigError: ``fp8`` of a family that has no such checkpoints, or another dtype; no such
+        tokenizer, which
             ranks of several are told as a CheckpointError.
-        CheckpointError: on every rank alike: the directory exists or cannot be written, or is not equal to the
-            model. Nothing is left under ``path`` then, and an older export stays.
+        CheckpointError: on every rank alike: the directory exists or cannot be written, or is not
+            equal to the model. Nothing is left under ``path`` then, and an older export stays.
     """
     dtype = str(dtype).removeprefix("torch.")
     parts, path, ranks = as_parts(model), Path(path).expanduser().absolute(), Ranks()
@@ -68,7 +70,8 @@ def to_hf(
     keys = family_of(config).keys
     quantization = fp8_config(config, keys) if fp8 else None
     out_dtype = export_dtype(dtype)
-    # ``keep`` takes the dtypes of the weights that training started from: parameters are wider while they are trained.
+    # ``keep`` takes the dtypes of the weights that training started from: parameters are wider
+    # while they are trained.
     source = None
     if dtype == "keep" and config.hf_path is not None:
         upcycling = upcycled_model(config)[1] if config.upcycle else None
@@ -80,7 +83,9 @@ def to_hf(
         written = write_tensors(plan, gather, ranks, folder, max_shard_bytes)
         bases = {item.shard.base for item in plan if isinstance(item.shard, PackedShard)}
         written = replace(written, base="".join(bases))
-        ranks.lead(lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat))
+        ranks.lead(
+            lambda: write_settings(folder, config, written.dtype, tokenizer, quantization, chat)
+        )
         if verify:
             error = verify_hf(parts, folder, dtype={item.key: item.dtype for item in plan}, fp8=fp8)
             written = replace(written, checked=True, fp8=fp8, logits_error=error)

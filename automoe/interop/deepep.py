@@ -1,9 +1,10 @@
 """DeepEP behind one file: v1 (``Buffer``) and v2 (``ElasticBuffer``) as one ``TokenExchange``.
 
-The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has not run them on a
-GPU. DeepEP is built from its sources: the only release on the package index does not compile. Every name comes from
-``deep_ep`` itself, since its inner modules moved between the two lines. Calls stay in the order of the current stream
-(no ``async_finish``, no ``async_with_compute_stream``), so their ``EventOverlap`` is never needed.
+The calls follow the signatures of v1.2.1 and 2.1.0 as published in their sources; this project has
+not run them on a GPU. DeepEP is built from its sources: the only release on the package index does
+not compile. Every name comes from ``deep_ep`` itself, since its inner modules moved between the two
+lines. Calls stay in the order of the current stream (no ``async_finish``, no
+``async_with_compute_stream``), so their ``EventOverlap`` is never needed.
 
 Shapes: T tokens of this rank, H hidden, K top-k, E experts, R distinct tokens received.
 """
@@ -25,18 +26,24 @@ _buffers: list[Any] = []  # of this process, in the order in which every rank ma
 
 
 def open_deepep(group: dist.ProcessGroup) -> TokenExchange:
-    """The exchange over ``group`` by the installed line of DeepEP. Its first call allocates the buffers.
+    """The exchange over ``group`` by the installed line of DeepEP. Its first call allocates the
+    buffers.
 
     Raises:
         BackendError: DeepEP is not installed, or does not serve this group; names ``alltoall``.
     """
     remedy = "Build DeepEP from its sources, or set moe.dispatcher=alltoall"
     deep_ep = import_backend("deep_ep", "moe.dispatcher=deepep", remedy)
-    return ElasticExchange(deep_ep, group) if hasattr(deep_ep, "ElasticBuffer") else BufferExchange(deep_ep, group)
+    return (
+        ElasticExchange(deep_ep, group)
+        if hasattr(deep_ep, "ElasticBuffer")
+        else BufferExchange(deep_ep, group)
+    )
 
 
 def _kept(buffer: Any) -> Any:
-    """``buffer``, until ``close_deepep``; one that has grown too small too, since handles in flight lead to it."""
+    """``buffer``, until ``close_deepep``; one that has grown too small too, since handles in flight
+    lead to it."""
     _buffers.append(buffer)
     return buffer
 
@@ -44,8 +51,8 @@ def _kept(buffer: Any) -> Any:
 def close_deepep() -> None:
     """Destroy this process's buffers. Collective; to be called before process groups are destroyed.
 
-    A buffer left to Python's end waits there for ranks that have gone, and ``destroy_process_group`` for the buffer
-    (NVIDIA-NeMo/Automodel#2686).
+    A buffer left to Python's end waits there for ranks that have gone, and
+    ``destroy_process_group`` for the buffer (NVIDIA-NeMo/Automodel#2686).
     """
     while _buffers:
         _buffers.pop(0).destroy()
@@ -67,7 +74,9 @@ class BufferExchange:
 
     def dispatch(self, x_TH, topk_ids_TK, weights_TK, num_experts: int) -> Received:
         buffer = self._buffer_for(x_TH.shape[1] * x_TH.element_size())
-        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_ids_TK, num_experts)
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
+            topk_ids_TK, num_experts
+        )
         x_RH, topk_ids_RK, weights_RK, counts, handle, _ = buffer.dispatch(
             x_TH,
             num_tokens_per_rank=per_rank,
@@ -91,10 +100,17 @@ class BufferExchange:
         if row_bytes > self._row_bytes:
             buffer_class = self._deep_ep.Buffer
             buffer_class.set_num_sms(NUM_SMS)
-            configs = [buffer_class.get_dispatch_config(self._size), buffer_class.get_combine_config(self._size)]
+            configs = [
+                buffer_class.get_dispatch_config(self._size),
+                buffer_class.get_combine_config(self._size),
+            ]
             nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, self._size) for c in configs)
             # A build for one node only has no RDMA hint to give, and needs no such buffer.
-            rdma = max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs) if self._size > 8 else 0
+            rdma = (
+                max(c.get_rdma_buffer_size_hint(row_bytes, self._size) for c in configs)
+                if self._size > 8
+                else 0
+            )
             self._buffer = _kept(buffer_class(self._group, nvlink, rdma, explicitly_destroy=True))
             self._row_bytes = row_bytes
         return self._buffer
@@ -119,7 +135,9 @@ class ElasticExchange:
             do_cpu_sync=True,
             do_expand=False,
         )
-        return Received(x_RH, topk_ids_RK, weights_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle))
+        return Received(
+            x_RH, topk_ids_RK, weights_RK, handle.num_recv_tokens_per_expert_list, (buffer, handle)
+        )
 
     def dispatch_again(self, x_TH: torch.Tensor, handle: Any) -> torch.Tensor:
         buffer, layout = handle
@@ -128,13 +146,19 @@ class ElasticExchange:
     combine = BufferExchange.combine  # the same call in both lines
 
     def _buffer_for(self, sizes: tuple[int, int, int], device: torch.device) -> Any:
-        """A buffer with room for (T, H, K). All ranks of a group have the same T, so all of them grow at once."""
+        """A buffer with room for (T, H, K). All ranks of a group have the same T, so all of them
+        grow at once."""
         if any(new > old for new, old in zip(sizes, self._sizes, strict=True)):
             tokens, hidden, top_k = (max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            # It takes the group's NCCL communicator, which is null before its first collective (DeepEP#726).
+            # It takes the group's NCCL communicator, which is null before its first collective
+            # (DeepEP#726).
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             made = self._deep_ep.ElasticBuffer(
-                self._group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k, explicitly_destroy=True
+                self._group,
+                num_max_tokens_per_rank=tokens,
+                hidden=hidden,
+                num_topk=top_k,
+                explicitly_destroy=True,
             )
             self._buffer = _kept(made)
             self._sizes = (tokens, hidden, top_k)

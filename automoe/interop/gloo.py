@@ -1,11 +1,11 @@
 """gloo groups with one worker thread, because two of them corrupt the heap.
 
-A gloo group of torch 2.11 to 2.15 runs its collectives on two threads. Each writes the name of the collective that
-it finished into one ``std::string`` of the group's status, outside the lock. If a rank posts a collective at the moment
-the last one completes, both threads write at once. A name too long for the string's own buffer
-(``ALLGATHER_COALESCED``, used by DTensor's all-gather) is then freed twice, and some time later the process dies with
-``free(): invalid pointer``. Collectives of a group run in the order in which they were posted anyway, so a second
-thread gains little.
+A gloo group of torch 2.11 to 2.15 runs its collectives on two threads. Each writes the name of the
+collective that it finished into one ``std::string`` of the group's status, outside the lock. If a
+rank posts a collective at the moment the last one completes, both threads write at once. A name too
+long for the string's own buffer (``ALLGATHER_COALESCED``, used by DTensor's all-gather) is then
+freed twice, and some time later the process dies with ``free(): invalid pointer``. Collectives of a
+group run in the order in which they were posted anyway, so a second thread gains little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class _OneWorker(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         lazy = OneWorkerGloo.lazy
-        making = min(timeout, OneWorkerGloo.making_timeout)  # a DeviceMesh's groups have half an hour
+        # a DeviceMesh's groups have half an hour
+        making = min(timeout, OneWorkerGloo.making_timeout)
         try:
             devices = [Gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces]
             devices = devices or [Gloo.create_default_device(lazy_init=lazy)]
@@ -53,11 +54,12 @@ class OneWorkerGloo(metaclass=_OneWorker):
 
 
 def use_one_worker(lazy: bool = False, making_timeout: timedelta = timedelta.max) -> None:
-    """Every gloo group made from now on has one worker thread. Call it before ``init_process_group``.
+    """Every gloo group made from now on has one worker thread. Call it before
+    ``init_process_group``.
 
-    Args:
-        lazy: ranks connect when they first send each other something, and not all to all when a group is made.
-        making_timeout: after which ranks give up that wait for others to make a group with.
+    Args: lazy: ranks connect when they first send each other something, and not all to all when a
+        group is made. making_timeout: after which ranks give up that wait for others to make a
+        group with.
     """
     OneWorkerGloo.lazy, OneWorkerGloo.making_timeout = lazy, making_timeout
     replace_gloo(OneWorkerGloo)

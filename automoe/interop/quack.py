@@ -1,10 +1,12 @@
 """``moe.experts=quack``: the experts made of quack-kernels' products (CuTe DSL, Hopper and later).
 
-The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; this project has not
-run them on a GPU. As in ``automoe.kernels``, the products gather the rows that they read. Besides the arguments,
-only gate and up before the activation are kept for the backward, here interleaved (g0, u0, g1, u1, ...).
+The calls follow ``quack.gemm_interface`` of quack-kernels 0.3.11 as published in its sources; this
+project has not run them on a GPU. As in ``automoe.kernels``, the products gather the rows that they
+read. Besides the arguments, only gate and up before the activation are kept for the backward, here
+interleaved (g0, u0, g1, u1, ...).
 
-Shapes: T rows to read from, R computed rows, E experts of this rank, H hidden, I expert width, J = 2I.
+Shapes: T rows to read from, R computed rows, E experts of this rank, H hidden, I expert width, J =
+    2I.
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ from automoe.moe.grouped_mm import zero_gradients
 # Of the epilogue that computes gradients: it packs a gate and an up into 32 bits.
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = 9
-FIXED = dict(dynamic_scheduler=False, tuned=False)  # tuning would start again with every new number of rows
+# tuning would start again with every new number of rows
+FIXED = dict(dynamic_scheduler=False, tuned=False)
 
 
 def experts() -> ExpertFn:
-    """See ``automoe.moe.experts`` for the arguments and the result; SwiGLU without biases, bfloat16 and float16.
+    """See ``automoe.moe.experts`` for the arguments and the result; SwiGLU without biases, bfloat16
+    and float16.
 
-    Rows past the last offset are not computed: their output, and what they add to the gradients of x and probs,
-    is whatever memory held. Gradients of gathered rows are added up by torch, on CUDA with atomics.
+    Rows past the last offset are not computed: their output, and what they add to the gradients of
+    x and probs, is whatever memory held. Gradients of gathered rows are added up by torch, on CUDA
+    with atomics.
 
-    Raises:
-        BackendError: quack does not import, or the GPU is older than Hopper; names the backend that there is.
+    Raises: BackendError: quack does not import, or the GPU is older than Hopper; names the backend
+        that there is.
     """
     remedy = "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
     ops = import_backend("quack.gemm_interface", "moe.experts=quack", remedy)
@@ -47,18 +52,34 @@ def experts() -> ExpertFn:
 
 
 def _experts(
-    ops: Any, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
+    ops: Any,
+    x_TH,
+    gather_idx_R,
+    offsets_E,
+    probs_R,
+    gate_up_proj_E2IH,
+    down_proj_EHI,
+    gate_up_proj_bias_E2I=None,
+    down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
-) -> torch.Tensor:  # fmt: skip
-    if gate_up_proj_bias_E2I is not None or down_proj_bias_EH is not None or activation is not SWIGLU:
-        raise BackendError("moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm")
+) -> torch.Tensor:
+    if (
+        gate_up_proj_bias_E2I is not None
+        or down_proj_bias_EH is not None
+        or activation is not SWIGLU
+    ):
+        raise BackendError(
+            "moe.experts=quack has SwiGLU experts without biases alone. Set moe.experts=grouped_mm"
+        )
     if x_TH.dtype not in DTYPES:
         raise BackendError(
             f"moe.experts=quack computes in bfloat16 and float16, and the rows are {x_TH.dtype}. Set "
             "moe.experts=grouped_mm"
         )
     gate_up_proj_EJH = gate_up_proj_E2IH.flatten(1, 2)
-    return _QuackExperts.apply(ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI)
+    return _QuackExperts.apply(
+        ops, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI
+    )
 
 
 class _QuackExperts(torch.autograd.Function):
@@ -76,7 +97,8 @@ class _QuackExperts(torch.autograd.Function):
         ends = F.pad(offsets_E.int(), (1, 0))  # [E + 1], from 0
         row_idx_R = gather_idx_R.to(torch.int32, copy=True)
         args = x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI
-        if gather_idx_R.shape[0] == 0:  # kernels need not take empty operands, but the backward will still run
+        # kernels need not take empty operands, but the backward will still run
+        if gather_idx_R.shape[0] == 0:
             ctx.save_for_backward(*args, row_idx_R, ends, x_TH.new_empty(0))
             return x_TH.new_empty(0, x_TH.shape[1])
         gate_up_RJ, act_RI = ops.gemm_gated(
@@ -100,8 +122,9 @@ class _QuackExperts(torch.autograd.Function):
         if gather_idx_R.shape[0] == 0:
             return None, *zero_gradients(*args)
         ops, grad_out_RH = ctx.ops, grad_out_RH.contiguous()
-        # One product and its epilogue: the gradient of gate and up, the weighted activation once more, and
-        # for the gradient of probs each row's product of the activation with its own gradient.
+        # One product and its epilogue: the gradient of gate and up, the weighted activation once
+        # more, and for the gradient of probs each row's product of the activation with its own
+        # gradient.
         grad_gate_up_RJ, act_RI, grad_probs_R = ops.gemm_dgated(
             grad_out_RH,
             down_proj_EHI,
@@ -113,16 +136,36 @@ class _QuackExperts(torch.autograd.Function):
             **FIXED,
         )
         grad_w_down_EHI = _product(ops, grad_out_RH.mT, act_RI, cu_seqlens_k=ends)
-        # Transposed, because only the rows of the left operand can be gathered. Gates and ups are interleaved in
-        # grad_gate_up and halves of the result, along the dim that is not contiguous.
+        # Transposed, because only the rows of the left operand can be gathered. Gates and ups are
+        # interleaved in grad_gate_up and halves of the result, along the dim that is not
+        # contiguous.
         grad_w_gate_up_EJH = torch.empty_like(gate_up_proj_EJH)
         out, halves = grad_w_gate_up_EJH.mT, ("out",)
-        _product(ops, x_TH.mT, grad_gate_up_RJ, out=out, cu_seqlens_k=ends, A_idx=row_idx_R, concat_layout=halves)
-        grad_rows_RH = _product(ops, grad_gate_up_RJ, gate_up_proj_EJH, cu_seqlens_m=ends, concat_layout=("B",))
+        _product(
+            ops,
+            x_TH.mT,
+            grad_gate_up_RJ,
+            out=out,
+            cu_seqlens_k=ends,
+            A_idx=row_idx_R,
+            concat_layout=halves,
+        )
+        grad_rows_RH = _product(
+            ops, grad_gate_up_RJ, gate_up_proj_EJH, cu_seqlens_m=ends, concat_layout=("B",)
+        )
         grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
-        return None, grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up_EJH, grad_w_down_EHI
+        return (
+            None,
+            grad_x_TH,
+            None,
+            None,
+            grad_probs_R.to(probs_R.dtype),
+            grad_w_gate_up_EJH,
+            grad_w_down_EHI,
+        )
 
 
 def _product(ops: Any, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Each expert's ``left @ right``; cu_seqlens_m are its rows of left, cu_seqlens_k its part of the summed dim."""
+    """Each expert's ``left @ right``; cu_seqlens_m are its rows of left, cu_seqlens_k its part of
+    the summed dim."""
     return ops.gemm(left, right, **options, **FIXED)

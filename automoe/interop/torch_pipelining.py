@@ -1,8 +1,10 @@
-"""Private parts of torch's pipelining that automoe uses or replaces; those of the rest of torch: ``torch_private``.
+"""Private parts of torch's pipelining that automoe uses or replaces; those of the rest of torch:
+``torch_private``.
 
-Each function says what it does, why no public function of torch does it, and which form the private name has in the
-releases that were tried: 2.11, 2.13, 2.14 and 2.15. ``tests/interop/test_torch_private.py`` has a test for each that
-fails when a release removes the name or changes its meaning.
+Each function says what it does, why no public function of torch does it, and which form the private
+name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
+``tests/interop/test_torch_private.py`` has a test for each that fails when a release removes the
+name or changes its meaning.
 """
 
 from __future__ import annotations
@@ -23,24 +25,30 @@ Works = list[dist.Work]
 def unshard_every_stage_once() -> None:
     """Make interleaved schedules keep all stages of a rank unsharded until the end of a step.
 
-    By default torch keeps at most three stages unsharded and all-gathers the others again for every round of
-    micro-batches: 39 all-gathers per step for DeepSeek-V3 with 4 stages per rank and 128 micro-batches, instead of 4.
-    2.11 to 2.15: ``schedules._add_unshard_reshard(compute_actions, max_active_stages=3)``, which schedules call by its
-    name in the module without the second argument.
+    By default torch keeps at most three stages unsharded and all-gathers the others again for every
+    round of micro-batches: 39 all-gathers per step for DeepSeek-V3 with 4 stages per rank and 128
+    micro-batches, instead of 4. 2.11 to 2.15: ``schedules._add_unshard_reshard(compute_actions,
+    max_active_stages=3)``, which schedules call by its name in the module without the second
+    argument.
     """
-    vars(schedules)["_add_unshard_reshard"] = partial(schedules._add_unshard_reshard, max_active_stages=sys.maxsize)
+    vars(schedules)["_add_unshard_reshard"] = partial(
+        schedules._add_unshard_reshard, max_active_stages=sys.maxsize
+    )
 
 
 def starts_sends_one_by_one(schedule: Any) -> bool:
-    """Return True for a schedule that starts each send by itself and waits for all of them at the end of a step.
+    """Return True for a schedule that starts each send by itself and waits for all of them at the
+    end of a step.
 
-    2.11 to 2.15: a subclass of ``schedules._PipelineScheduleRuntime``, as ``ScheduleInterleaved1F1B`` is.
+    2.11 to 2.15: a subclass of ``schedules._PipelineScheduleRuntime``, as
+        ``ScheduleInterleaved1F1B`` is.
     """
     return isinstance(schedule, schedules._PipelineScheduleRuntime)
 
 
 def wait_as_schedules_do(works: Works) -> None:
-    """Wait for sends or receives as schedules do now. 2.11 to 2.15: ``schedules._wait_batch_p2p(works)``.
+    """Wait for sends or receives as schedules do now. 2.11 to 2.15:
+    ``schedules._wait_batch_p2p(works)``.
 
     Looked up at every call, since ``replaced_waits`` replaces it.
     """
@@ -51,9 +59,10 @@ def wait_as_schedules_do(works: Works) -> None:
 def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
     """Make schedules and stages wait for sends and receives with ``wait``.
 
-    Schedules have no argument for it and wait with the timeout that a group was made with. 2.11 to 2.15: schedules wait
-    in ``schedules._wait_batch_p2p``. Since 2.13 stages also agree, by blocking ``dist.send`` and ``dist.recv``, whether
-    to infer shapes, whenever an evaluation begins and the training after it.
+    Schedules have no argument for it and wait with the timeout that a group was made with. 2.11 to
+    2.15: schedules wait in ``schedules._wait_batch_p2p``. Since 2.13 stages also agree, by blocking
+    ``dist.send`` and ``dist.recv``, whether to infer shapes, whenever an evaluation begins and the
+    training after it.
     """
     waits, send, recv = schedules._wait_batch_p2p, dist.send, dist.recv
     schedules._wait_batch_p2p = wait
@@ -68,14 +77,16 @@ def replaced_waits(wait: Callable[[Works], None]) -> Iterator[None]:
 class BufferlessStage(PipelineStage):
     """A stage whose receive buffers live from the receive until their tensor has been used.
 
-    PipelineStage makes one for every micro-batch of the step, for inputs and for gradients of outputs, and keeps them.
-    Here those are on the meta device, and take no memory; a real one is made when the tensor is about to be received.
-    After the forward pass an input lives as long as the backward pass of its micro-batch needs it.
+    PipelineStage makes one for every micro-batch of the step, for inputs and for gradients of
+    outputs, and keeps them. Here those are on the meta device, and take no memory; a real one is
+    made when the tensor is about to be received. After the forward pass an input lives as long as
+    the backward pass of its micro-batch needs it.
 
-    2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments that differ) make the
-    buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``, tuples by micro-batch of objects with
-    ``buffer``. Receives are public methods: 2.14 changed the private one below them, ``_get_recv_ops``. 2.15 makes and
-    frees buffers as this class does: ``buffer`` is None except from the receive to the use.
+    2.11 to 2.14: ``_prepare_forward_infra`` and ``_prepare_backward_infra`` (with arguments that
+    differ) make the buffers on ``device``, in ``args_recv_info`` and ``grad_recv_info``, tuples by
+    micro-batch of objects with ``buffer``. Receives are public methods: 2.14 changed the private
+    one below them, ``_get_recv_ops``. 2.15 makes and frees buffers as this class does: ``buffer``
+    is None except from the receive to the use.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +115,8 @@ class BufferlessStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         received = self.args_recv_info[fwd_chunk_id]
-        for info in received:  # torch 2.11 decides once, in the first step, and that may be an evaluation
+        # torch 2.11 decides once, in the first step, and that may be an evaluation
+        for info in received:
             buffer = getattr(info, "buffer", None)
             if buffer is not None and buffer.is_floating_point():
                 buffer.requires_grad_(self.has_backward)
@@ -112,15 +124,22 @@ class BufferlessStage(PipelineStage):
         _move_buffers(received, torch.device("meta"))
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
         if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step, and the graph would keep the stage's input
+            # the schedule keeps it to the end of the step, and the graph would keep the stage's
+            # input
+            loss.detach_()
 
 
 def _move_buffers(recv_infos: tuple[Any, ...], device: torch.device) -> None:
     for info in recv_infos:
-        buffer = getattr(info, "buffer", None)  # None for inputs of the first stage, and absent in torch 2.11
+        # None for inputs of the first stage, and absent in torch 2.11
+        buffer = getattr(info, "buffer", None)
         if buffer is not None:
-            info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
+            info.buffer = torch.empty_like(
+                buffer, device=device, requires_grad=buffer.requires_grad
+            )

@@ -1,11 +1,13 @@
-"""Every private part of torch that automoe uses, apart from the pipeline's (``automoe.interop.torch_pipelining``).
+"""Every private part of torch that automoe uses, apart from the pipeline's
+(``automoe.interop.torch_pipelining``).
 
-Each function says what it does, why no public function of torch does it, and which form the private name has in the
-releases that were tried: 2.11, 2.13, 2.14 and 2.15. ``tests/interop/test_torch_private.py`` has a test for each that
-fails when a release removes the name or changes its meaning. No other file names a private part of torch.
+Each function says what it does, why no public function of torch does it, and which form the private
+name has in the releases that were tried: 2.11, 2.13, 2.14 and 2.15.
+``tests/interop/test_torch_private.py`` has a test for each that fails when a release removes the
+name or changes its meaning. No other file names a private part of torch.
 
-Rooms from ``automoe.storage`` upwards import this module; it imports none of them. Parts of torch that take long to
-import, or that only some runs need, are imported in the function that uses them.
+Rooms from ``automoe.storage`` upwards import this module; it imports none of them. Parts of torch
+that take long to import, or that only some runs need, are imported in the function that uses them.
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)  # before ``replace_gloo``; None on builds without it
+# before ``replace_gloo``; None on builds without it
+Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 
-# Class of tensors that wait for their collective when an operation of torch first reads them. Public collectives return
-# such a wait as a ``Work`` beside the tensor, which autograd cannot carry. 2.11 to 2.15: ``AsyncCollectiveTensor``.
+# Class of tensors that wait for their collective when an operation of torch first reads them.
+# Public collectives return such a wait as a ``Work`` beside the tensor, which autograd cannot
+# carry. 2.11 to 2.15: ``AsyncCollectiveTensor``.
 AsyncTensor = functional.AsyncCollectiveTensor
 
-_all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+_all_gather = (
+    getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+)
 _reduce_scatter = (
-    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
+    getattr(functional, "reduce_scatter_single_autograd", None)
+    or functional.reduce_scatter_tensor_autograd
 )
 
 
@@ -40,48 +47,61 @@ _reduce_scatter = (
 def process_groups() -> list[dist.ProcessGroup]:
     """Return the groups of this rank in the order in which they were made.
 
-    torch has a public count of them (``get_pg_count``) and no list. 2.11 to 2.15: ``_world.pg_map``, a dict by group.
+    torch has a public count of them (``get_pg_count``) and no list. 2.11 to 2.15:
+    ``_world.pg_map``, a dict by group.
     """
     return list(distributed_c10d._world.pg_map)
 
 
 def group_members() -> dict[str, list[int]]:
-    """Return the global ranks of each group by the group's name, safe while another thread makes a group.
+    """Return the global ranks of each group by the group's name, safe while another thread makes a
+    group.
 
-    ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has ranks.
-    2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by group, local rank by global
-    rank).
+    ``get_process_group_ranks`` raises for a group that is being made: it has a name before it has
+    ranks. 2.11 to 2.15: ``_world.pg_names`` (name by group) and ``_world.pg_group_ranks`` (by
+    group, local rank by global rank).
     """
     world = distributed_c10d._world
-    return {name: sorted(world.pg_group_ranks.get(group, ())) for group, name in list(world.pg_names.items())}
+    return {
+        name: sorted(world.pg_group_ranks.get(group, ()))
+        for group, name in list(world.pg_names.items())
+    }
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Make collectives of ``group`` fail after ``timeout`` from now on.
 
-    Publicly a timeout can only be given when a group is made, and DeviceMesh gives its groups torch's default.
-    2.11 to 2.15: ``distributed_c10d._set_pg_timeout(timeout, group)``.
+    Publicly a timeout can only be given when a group is made, and DeviceMesh gives its groups
+    torch's default. 2.11 to 2.15: ``distributed_c10d._set_pg_timeout(timeout, group)``.
     """
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> Callable[[], timedelta] | None:
-    """Return a function that tells the current timeout of a gloo group; None if ``group`` has no options (a fake one).
+    """Return a function that tells the current timeout of a gloo group; None if ``group`` has no
+    options (a fake one).
 
-    The options are public only when a group is made. 2.11 to 2.15: ``group._get_backend(device).options._timeout``,
-    which ``set_group_timeout`` changes.
+    The options are public only when a group is made. 2.11 to 2.15:
+    ``group._get_backend(device).options._timeout``, which ``set_group_timeout`` changes.
     """
     options = group._get_backend(torch.device("cpu")).options
     return None if options is None else lambda: options._timeout
 
 
 def gloo_group(
-    store: Any, rank: int, size: int, devices: list[Any], making: timedelta, timeout: timedelta, **others: Any
+    store: Any,
+    rank: int,
+    size: int,
+    devices: list[Any],
+    making: timedelta,
+    timeout: timedelta,
+    **others: Any,
 ) -> Any:
     """Make a gloo group with one worker thread, which ``init_process_group`` has no argument for.
 
-    2.11 to 2.15: ``ProcessGroupGloo._Options`` with ``_threads``, ``_timeout`` and ``_devices``, and the group's
-    ``_set_default_timeout``. Releases from 2.14 on add options, such as ``enable_reconfigure``.
+    2.11 to 2.15: ``ProcessGroupGloo._Options`` with ``_threads``, ``_timeout`` and ``_devices``,
+    and the group's ``_set_default_timeout``. Releases from 2.14 on add options, such as
+    ``enable_reconfigure``.
 
     Args:
         devices: of ``Gloo.create_device``.
@@ -103,18 +123,21 @@ def gloo_group(
 def replace_gloo(made: Any) -> None:
     """Make torch call ``made`` instead of ``ProcessGroupGloo`` whenever it makes a gloo group.
 
-    ``register_backend`` cannot replace a backend that is built in. 2.11 to 2.15: ``distributed_c10d`` looks
-    ``ProcessGroupGloo`` up among its own names, to make groups and to recognise them.
+    ``register_backend`` cannot replace a backend that is built in. 2.11 to 2.15:
+    ``distributed_c10d`` looks ``ProcessGroupGloo`` up among its own names, to make groups and to
+    recognise them.
     """
     if Gloo is not None:
         vars(distributed_c10d)["ProcessGroupGloo"] = made
 
 
 def flight_records(active: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, pickled record) of the flight recorders of this process: gloo's, and NCCL's if torch has it.
+    """Yield (name, pickled record) of the flight recorders of this process: gloo's, and NCCL's if
+    torch has it.
 
     torch's public door to them writes files when a watchdog ends the process. 2.11 to 2.15:
-    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack traces, only active).
+    ``torch._C._distributed_c10d._dump_fr_trace`` and ``_dump_nccl_trace`` (collectives, stack
+    traces, only active).
 
     Args:
         active: leave out collectives that have ended.
@@ -142,8 +165,9 @@ def fake_store() -> Any:
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate every rank's ``x`` along ``dim``, differentiable and asynchronous.
 
-    ``torch.distributed.nn`` waits in every collective. ``torch.distributed._functional_collectives``:
-    ``all_gather_tensor_autograd`` in 2.11; ``all_gather_single_autograd`` since 2.13, which warns at the old name.
+    ``torch.distributed.nn`` waits in every collective.
+    ``torch.distributed._functional_collectives``: ``all_gather_tensor_autograd`` in 2.11;
+    ``all_gather_single_autograd`` since 2.13, which warns at the old name.
     """
     return _all_gather(x, dim, group)
 
@@ -173,13 +197,16 @@ def all_to_all(
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return a mesh of one axis ``name`` over all axes of ``mesh``. Collective when first called.
 
-    FSDP over two axes beside tensor parallelism needs a mesh of the same root; ``DeviceMesh.from_group`` makes a new
-    root. 2.11 to 2.15: ``DeviceMesh._flatten(name)``, which keeps the group it has made.
+    FSDP over two axes beside tensor parallelism needs a mesh of the same root;
+    ``DeviceMesh.from_group`` makes a new root. 2.11 to 2.15: ``DeviceMesh._flatten(name)``, which
+    keeps the group it has made.
     """
     return mesh._flatten(name)
 
 
-def split_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def split_axis(
+    mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
     """Return ``mesh`` with ``axis`` split into axes ``names`` of ``sizes``. Collective.
 
     2.11 to 2.15: ``DeviceMesh._unflatten``; 2.11 takes an axis by its place only.
@@ -188,9 +215,11 @@ def split_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the axes of all ``meshes``, which have one root: HSDP over a flattened axis.
+    """Return a mesh with the axes of all ``meshes``, which have one root: HSDP over a flattened
+    axis.
 
-    A slice of the root takes axes as they are, not flattened ones. 2.11 to 2.15: ``DeviceMesh._concatenate(list)``.
+    A slice of the root takes axes as they are, not flattened ones. 2.11 to 2.15:
+    ``DeviceMesh._concatenate(list)``.
     """
     return DeviceMesh._concatenate(list(meshes))
 
@@ -203,13 +232,19 @@ def offset_of_shard(tensor: Any) -> tuple[int, ...]:
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+    return tuple(
+        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[
+            1
+        ]
+    )
 
 
 def is_strided_shard(placement: Any) -> bool:
-    """Return True for the placement with which FSDP shards a dim that tp or etp has already sharded.
+    """Return True for the placement with which FSDP shards a dim that tp or etp has already
+    sharded.
 
-    2.11 to 2.15: ``placement_types._StridedShard``, with ``dim`` as ``Shard``, of which it is no subclass.
+    2.11 to 2.15: ``placement_types._StridedShard``, with ``dim`` as ``Shard``, of which it is no
+        subclass.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -219,8 +254,9 @@ def is_strided_shard(placement: Any) -> bool:
 def use_ring_attention() -> None:
     """Make SDPA over DTensors sharded along the sequence run torch's ring attention, from now on.
 
-    The public ``context_parallel`` ends with a ``with`` block, before the backward pass that a pipeline runs later.
-    2.11 to 2.15: ``torch.distributed.tensor.experimental._attention._enable_context_parallel_dispatcher()``.
+    The public ``context_parallel`` ends with a ``with`` block, before the backward pass that a
+    pipeline runs later. 2.11 to 2.15:
+    ``torch.distributed.tensor.experimental._attention._enable_context_parallel_dispatcher()``.
     """
     from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher
 
@@ -243,10 +279,11 @@ def cached_functions() -> list[Any]:
 def forget_meshes(hidden: list[Any]) -> None:
     """Empty what torch.distributed remembers of meshes whose groups are gone.
 
-    DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its groups have other
-    names. 2.11 to 2.15: ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
-    ``torch.distributed.tensor._redistribute.clear_redistribute_planner_cache`` and ``DeviceMesh._pg_registry``, which
-    keeps the groups of meshes that FSDP has seen.
+    DTensor caches results by mesh, and a mesh of a later world may equal an earlier one while its
+    groups have other names. 2.11 to 2.15:
+    ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
+    ``torch.distributed.tensor._redistribute.clear_redistribute_planner_cache`` and
+    ``DeviceMesh._pg_registry``, which keeps the groups of meshes that FSDP has seen.
 
     Args:
         hidden: result of ``cached_functions`` before a ``gc.freeze``, which hides them.
@@ -284,12 +321,14 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def foreach_add_(tensors: list[torch.Tensor], number: float) -> None:
-    """Add ``number`` to every tensor in one kernel. 2.11 to 2.15: ``torch._foreach_add_``, without a public name."""
+    """Add ``number`` to every tensor in one kernel. 2.11 to 2.15: ``torch._foreach_add_``, without
+    a public name."""
     torch._foreach_add_(tensors, number)
 
 
 def foreach_mul_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
-    """Multiply every tensor by a scalar tensor in one kernel. 2.11 to 2.15: ``torch._foreach_mul_``.
+    """Multiply every tensor by a scalar tensor in one kernel. 2.11 to 2.15:
+    ``torch._foreach_mul_``.
 
     ``torch.nn.utils.clip_grads_with_norm_`` takes parameters, and scales by their whole DTensors.
     """
@@ -297,15 +336,19 @@ def foreach_mul_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
 
 
 def foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the 2-norm of each tensor, summed in ``dtype``, in one kernel. 2.11 to 2.15: ``torch._foreach_norm``.
+    """Return the 2-norm of each tensor, summed in ``dtype``, in one kernel. 2.11 to 2.15:
+    ``torch._foreach_norm``.
 
     ``torch.nn.utils.get_total_norm`` sums in the gradients' dtype.
     """
     return torch._foreach_norm(tensors, 2, dtype=dtype)
 
 
-def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (normed x, 1 / root mean square of each row), where ``F.rms_norm`` returns the first alone.
+def fused_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (normed x, 1 / root mean square of each row), where ``F.rms_norm`` returns the first
+    alone.
 
     2.11 to 2.15: ``torch.ops.aten._fused_rms_norm(x, shape, weight, eps)``.
     """
@@ -315,15 +358,20 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[t
 def fused_rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``x`` and ``weight``; ``scales`` is the second result of ``fused_rms_norm``.
+    """Return the gradients of ``x`` and ``weight``; ``scales`` is the second result of
+    ``fused_rms_norm``.
 
-    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scales, weight, which gradients)``.
+    2.11 to 2.15: ``torch.ops.aten._fused_rms_norm_backward(grad, x, shape, scales, weight, which
+        gradients)``.
     """
-    return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, scales, weight, [True, True])
+    return torch.ops.aten._fused_rms_norm_backward(
+        grad, x, weight.shape, scales, weight, [True, True]
+    )
 
 
 def profiler_runs() -> bool:
-    """Return True while a torch profiler records in this process; opening a range costs time even if none does.
+    """Return True while a torch profiler records in this process; opening a range costs time even
+    if none does.
 
     2.11 to 2.15: ``torch.autograd.profiler._is_profiler_enabled``.
     """
@@ -334,10 +382,12 @@ def profiler_runs() -> bool:
 
 
 def state_dict_stager(pin_memory: bool) -> Any:
-    """Return torch's copier of a state dict into CPU memory that it keeps for the next copy (``stage``).
+    """Return torch's copier of a state dict into CPU memory that it keeps for the next copy
+    (``stage``).
 
-    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. 2.11 to 2.15:
-    ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory, share_memory)``.
+    The public ``DefaultStager`` of 2.11 serves one save and raises KeyError at the next. 2.11 to
+    2.15: ``torch.distributed.checkpoint._state_dict_stager.StateDictStager(pin_memory,
+    share_memory)``.
 
     Raises:
         ImportError: torch has none.
@@ -349,11 +399,14 @@ def state_dict_stager(pin_memory: bool) -> Any:
 
 
 def cache_plans_under(planner: Any, key: str) -> None:
-    """Make a ``DefaultSavePlanner`` with plan caching keep its plans under ``key`` instead of its class's name.
+    """Make a ``DefaultSavePlanner`` with plan caching keep its plans under ``key`` instead of its
+    class's name.
 
     2.11 to 2.15: ``SavePlanner._cached_plans_key``, set by the constructor.
     """
-    assert hasattr(planner, "_cached_plans_key"), "torch's save planner has no key of its cached plans"
+    assert hasattr(planner, "_cached_plans_key"), (
+        "torch's save planner has no key of its cached plans"
+    )
     planner._cached_plans_key = key
 
 

@@ -1,4 +1,5 @@
-"""Everything automoe takes from torchtitan, behind one file: its public names change between releases.
+"""Everything automoe takes from torchtitan, behind one file: its public names change between
+releases.
 
 Imported only when called: it loads triton and torch's distributed stack.
 """
@@ -15,13 +16,14 @@ _A100 = 312e12  # what torchtitan answers for any device that it does not know
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device named as ``torch.cuda.get_device_name`` does; None if unknown.
 
-    torchtitan answers with an A100 for any device that is not in its table, which would turn an unknown
-    peak into a wrong utilisation: that answer counts only for an A100. On a machine with an H100 it looks
-    at the hardware first and answers for that card, whatever the name.
+    torchtitan answers with an A100 for any device that is not in its table, which would turn an
+    unknown peak into a wrong utilisation: that answer counts only for an A100. On a machine with an
+    H100 it looks at the hardware first and answers for that card, whatever the name.
     """
     get_peak_flops = _titan("torchtitan.tools.utils").get_peak_flops
     logger = _titan("torchtitan.tools.logging").logger
-    disabled, logger.disabled = logger.disabled, True  # it warns about the guess that is discarded here
+    # it warns about the guess that is discarded here
+    disabled, logger.disabled = logger.disabled, True
     try:
         flops = float(get_peak_flops(device_name))
     finally:

@@ -1,11 +1,14 @@
-"""transformer-engine behind one file: ``kernels.attention=te``, ``kernels.norm=te`` and ``moe.experts=te``.
+"""transformer-engine behind one file: ``kernels.attention=te``, ``kernels.norm=te`` and
+``moe.experts=te``.
 
-The calls follow the signatures of 2.20.2 as published in its sources; this project has not run them on a GPU.
-Parameters stay the model's own, under their own names: a module of transformer-engine is made without storage
-and called with ours in place of its parameters. So checkpoints do not change and get none of its extra state.
-Where it does not import, each of these functions raises ``BackendError`` and names what there is instead.
+The calls follow the signatures of 2.20.2 as published in its sources; this project has not run them
+on a GPU. Parameters stay the model's own, under their own names: a module of transformer-engine is
+made without storage and called with ours in place of its parameters. So checkpoints do not change
+and get none of its extra state. Where it does not import, each of these functions raises
+``BackendError`` and names what there is instead.
 
-Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H hidden, I width.
+Shapes: B rows, S positions, N heads, G key heads, R computed rows, E experts of this rank, H
+    hidden, I width.
 """
 
 from __future__ import annotations
@@ -30,9 +33,11 @@ from automoe.parallel.collectives import wait_tensor
 
 
 def attention() -> AttentionFn:
-    """Causal attention by ``DotProductAttention``, which raises ``BackendError`` for a mask or sinks."""
+    """Causal attention by ``DotProductAttention``, which raises ``BackendError`` for a mask or
+    sinks."""
     te = _load("kernels.attention=te", "kernels.attention=sdpa")
-    # Its unfused attention, which keeps every score, would otherwise take what no fused kernel serves.
+    # Its unfused attention, which keeps every score, would otherwise take what no fused kernel
+    # serves.
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
 
     @cache
@@ -61,41 +66,59 @@ def attention() -> AttentionFn:
 
 
 def experts() -> ExpertFn:
-    """The experts' products by ``GroupedLinear``; arguments and result as ``automoe.moe.experts`` says, without biases.
+    """The experts' products by ``GroupedLinear``; arguments and result as ``automoe.moe.experts``
+    says, without biases.
 
-    The host waits once a call for the number of rows of every expert. Gradients of gathered rows are added up by
-    torch, on CUDA with atomics: not in the same order in every run.
-    For biases it raises ``BackendError``.
+    The host waits once a call for the number of rows of every expert. Gradients of gathered rows
+    are added up by torch, on CUDA with atomics: not in the same order in every run. For biases it
+    raises ``BackendError``.
     """
     te = _load("moe.experts=te", "moe.experts=grouped_mm")
 
     @cache
     def module(num_experts: int, size_in: int, size_out: int, dtype: torch.dtype) -> nn.Module:
-        return te.GroupedLinear(num_experts, size_in, size_out, bias=False, params_dtype=dtype, device="meta")
+        return te.GroupedLinear(
+            num_experts, size_in, size_out, bias=False, params_dtype=dtype, device="meta"
+        )
 
     def multiply(rows: torch.Tensor, splits: list[int], weights: torch.Tensor) -> torch.Tensor:
-        """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R, N]."""
+        """rows [R, K], sorted by expert, times each expert's weights [N, K] of [E, N, K] -> [R,
+        N]."""
         num_experts, size_out, size_in = weights.shape
         ours = {f"weight{i}": weight for i, weight in enumerate(weights.unbind(0))}
-        return functional_call(module(num_experts, size_in, size_out, weights.dtype), ours, (rows, splits))
+        return functional_call(
+            module(num_experts, size_in, size_out, weights.dtype), ours, (rows, splits)
+        )
 
     def te_experts(
-        x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
+        x_TH,
+        gather_idx_R,
+        offsets_E,
+        probs_R,
+        gate_up_proj_E2IH,
+        down_proj_EHI,
+        gate_up_proj_bias_E2I=None,
+        down_proj_bias_EH=None,
         activation: Activation = SWIGLU,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         if gate_up_proj_bias_E2I is not None or down_proj_bias_EH is not None:
-            raise BackendError("moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm")
+            raise BackendError(
+                "moe.experts=te has experts without biases alone. Set moe.experts=grouped_mm"
+            )
         ends: list[int] = offsets_E.tolist()
         splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         num_rows, used = gather_idx_R.shape[0], ends[-1]
         if used == 0:  # nothing to multiply; every weight still gets its gradient of zeros
-            out = grouped_mm_experts(x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], gate_up_proj_E2IH, down_proj_EHI)
+            out = grouped_mm_experts(
+                x_TH, gather_idx_R[:0], offsets_E, probs_R[:0], gate_up_proj_E2IH, down_proj_EHI
+            )
         else:
             rows = x_TH.index_select(0, gather_idx_R[:used])
             gate, up = multiply(rows, splits, gate_up_proj_E2IH.flatten(1, 2)).chunk(2, dim=-1)
             act = activation(gate, up) * probs_R[:used, None].to(x_TH.dtype)
             out = multiply(act, splits, down_proj_EHI)
-        return F.pad(out, (0, 0, 0, num_rows - used))  # rows past the last offset belong to no expert
+        # rows past the last offset belong to no expert
+        return F.pad(out, (0, 0, 0, num_rows - used))
 
     return te_experts
 
@@ -115,10 +138,16 @@ class _Norm(RMSNorm):
 
     def __init__(self, te: Any, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__(dim, eps, zero_centered)
-        module = te.RMSNorm(dim, eps=eps, zero_centered_gamma=zero_centered, device="meta", dtype=self.weight.dtype)
-        self._module = (module,)  # in a tuple: none of this model's modules, whose parameters have names
+        module = te.RMSNorm(
+            dim, eps=eps, zero_centered_gamma=zero_centered, device="meta", dtype=self.weight.dtype
+        )
+        # in a tuple: none of this model's modules, whose parameters have names
+        self._module = (module,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # It reads x in the dtype of the weight, computes in float32 and returns the weight's dtype.
-        # Under tp the first layer's rows may still be on their way, and a kernel that reads by pointer must wait.
-        return functional_call(self._module[0], {"weight": self.weight}, (wait_tensor(x),)).to(x.dtype)
+        # Under tp the first layer's rows may still be on their way, and a kernel that reads by
+        # pointer must wait.
+        return functional_call(self._module[0], {"weight": self.weight}, (wait_tensor(x),)).to(
+            x.dtype
+        )

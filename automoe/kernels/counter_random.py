@@ -1,7 +1,8 @@
-"""Random numbers that depend on a name, a seed and an index alone, never on rank, device or order of calls.
+"""Random numbers that depend on a name, a seed and an index alone, never on rank, device or order
+of calls.
 
-The generator is counter-based: SplitMix64 (Steele et al. 2014) over the index. Any rank can make the
-numbers of any element, so what is random is equal on every mesh.
+The generator is counter-based: SplitMix64 (Steele et al. 2014) over the index. Any rank can make
+the numbers of any element, so what is random is equal on every mesh.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def bits_at(index: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
 
 
 def normal_at(index: torch.Tensor, name: str, seed: int) -> torch.Tensor:
-    """Standard normal numbers, float64, for the elements ``index`` (int64, any shape) of tensor ``name``."""
+    """Standard normal numbers, float64, for the elements ``index`` (int64, any shape) of tensor
+    ``name``."""
     bits = bits_at(index, stream_key(name, seed))
     # Two 32-bit halves make two uniforms; the half step keeps the logarithm's argument above zero.
     radius = (_shift_right(bits, 32).to(torch.float64) + 0.5) * 2.0**-32
@@ -66,7 +68,8 @@ def normal_at(index: torch.Tensor, name: str, seed: int) -> torch.Tensor:
 
 
 def uniform_from(bits: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Uniform numbers strictly between 0 and 1 from ``bits_at``; the same in any dtype up to its rounding.
+    """Uniform numbers strictly between 0 and 1 from ``bits_at``; the same in any dtype up to its
+    rounding.
 
     The upper 23 bits and a half: float32 holds every one of these exactly.
     """

@@ -1,12 +1,13 @@
-"""Kernels for 8-bit numbers with block scales: quantizing, and the grouped products that torch has none of for Hopper.
+"""Kernels for 8-bit numbers with block scales: quantizing, and the grouped products that torch has
+none of for Hopper.
 
-Quantizing is one pass over memory: each tile's largest number, its scale and its codes. The numbers are those of
-``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
+Quantizing is one pass over memory: each tile's largest number, its scale and its codes. The numbers
+are those of ``automoe.quantize.formats`` in plain torch, except that zeros have no sign here.
 
-A product's scale holds for 128 numbers of the summed dim. So each step sums 128 products on the matrix units and is
-then scaled into the float32 accumulator (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Each number is written once,
-without atomics. Compiled for Hopper and run in Triton's interpreter; not run on a GPU yet.
-Shapes: R rows sorted by expert, E experts, K summed.
+A product's scale holds for 128 numbers of the summed dim. So each step sums 128 products on the
+matrix units and is then scaled into the float32 accumulator (DeepSeek-V3, arXiv 2412.19437, section
+3.3.2). Each number is written once, without atomics. Compiled for Hopper and run in Triton's
+interpreter; not run on a GPU yet. Shapes: R rows sorted by expert, E experts, K summed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FORMATS = {
 
 @triton.jit
 def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr):
-    """[HEIGHT] scale of each row of numbers [HEIGHT, 128], one for all if BLOCK; NaN where a number is not finite."""
+    """[HEIGHT] scale of each row of numbers [HEIGHT, 128], one for all if BLOCK; NaN where a number
+    is not finite."""
     size = tl.max(tl.abs(numbers), axis=1)
     # Checked apart, since a maximum may ignore NaN.
     finite = tl.min((tl.abs(numbers) < float("inf")).to(tl.int32), axis=1)
@@ -48,14 +50,16 @@ def _scales_of_rows(numbers, largest, BLOCK: tl.constexpr, HEIGHT: tl.constexpr)
 
 @triton.jit
 def _rounded(numbers, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """The nearest numbers of a format, ties to even; beyond ``largest`` the largest, and NaN for infinite ones."""
+    """The nearest numbers of a format, ties to even; beyond ``largest`` the largest, and NaN for
+    infinite ones."""
     infinite = tl.abs(numbers) == float("inf")
     numbers = tl.where(numbers > largest, largest, tl.where(numbers < -largest, -largest, numbers))
     numbers = tl.where(infinite, float("nan"), numbers)
-    # Casts differ between GPUs and the interpreter. This is exact: adding ``far`` rounds away the bits below the
-    # format's step, and subtracting it gives the rounded number.
+    # Casts differ between GPUs and the interpreter. This is exact: adding ``far`` rounds away the
+    # bits below the format's step, and subtracting it gives the rounded number.
     exponent = tl.maximum((tl.abs(numbers).to(tl.int32, bitcast=True) >> 23), LEAST + 127)
-    far = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True) * 12582912.0  # 1.5 * 2**23 steps
+    # 1.5 * 2**23 steps
+    far = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True) * 12582912.0
     return (numbers + far) - far
 
 
@@ -77,9 +81,11 @@ def encode_tiles(
     MANTISSA: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """A program quantizes HEIGHT rows of 128 columns, with one scale for all if BLOCK, else one for each row.
+    """A program quantizes HEIGHT rows of 128 columns, with one scale for all if BLOCK, else one for
+    each row.
 
-    FORMAT is the dtype of the codes, MANTISSA its bits, LEAST the exponent of its smallest normal number.
+    FORMAT is the dtype of the codes, MANTISSA its bits, LEAST the exponent of its smallest normal
+    number.
     """
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT).to(tl.int64)
@@ -218,7 +224,10 @@ def weights_by_lines(
     acc = tl.zeros((_SIDE, _COLUMNS), tl.float32)
     for line in range(first, end):
         product = _dot(
-            tl.load(a, mask=(m < M)[:, None], other=0.0), tl.load(b, mask=(n < N)[None, :], other=0.0), None, PRECISION
+            tl.load(a, mask=(m < M)[:, None], other=0.0),
+            tl.load(b, mask=(n < N)[None, :], other=0.0),
+            None,
+            PRECISION,
         )
         by_row = tl.load(a_scales + line, mask=m < M, other=0.0)
         by_col = tl.load(b_scales + line, mask=n < N, other=0.0)
@@ -226,7 +235,9 @@ def weights_by_lines(
         a += _SIDE
         b += _SIDE
     to = out + expert.to(tl.int64) * M * N + m[:, None] * N + n[None, :]
-    tl.store(to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :]
+    )
 
 
 def block_scaled_product(
@@ -239,14 +250,17 @@ def block_scaled_product(
 ) -> torch.Tensor:
     """a [R, K] @ b[e] [E, N, K].T -> [R, N], or a [M, R] @ b [N, R].T -> [E, M, N], in ``dtype``.
 
-    Shapes of scales and offsets as ``rows_by_blocks`` and ``weights_by_lines`` have them, all contiguous.
+    Shapes of scales and offsets as ``rows_by_blocks`` and ``weights_by_lines`` have them, all
+    contiguous.
     """
     fixed = dict(PRECISION=precision(a.dtype), num_warps=WARPS, num_stages=STAGES)
     num_experts, num_rows, num_cols, summed = offsets.numel(), a.shape[0], b.shape[-2], a.shape[1]
     if b.dim() == 2:
         out = torch.empty(num_experts, num_rows, num_cols, dtype=dtype, device=a.device)
         grid = (num_experts * triton.cdiv(num_rows, 128) * triton.cdiv(num_cols, _COLUMNS.value),)
-        weights_by_lines[grid](a, a_scales, b, b_scales, out, offsets, summed, num_rows, num_cols, **fixed)
+        weights_by_lines[grid](
+            a, a_scales, b, b_scales, out, offsets, summed, num_rows, num_cols, **fixed
+        )
         return out
     out = torch.empty(num_rows, num_cols, dtype=dtype, device=a.device)
     tiles = row_tiles(offsets, num_rows)

@@ -1,7 +1,8 @@
 """Each kernel of ``products`` as a function of tensors, all contiguous; shapes as there.
 
-Where rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory accelerator
-copies all operands but gathered rows. Elsewhere threads copy. Both give the same numbers.
+Where rows and tensors begin at multiples of 16 bytes and ``Blocks.tma`` is set, the tensor memory
+accelerator copies all operands but gathered rows. Elsewhere threads copy. Both give the same
+numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def rows_times_weights(
     probs: torch.Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """[R, N]: rows [R, K] times [E, N, K] (``down``) or [E, K, N] (``grad_rows``) of each row's expert.
+    """[R, N]: rows [R, K] times [E, N, K] (``down``) or [E, K, N] (``grad_rows``) of each row's
+    expert.
 
     ``probs`` [R] times ``bias`` [E, N] is added if there is one.
     """
@@ -85,7 +87,8 @@ def grad_down_activate(
     clamp: Clamp,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of probs [R, ...]."""
+    """Gradient of gate and up [R, 2I], probs * activation [R, I], and shares of the gradient of
+    probs [R, ...]."""
     step = _step(grad_out, down_proj)
     blocks = blocks or blocks_of("back", pre.dtype, step > 1)
     _, hidden, width = down_proj.shape
@@ -112,9 +115,12 @@ def grad_weights(
     out: torch.Tensor,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
-    """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through ``gather_idx`` if given."""
+    """``out`` [E, ..., N] with each expert's left.T @ right; ``right`` is read through
+    ``gather_idx`` if given."""
     gathered, step = gather_idx is not None, _step(left, right)
-    blocks = blocks or blocks_of("grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1)
+    blocks = blocks or blocks_of(
+        "grad_weights_gathered" if gathered else "grad_weights", left.dtype, step > 1
+    )
     m, n = left.shape[1], right.shape[1]
     grid = offsets.numel() * triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
     products.grad_weights[(grid,)](
@@ -126,7 +132,9 @@ def grad_weights(
     return out
 
 
-def sum_of_tokens(rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def sum_of_tokens(
+    rows: torch.Tensor, gather_idx: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
     """[R, H] gradients of gathered rows -> [N, H] of what they were read from."""
     num_tokens, hidden = x.shape
     # Rows past the last offset were never computed: they go to a token number that does not exist.
@@ -158,7 +166,8 @@ def _over_rows(
 
 
 def _step(*tensors: torch.Tensor) -> int:
-    """Numbers in 16 bytes if every row of every tensor begins at a multiple of 16 bytes, else 1. Storage is aligned."""
+    """Numbers in 16 bytes if every row of every tensor begins at a multiple of 16 bytes, else 1.
+    Storage is aligned."""
     step = 16 // tensors[0].element_size()
     starts = [start for tensor in tensors for start in (tensor.shape[-1], tensor.storage_offset())]
     return step if all(start % step == 0 for start in starts) else 1
@@ -171,5 +180,6 @@ def _described(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or ``other`` for None: a kernel wants a pointer even for what it does not read."""
+    """``tensor``, or ``other`` for None: a kernel wants a pointer even for what it does not
+    read."""
     return other if tensor is None else tensor

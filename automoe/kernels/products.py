@@ -1,8 +1,9 @@
 """The matrix products of the routed experts, with gathering and activation fused in.
 
-Every product runs over tiles of rows of one expert (``automoe.kernels.tiling``), accumulates in float32 and
-writes each number once, without atomics: a run repeats bit for bit. Shapes: R rows sorted by expert, E
-experts, H hidden, I expert width; ``pre`` is gate and up before the activation, [R, 2I].
+Every product runs over tiles of rows of one expert (``automoe.kernels.tiling``), accumulates in
+float32 and writes each number once, without atomics: a run repeats bit for bit. Shapes: R rows
+sorted by expert, E experts, H hidden, I expert width; ``pre`` is gate and up before the activation,
+[R, 2I].
 """
 
 from __future__ import annotations
@@ -10,24 +11,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# This many tiles run together through all columns, so that the weights that they share come from L2 and are not
-# read from memory once for each tile.
+# This many tiles run together through all columns, so that the weights that they share come from L2
+# and are not read from memory once for each tile.
 _TILES_TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
 def _known(size, STEP: tl.constexpr):
-    """``size``, as a multiple of STEP that the compiler can see. By itself it sees only multiples of 16, and copies
-    rows of other lengths one number at a time.
+    """``size``, as a multiple of STEP that the compiler can see. By itself it sees only multiples
+    of 16, and copies rows of other lengths one number at a time.
     """
     return size // STEP * STEP
 
 
 @triton.jit
-def _rows_of_tile(tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr):
-    """What this program computes: its expert (``num_experts`` if it has no tile), its block of columns, its first row,
-    the row numbers from there, and which of them are real. The first row has 64 bits, for addresses; the numbers within
-    the tile have 32, since 64 would spill.
+def _rows_of_tile(
+    tile_expert, tile_row, offsets, num_tiles, num_experts, num_columns, BLOCK_M: tl.constexpr
+):
+    """What this program computes: its expert (``num_experts`` if it has no tile), its block of
+    columns, its first row, the row numbers from there, and which of them are real. The first row
+    has 64 bits, for addresses; the numbers within the tile have 32, since 64 would spill.
     """
     pid = tl.program_id(0)
     together = _TILES_TOGETHER * num_columns
@@ -49,7 +52,8 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b; None is no acc. ``ieee``: in full float32, which the interpreter also needs for narrower numbers."""
+    """acc + a @ b; None is no acc. ``ieee``: in full float32, which the interpreter also needs for
+    narrower numbers."""
     if PRECISION == "ieee":
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -57,7 +61,8 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _narrow(value, to: tl.constexpr, PRECISION: tl.constexpr):
-    """``value`` (float32) as ``to``, rounded to nearest even as on GPUs; the interpreter's cast truncates bfloat16."""
+    """``value`` (float32) as ``to``, rounded to nearest even as on GPUs; the interpreter's cast
+    truncates bfloat16."""
     if PRECISION == "ieee" and to == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -125,7 +130,9 @@ def gather_up_activate(
         half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
         both = column * BLOCK_N + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
         from_w = gate_up_proj + ((expert.to(tl.int64) * 2 + half) * width + both)[None, :] * hidden
-        product = _product(from_x, from_w, real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+        product = _product(
+            from_x, from_w, real, both < width, hidden, 1, PRECISION, BLOCK_M, 2 * BLOCK_N, BLOCK_K
+        )
     gate, up = _halves(product, BLOCK_M, 2 * BLOCK_N)
     cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < width
@@ -143,16 +150,24 @@ def gather_up_activate(
 def _store_activation(
     gate, up, row, cols, real, probs, pre, act, width, alpha, limit, CLAMPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Writes gate, up and probs * activation of a block; ``probs``, ``pre``, ``act`` start at the tile's first row."""
+    """Writes gate, up and probs * activation of a block; ``probs``, ``pre``, ``act`` start at the
+    tile's first row."""
     mask = real[:, None] & (cols < width)[None, :]
     to = pre + row[:, None] * (2 * width) + cols[None, :]
     # Rounded first: the backward activates what is stored here.
-    gate, up = _narrow(gate, pre.dtype.element_ty, PRECISION), _narrow(up, pre.dtype.element_ty, PRECISION)
+    gate, up = (
+        _narrow(gate, pre.dtype.element_ty, PRECISION),
+        _narrow(up, pre.dtype.element_ty, PRECISION),
+    )
     tl.store(to, gate, mask=mask)
     tl.store(to + width, up, mask=mask)
     value, _, _ = _activate(gate.to(tl.float32), up.to(tl.float32), alpha, limit, CLAMPED)
     value *= tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(act + row[:, None] * width + cols[None, :], _narrow(value, act.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(
+        act + row[:, None] * width + cols[None, :],
+        _narrow(value, act.dtype.element_ty, PRECISION),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -178,7 +193,8 @@ def rows_times_weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out = a @ w of each row's expert: the down projection, and the gradient of the gathered rows."""
+    """out = a @ w of each row's expert: the down projection, and the gradient of the gathered
+    rows."""
     K, N = _known(K, STEP), _known(N, STEP)
     expert, column, first, row, real = _rows_of_tile(
         tile_expert, tile_row, offsets, num_tiles, num_experts, tl.cdiv(N, BLOCK_N), BLOCK_M
@@ -193,14 +209,19 @@ def rows_times_weights(
             False, BY_COLUMNS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
-        from_w = w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * (K if BY_COLUMNS else 1)
+        from_w = (
+            w + expert.to(tl.int64) * K * N + cols[None, :].to(tl.int64) * (K if BY_COLUMNS else 1)
+        )
         acc = _product(
             a + first * K + row[:, None] * K, from_w, real, inside, K, 1 if BY_COLUMNS else N,
             PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     if BIASED:
         weight = tl.load(probs + first + row, mask=real, other=0.0).to(tl.float32)
-        acc += weight[:, None] * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += (
+            weight[:, None]
+            * tl.load(bias + expert * N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        )
     tl.store(
         out + first * N + row[:, None] * N + cols[None, :],
         _narrow(acc, out.dtype.element_ty, PRECISION),
@@ -213,7 +234,8 @@ def _product(
     a, w, real, inside, K, stride_w_k,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] of rows that start at ``a`` [BLOCK_M, 1] times columns at ``w`` [1, BLOCK_N]."""
+    """[BLOCK_M, BLOCK_N] of rows that start at ``a`` [BLOCK_M, 1] times columns at ``w`` [1,
+    BLOCK_N]."""
     k = tl.arange(0, BLOCK_K)
     a += k[None, :]
     w += k[:, None].to(tl.int64) * stride_w_k
@@ -236,16 +258,20 @@ def _described_product(
     a, first, real, w, expert, col, K, GATHERED: tl.constexpr, BY_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``_product`` with blocks copied by the tensor memory accelerator: one instruction each, without addresses.
+    """``_product`` with blocks copied by the tensor memory accelerator: one instruction each,
+    without addresses.
 
-    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to rows if GATHERED.
-    Rows read past the last real one are other rows or zeros, and do not change the real ones.
+    ``w`` describes [.., N, K] if BY_COLUMNS, else [.., K, N]; ``a`` describes [R, K], or points to
+    rows if GATHERED. Rows read past the last real one are other rows or zeros, and do not change
+    the real ones.
     """
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in range(0, K, BLOCK_K):
         if GATHERED:
-            rows = tl.load(a + start + k[None, :], mask=real[:, None] & (k < K - start)[None, :], other=0.0)
+            rows = tl.load(
+                a + start + k[None, :], mask=real[:, None] & (k < K - start)[None, :], other=0.0
+            )
         else:
             rows = a.load([first.to(tl.int32), start])
         if BY_COLUMNS:
@@ -283,7 +309,8 @@ def grad_down_activate(
     BLOCK_K: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """The gradient of the activation stays on the chip; the gradient of probs is its product with the activation."""
+    """The gradient of the activation stays on the chip; the gradient of probs is its product with
+    the activation."""
     hidden, width = _known(hidden, STEP), _known(width, STEP)
     num_columns = tl.cdiv(width, BLOCK_N)
     expert, column, first, row, real = _rows_of_tile(
@@ -316,9 +343,11 @@ def _grad_activation(
     CLAMPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes gradients and activation of these columns; returns their share of the gradient of probs.
+    """Writes gradients and activation of these columns; returns their share of the gradient of
+    probs.
 
-    A few columns at a time: gate, up and four results of all columns do not fit the registers with the accumulator.
+    A few columns at a time: gate, up and four results of all columns do not fit the registers with
+        the accumulator.
     """
     if COLUMNS > COLUMNS_AT_ONCE:
         left, right = _halves(grad, BLOCK_M, COLUMNS)
@@ -339,11 +368,19 @@ def _grad_activation(
     share = tl.sum(tl.where(mask, grad * value, 0.0), axis=1)
     weight = tl.load(probs + row, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        act + row[:, None] * width + cols[None, :], _narrow(value * weight, act.dtype.element_ty, PRECISION), mask=mask
+        act + row[:, None] * width + cols[None, :],
+        _narrow(value * weight, act.dtype.element_ty, PRECISION),
+        mask=mask,
     )
     grad *= weight
-    tl.store(grad_pre + width + at, _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION), mask=mask)
-    tl.store(grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(
+        grad_pre + width + at,
+        _narrow(grad * by_up, grad_pre.dtype.element_ty, PRECISION),
+        mask=mask,
+    )
+    tl.store(
+        grad_pre + at, _narrow(grad * by_gate, grad_pre.dtype.element_ty, PRECISION), mask=mask
+    )
     return share
 
 
@@ -380,13 +417,23 @@ def grad_weights(
         rows = rows.to(tl.int64)
         source = tl.load(gather_idx + rows, mask=real, other=0).to(tl.int64) if GATHERED else rows
         acc = _dot(
-            tl.load(left + rows[None, :] * M + m[:, None], mask=real[None, :] & (m < M)[:, None], other=0.0),
-            tl.load(right + source[:, None] * N + n[None, :], mask=real[:, None] & (n < N)[None, :], other=0.0),
+            tl.load(
+                left + rows[None, :] * M + m[:, None],
+                mask=real[None, :] & (m < M)[:, None],
+                other=0.0,
+            ),
+            tl.load(
+                right + source[:, None] * N + n[None, :],
+                mask=real[:, None] & (n < N)[None, :],
+                other=0.0,
+            ),
             acc,
             PRECISION,
         )
     to = out + expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        to, _narrow(acc, out.dtype.element_ty, PRECISION), mask=(m < M)[:, None] & (n < N)[None, :]
+    )
 
 
 @triton.jit
@@ -406,4 +453,6 @@ def sum_rows_of_token(
     for at in range(tl.load(first + token), tl.load(first + token + 1)):
         row = tl.load(order + at).to(tl.int64)
         acc += tl.load(rows + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < hidden)
+    tl.store(
+        out + token * hidden + h, _narrow(acc, out.dtype.element_ty, PRECISION), mask=h < hidden
+    )

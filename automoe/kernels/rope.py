@@ -1,12 +1,14 @@
-"""``kernels.rope=triton``: heads are rotated in the pass that copies them, and keys of MLA are joined in one kernel.
+"""``kernels.rope=triton``: heads are rotated in the pass that copies them, and keys of MLA are
+joined in one kernel.
 
     turn_dims   x [B, S, N, D] -> the same with R dims from ``start`` on turned, from and to pairs or halves
     join_keys   kv [B, R, N, P + V], k_rope [B, R, D] -> k [B, R, N, P + D] and v, a view of kv
 
-Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no sum over views.
-One program sums the gradient of k_rope over heads, in order: a run repeats bit for bit. Angles and products are
-float32. The kernels have compiled for Hopper and run in Triton's interpreter; they have not run on a GPU yet.
-Shapes: B rows, S positions, N heads, D head dim; P dims of a key head that do not turn, V of a value head.
+Each number is read once and written once, in both passes, and gradients of kv, k_rope and x need no
+sum over views. One program sums the gradient of k_rope over heads, in order: a run repeats bit for
+bit. Angles and products are float32. The kernels have compiled for Hopper and run in Triton's
+interpreter; they have not run on a GPU yet. Shapes: B rows, S positions, N heads, D head dim; P
+dims of a key head that do not turn, V of a value head.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ def turn_heads(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = (head < num_heads)[:, None]
-    source = x + (token // seq_len) * stride_b + (token % seq_len) * stride_s + head[:, None].to(tl.int64) * stride_n
+    source = (
+        x
+        + (token // seq_len) * stride_b
+        + (token % seq_len) * stride_s
+        + head[:, None].to(tl.int64) * stride_n
+    )
     target = out + (token * num_heads + head[:, None]) * DIM
     i = tl.arange(0, BLOCK_HALF)
     in_half = i < HALF
@@ -107,7 +114,9 @@ def join_heads(
     tl.store(target + i, tl.load(source + i, mask=mask), mask=mask)
     i = tl.arange(0, BLOCK_TURN)[None, :]
     shared = tl.load(k_rope + row * rope_stride_b + place * rope_stride_s + i, mask=i < TURN)
-    tl.store(target + KEEP + i, tl.broadcast_to(shared, (HEADS, BLOCK_TURN)), mask=real & (i < TURN))
+    tl.store(
+        target + KEEP + i, tl.broadcast_to(shared, (HEADS, BLOCK_TURN)), mask=real & (i < TURN)
+    )
 
 
 @triton.jit
@@ -138,7 +147,11 @@ def part_heads(
     row, place = token // seq_len, token % seq_len
     grad_k += row * k_stride_b + place * k_stride_s
     grad_v += row * v_stride_b + place * v_stride_s
-    keep, turn, value = tl.arange(0, BLOCK_KEEP), tl.arange(0, BLOCK_TURN), tl.arange(0, BLOCK_VALUES)
+    keep, turn, value = (
+        tl.arange(0, BLOCK_KEEP),
+        tl.arange(0, BLOCK_TURN),
+        tl.arange(0, BLOCK_VALUES),
+    )
     acc = tl.zeros((BLOCK_TURN,), tl.float32)
     for start in range(0, num_heads, HEADS):
         head = (start + tl.arange(0, HEADS))[:, None].to(tl.int64)
@@ -158,7 +171,13 @@ def part_heads(
 
 
 def turn_dims(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: int,
+    from_pairs: bool,
+    to_pairs: bool,
+    back: bool,
 ) -> torch.Tensor:
     """``automoe.model.rope.turn_dims`` in one kernel; bfloat16, float16 and float32, on CUDA.
 
@@ -181,8 +200,11 @@ def turn_dims(
     return out
 
 
-def join_keys(kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as ``turn_dims``."""
+def join_keys(
+    kv: torch.Tensor, k_rope: torch.Tensor, nope_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``automoe.model.rope.join_keys`` in one kernel; devices, dtypes and errors as
+    ``turn_dims``."""
     check_served(kv, *_CHOICES)
     return _JoinKeys.apply(kv, k_rope, nope_dim)
 

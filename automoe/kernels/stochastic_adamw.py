@@ -1,8 +1,9 @@
-"""``optim.master_weights=stochastic`` on a GPU: one kernel updates a parameter, and reads and writes each number once.
+"""``optim.master_weights=stochastic`` on a GPU: one kernel updates a parameter, and reads and
+writes each number once.
 
-It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds each of them (no
-product is fused with a sum), so the numbers are equal to the bit. Compiled for Hopper and run in Triton's interpreter;
-not run on a GPU yet.
+It does the operations of ``automoe.optim.stochastic.update_in_torch`` in the same order and rounds
+each of them (no product is fused with a sum), so the numbers are equal to the bit. Compiled for
+Hopper and run in Triton's interpreter; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def _store(to, at, x, bits, mask):
         tl.store(to + at, x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["place", "key", "first_index", "num_middle", "outer_stride", "middle_stride"])
+@triton.jit(
+    do_not_specialize=["place", "key", "first_index", "num_middle", "outer_stride", "middle_stride"]
+)
 def update_part(
     values,  # [num_outer, num_middle, num_cols], dense, as the next three
     grads,
@@ -89,7 +92,9 @@ def update_part(
     second = second * beta2 + (grad * grad) * beta2_rest
     divisor = tl.sqrt_rn(second * tl.load(second_scales + place)) + eps
     value = value * kept - tl.div_rn(first * tl.load(rates + place), divisor)
-    row_start = (row // num_middle).to(tl.int64) * outer_stride + (row % num_middle).to(tl.int64) * middle_stride
+    row_start = (row // num_middle).to(tl.int64) * outer_stride + (row % num_middle).to(
+        tl.int64
+    ) * middle_stride
     index = first_index + row_start[:, None] + col[None, :]
     bits = random_bits(index, random_bits(tl.load(steps + place), key.to(tl.int64)))
     _store(values, at, value, bits, mask)
@@ -100,13 +105,13 @@ def update_part(
 def update_in_one_pass(
     tensors: list[torch.Tensor], first_index: int, runs: list[tuple[int, int]], numbers: Any
 ) -> None:
-    """Update a parameter and its moments by its gradient, in one launch; all bfloat16 or float32 and contiguous.
+    """Update a parameter and its moments by its gradient, in one launch; all bfloat16 or float32
+    and contiguous.
 
-    Args:
-        tensors: the parameter, its gradient, its first and second moments; this rank's parts.
-        first_index: index of the part's first element in the whole parameter.
-        runs: (size, stride in the whole parameter) of its dims, at most three; the last stride is one.
-        numbers: ``automoe.optim.stochastic.Numbers``.
+    Args: tensors: the parameter, its gradient, its first and second moments; this rank's parts.
+        first_index: index of the part's first element in the whole parameter. runs: (size, stride
+        in the whole parameter) of its dims, at most three; the last stride is one. numbers:
+        ``automoe.optim.stochastic.Numbers``.
     """
     num_values = tensors[0].numel()
     if not num_values:

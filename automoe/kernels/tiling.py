@@ -1,10 +1,11 @@
 """How the products of the experts are tiled: blocks for Hopper, and the tiles of rows.
 
-A program sums over ``summed`` elements a step, with ``num_stages`` steps in flight. A warpgroup (four warps)
-multiplies 64 rows by up to 256 columns. It reads its rows and all columns from shared memory, of which a
-multiprocessor has 227 KB at 128 bytes a cycle. So the limit is the number of bytes that the loads write and a
-cycle's 2,048 multiplications read there: blocks of 128 x 256 need 128 bytes, 128 x 128 need 160, 128 x 64 need
-224. No block has been timed on a GPU yet; ``benchmarks/tune_kernels.py`` times ``candidates``.
+A program sums over ``summed`` elements a step, with ``num_stages`` steps in flight. A warpgroup
+(four warps) multiplies 64 rows by up to 256 columns. It reads its rows and all columns from shared
+memory, of which a multiprocessor has 227 KB at 128 bytes a cycle. So the limit is the number of
+bytes that the loads write and a cycle's 2,048 multiplications read there: blocks of 128 x 256 need
+128 bytes, 128 x 128 need 160, 128 x 64 need 224. No block has been timed on a GPU yet;
+``benchmarks/tune_kernels.py`` times ``candidates``.
 
 The tiles of rows are found on the device: no host ever waits for the routing.
 """
@@ -20,7 +21,8 @@ from automoe.kernels.served import INTERPRETED
 
 @dataclass(frozen=True)
 class Blocks:
-    """The block of one program and how it runs. Only gradients of weights use ``rows``; others take a tile's."""
+    """The block of one program and how it runs. Only gradients of weights use ``rows``; others take
+    a tile's."""
 
     columns: int
     num_stages: int = 4
@@ -32,7 +34,8 @@ class Blocks:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How operands of ``dtype`` are multiplied: float32 in full; for narrower ones there is only one way on a GPU."""
+    """How operands of ``dtype`` are multiplied: float32 in full; for narrower ones there is only
+    one way on a GPU."""
     return "ieee" if dtype == torch.float32 or INTERPRETED else "tf32"
 
 
@@ -43,19 +46,23 @@ HOPPER = {
     "back": Blocks(256, columns_at_once=32, tma=True),
     "grad_rows": Blocks(256, tma=True),
     "grad_weights": Blocks(256),
-    # Rows are loaded through their index, and Triton spreads the stages over both loads. With 7 the rows have as
-    # many as 4 give elsewhere; with 4 they would have two, and each step would wait for memory.
+    # Rows are loaded through their index, and Triton spreads the stages over both loads. With 7 the
+    # rows have as many as 4 give elsewhere; with 4 they would have two, and each step would wait
+    # for memory.
     "grad_weights_gathered": Blocks(256, num_stages=7),
 }
-# Float32 is multiplied in full by the ordinary cores. Its operands take twice the shared memory, more than there is for
-# HOPPER's blocks, and its products more registers. Unaligned rows also need small blocks: threads copy them one number
-# at a time.
+# Float32 is multiplied in full by the ordinary cores. Its operands take twice the shared memory,
+# more than there is for HOPPER's blocks, and its products more registers. Unaligned rows also need
+# small blocks: threads copy them one number at a time.
 SMALL = Blocks(64, num_stages=2, summed=32, rows=64, columns_at_once=16)
-_INTERPRETED = Blocks(16, num_stages=1, summed=16, num_warps=4, rows=16, columns_at_once=8, tma=True)
+_INTERPRETED = Blocks(
+    16, num_stages=1, summed=16, num_warps=4, rows=16, columns_at_once=8, tma=True
+)
 
 
 def blocks_of(product: str, dtype: torch.dtype, aligned: bool) -> Blocks:
-    """Blocks of one of ``HOPPER``'s products; the smallest in the interpreter, which takes time for each element.
+    """Blocks of one of ``HOPPER``'s products; the smallest in the interpreter, which takes time for
+    each element.
 
     ``aligned``: all rows begin at multiples of 16 bytes.
     """
@@ -74,9 +81,13 @@ def candidates(product: str) -> list[Blocks]:
     if product == "grad_weights_gathered":
         found += [replace(chosen, num_stages=5), replace(narrow, num_stages=10)]
     else:
-        # Three stages of half the columns leave room for a second program, which computes while the first one stores
-        # (not for "back", which takes too many registers).
-        found += [replace(chosen, num_stages=3), replace(narrow, num_stages=3), replace(narrow, num_warps=4)]
+        # Three stages of half the columns leave room for a second program, which computes while the
+        # first one stores (not for "back", which takes too many registers).
+        found += [
+            replace(chosen, num_stages=3),
+            replace(narrow, num_stages=3),
+            replace(narrow, num_warps=4),
+        ]
     return found + [replace(chosen, summed=128, num_stages=2)]
 
 
@@ -84,8 +95,8 @@ def candidates(product: str) -> list[Blocks]:
 class RowTiles:
     """R rows sorted by expert, cut into tiles of ``height`` rows of one expert each.
 
-    There are more slots than tiles, since the host knows R but not the counts: at most R / height full tiles,
-    and one partial tile for each expert.
+    There are more slots than tiles, since the host knows R but not the counts: at most R / height
+    full tiles, and one partial tile for each expert.
 
     Attributes:
         expert: [slots] int32, the expert of a tile; E in a slot without a tile.
@@ -123,6 +134,7 @@ def row_tiles(offsets: torch.Tensor, num_rows: int, height: int | None = None) -
 
 
 def tile_height(num_rows: int, num_experts: int) -> int:
-    """Rows of a tile: an expert's average number of rows, at least 16 (a matrix instruction's minimum), at most 128."""
+    """Rows of a tile: an expert's average number of rows, at least 16 (a matrix instruction's
+    minimum), at most 128."""
     average = max(1, num_rows // max(num_experts, 1))
     return min(128, max(16, 1 << (average - 1).bit_length()))

@@ -1,4 +1,5 @@
-"""Ranks that torchrun or srun started: how they are recognised, and how rank 0's configuration reaches the others."""
+"""Ranks that torchrun or srun started: how they are recognised, and how rank 0's configuration
+reaches the others."""
 
 from __future__ import annotations
 
@@ -32,12 +33,20 @@ if TYPE_CHECKING:
 _RENDEZVOUS_S = 300  # nodes of a large job start minutes apart
 _KEY = "automoe/config"
 
-# Variables by which ranks find each other; left over in a shell, they belong to a launch that is gone.
+# Variables by which ranks find each other; left over in a shell, they belong to a launch that is
+# gone.
 RENDEZVOUS_VARIABLES = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     "MASTER_ADDR MASTER_PORT"
 ).split()
-_TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_SETS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _AGENT_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
@@ -61,8 +70,8 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
     torchrun is known by ``TORCHELASTIC_RUN_ID``, srun by a step of several tasks. Bare ``RANK`` and
     ``WORLD_SIZE`` are not enough: they outlive the shell session that exported them.
 
-    Raises:
-        LaunchError: a torchrun environment without the variables that torchrun always sets, or numbers that are none.
+    Raises: LaunchError: a torchrun environment without the variables that torchrun always sets, or
+        numbers that are none.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         missing = [name for name in _TORCHRUN_SETS if not env.get(name)]
@@ -73,14 +82,23 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
                 f"{', '.join(missing)}: variables of a launch that is gone. Run `unset {' '.join(gone)}`, or start "
                 "with torchrun"
             )
-        numbers = {name.lower(): _number(env, name) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"}
+        numbers = {
+            name.lower(): _number(env, name) for name in _TORCHRUN_SETS if name != "MASTER_ADDR"
+        }
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _checked(ExternalLaunch("torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers))
+        return _checked(
+            ExternalLaunch(
+                "torchrun", master_addr=env["MASTER_ADDR"], agent_store=agent_store, **numbers
+            )
+        )
     # A batch script and `salloc` have SLURM_NTASKS too; only a job step of srun has a step id.
     if "SLURM_STEP_ID" in env and (tasks := _number(env, "SLURM_STEP_NUM_TASKS", 1)) > 1:
-        spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # "8(x3),4": three nodes with 8 tasks, one with 4
+        # "8(x3),4": three nodes with 8 tasks, one with 4
+        spread = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))
         runs_of = re.findall(r"(\d+)(?:\(x(\d+)\))?", spread)
-        here = [int(each) for each, nodes in runs_of for _ in range(int(nodes or 1))][_number(env, "SLURM_NODEID", 0) :]
+        here = [int(each) for each, nodes in runs_of for _ in range(int(nodes or 1))][
+            _number(env, "SLURM_NODEID", 0) :
+        ]
         launch = ExternalLaunch(
             launcher="srun",
             rank=_number(env, "SLURM_PROCID"),
@@ -89,7 +107,8 @@ def detect_external(env: Mapping[str, str]) -> ExternalLaunch | None:
             local_world_size=here[0] if here else 0,
             master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "")),
             # Every task must pick the same port, and two jobs on a node should not.
-            master_port=_number(env, "MASTER_PORT", 0) or 20000 + _number(env, "SLURM_JOB_ID") % 20000,
+            master_port=_number(env, "MASTER_PORT", 0)
+            or 20000 + _number(env, "SLURM_JOB_ID") % 20000,
             agent_store=False,
         )
         return _checked(launch)
@@ -102,14 +121,26 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
     if not text and otherwise is not None:
         return otherwise
     if not text.isdecimal():
-        raise LaunchError(f"{name}={text!r} is no number, as torchrun and srun set it. Start with one of the two")
+        raise LaunchError(
+            f"{name}={text!r} is no number, as torchrun and srun set it. Start with one of the two"
+        )
     return int(text)
 
 
 def _checked(launch: ExternalLaunch) -> ExternalLaunch:
     """``launch``, whose numbers agree with one another."""
-    rank, ranks, local, locals_ = launch.rank, launch.world_size, launch.local_rank, launch.local_world_size
-    if not (rank < ranks and local < locals_ <= ranks and local <= rank and 0 < launch.master_port < 65536):
+    rank, ranks, local, locals_ = (
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        launch.local_world_size,
+    )
+    if not (
+        rank < ranks
+        and local < locals_ <= ranks
+        and local <= rank
+        and 0 < launch.master_port < 65536
+    ):
         raise LaunchError(
             f"the environment says {launch.launcher} rank {rank} of {ranks}, {local} of {locals_} on this node, port "
             f"{launch.master_port}: such numbers belong to no launch. Start with torchrun or srun"
@@ -121,7 +152,9 @@ def first_host(node_list: str) -> str:
     """First host of a Slurm node list: ``gpu[03-07,12],cpu1`` -> ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", node_list)
     if match is None:
-        raise LaunchError(f"SLURM_STEP_NODELIST={node_list!r} names no host. Set MASTER_ADDR to the first node")
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={node_list!r} names no host. Set MASTER_ADDR to the first node"
+        )
     head, number, tail = match.groups()
     return head + (number or "") + (tail or "")
 
@@ -133,7 +166,11 @@ def left_over(env: Mapping[str, str]) -> list[str]:
 
 def without_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     """``env`` without anything that ties a process to another launch's rendezvous."""
-    return {k: v for k, v in env.items() if k not in RENDEZVOUS_VARIABLES and not k.startswith(_AGENT_PREFIXES)}
+    return {
+        k: v
+        for k, v in env.items()
+        if k not in RENDEZVOUS_VARIABLES and not k.startswith(_AGENT_PREFIXES)
+    }
 
 
 def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
@@ -148,7 +185,9 @@ def check_agent(launch: ExternalLaunch, timeout_s: float = 10.0) -> None:
     here = launch.master_addr in ("localhost", "127.0.0.1", socket.gethostname())
     while True:
         try:
-            socket.create_connection((launch.master_addr, launch.master_port), timeout=timeout_s).close()
+            socket.create_connection(
+                (launch.master_addr, launch.master_port), timeout=timeout_s
+            ).close()
             return
         except OSError as error:
             if here or not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
@@ -183,7 +222,9 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
         try:
             _refuse_sweep(args, launch.launcher)
             config = compose(args)
-            check_num_ranks(config, args.overrides, launch.world_size, f"{launch.launcher} started WORLD_SIZE")
+            check_num_ranks(
+                config, args.overrides, launch.world_size, f"{launch.launcher} started WORLD_SIZE"
+            )
             shape, device = check_external(config, launch)
             run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
             run_dir_lost = held.enter_context(runs.locked(run_dir))
@@ -191,7 +232,8 @@ def run_external(args: Arguments, launch: ExternalLaunch) -> int:
                 print(note, file=sys.stderr, flush=True)
             runs.start_run(run_dir)
         except AutomoeError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)  # now: torch must be imported to tell the others
+            # now: torch must be imported to tell the others
+            print(f"error: {error}", file=sys.stderr, flush=True)
             _cancel(launch)
             return 2
         save_config(frozen, run_dir)
@@ -256,8 +298,8 @@ def check_external(config: Config, launch: ExternalLaunch) -> tuple[MeshShape, D
 def check_gpus(launch: ExternalLaunch, visible: int) -> None:
     """Raise ``LaunchError`` where the ranks on this node do not have a GPU each.
 
-    Args:
-        visible: GPUs that this rank sees: all of the node's, or under ``srun --gpus-per-task=1`` its own
+    Args: visible: GPUs that this rank sees: all of the node's, or under ``srun --gpus-per-task=1``
+        its own
             alone (see ``automoe.launch.ranks.device_index``).
     """
     own = launch.launcher == "srun" and visible == 1
@@ -280,13 +322,17 @@ def _refuse_sweep(args: Arguments, launcher: str) -> None:
 
 
 def _run_as_rank(
-    message: dict[str, Any], launch: ExternalLaunch, store: Store, run_dir_lost: Callable[[], str | None] = lambda: None
+    message: dict[str, Any],
+    launch: ExternalLaunch,
+    store: Store,
+    run_dir_lost: Callable[[], str | None] = lambda: None,
 ) -> int:
     from automoe.launch.worker import run_rank
 
     config = parse_config(message["config"], plugins=True, environment=message["environment"])
     run_dir = Path(message["run_dir"])
-    (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
+    # another node may not share rank 0's disk
+    (run_dir / runs.LOG_FOLDER).mkdir(parents=True, exist_ok=True)
     place = (launch.rank, launch.world_size, launch.local_rank)
     return run_rank(run_dir, *place, config, store, run_dir_lost=run_dir_lost)
 
@@ -297,7 +343,9 @@ def _open_store(launch: ExternalLaunch) -> Store:
     # What torch's rendezvous and libraries read.
     os.environ.update({name: str(getattr(launch, name.lower())) for name in _TORCHRUN_SETS})
     try:
-        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S))
+        rendezvous = dist.rendezvous(
+            "env://", launch.rank, launch.world_size, timeout=timedelta(seconds=_RENDEZVOUS_S)
+        )
         store, _, _ = next(iter(rendezvous))
     except dist.DistError as error:
         raise LaunchError(

@@ -1,9 +1,11 @@
-"""The pool of ranks on one machine: forks of a process that has imported torch and this package, once for all of them.
+"""The pool of ranks on one machine: forks of a process that has imported torch and this package,
+once for all of them.
 
-A launcher starts the server and sends it jobs through a socket pair. For each job the server forks the ranks, and
-answers with their process ids, and with the exit status of each as it ends. The next job (another attempt, the next
-run of a sweep, new ranks for ``automoe verify``) imports nothing again. The server computes nothing and starts no
-thread, and no rank has touched CUDA before it is a process of its own: that is what makes a fork of torch safe.
+A launcher starts the server and sends it jobs through a socket pair. For each job the server forks
+the ranks, and answers with their process ids, and with the exit status of each as it ends. The next
+job (another attempt, the next run of a sweep, new ranks for ``automoe verify``) imports nothing
+again. The server computes nothing and starts no thread, and no rank has touched CUDA before it is a
+process of its own: that is what makes a fork of torch safe.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from automoe.launch.ranks import Imports, prepare_process
 from automoe.launch.worker import STOP_SIGNALS, end_process
 
 # With what these import, ranks have nearly all that a recipe of ours needs.
-IMPORTED = ("automoe.training.run", "automoe.training.weights", "automoe.training.step", "automoe.data.loader")
+IMPORTED = (
+    "automoe.training.run",
+    "automoe.training.weights",
+    "automoe.training.step",
+    "automoe.data.loader",
+)
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE, _MAX_FILES = 1 << 20, 253  # bytes; Linux's SCM_MAX_FD
 
@@ -37,9 +44,10 @@ _MAX_MESSAGE, _MAX_FILES = 1 << 20, 253  # bytes; Linux's SCM_MAX_FD
 class Job(NamedTuple):
     """Ranks to fork, and the call that each of them makes.
 
-    Attributes:
-        function: a function of a module, called as ``function(rank=, world_size=, imports=, **options)``; it returns
-            the rank's exit status. If the job comes with a file for each rank, the function gets it as ``file=``.
+    Attributes: function: a function of a module, called as ``function(rank=, world_size=, imports=,
+        **options)``; it returns
+            the rank's exit status. If the job comes with a file for each rank, the function gets it
+            as ``file=``.
         paths: ``sys.path`` of the launcher: ranks find recipes and plugins where the launcher does.
     """
 
@@ -90,8 +98,8 @@ class ForkedRank:
 class ForkServer:
     """The server as the launcher sees it. It and its ranks die with the thread that made it.
 
-    Args:
-        env: environment of the server and its ranks. Libraries such as OpenMP read theirs once, so another
+    Args: env: environment of the server and its ranks. Libraries such as OpenMP read theirs once,
+        so another
             environment needs another server.
     """
 
@@ -121,7 +129,8 @@ class ForkServer:
         return (self.env, self.folder) == (dict(env), os.getcwd())
 
     def start(self, job: Job, stdout: int = 1, files: Sequence[int] = ()) -> list[ForkedRank]:
-        """Start the ranks of ``job``, which begin once the server has imported its modules. It runs one job at a time.
+        """Start the ranks of ``job``, which begin once the server has imported its modules. It runs
+        one job at a time.
 
         A server that was killed is started again: this may be the next attempt.
 
@@ -133,7 +142,8 @@ class ForkServer:
             self.close()
             self._begin()
         self._ranks = [ForkedRank(self) for _ in range(job.num_ranks)]
-        with suppress(BrokenPipeError, ConnectionResetError):  # the server was killed, which ``hear`` finds out
+        # the server was killed, which ``hear`` finds out
+        with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._socket, [pickle.dumps(tuple(job))], [stdout, 2, *files])
         return self._ranks
 
@@ -153,7 +163,8 @@ class ForkServer:
             self._hearing = False
 
     def _receive(self) -> bytes:
-        """Return the next answer, empty if there is none; a server that has gone leaves its status to its ranks."""
+        """Return the next answer, empty if there is none; a server that has gone leaves its status
+        to its ranks."""
         try:
             answer = self._socket.recv(100, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -210,7 +221,8 @@ def _close_kept() -> None:
 
 
 def main() -> int:
-    """Serve the launcher whose process id is on the command line, through the socket whose number is."""
+    """Serve the launcher whose process id is on the command line, through the socket whose number
+    is."""
     launcher, number = map(int, sys.argv[1:])
     die_with_parent(launcher)
     prepare_process()
@@ -224,7 +236,8 @@ def main() -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its ``parent`` ends; leave at once if that has happened (Linux).
+    """Ask the kernel to kill this process when its ``parent`` ends; leave at once if that has
+    happened (Linux).
 
     Nobody else would end it: it is in a session of its own.
     """
@@ -253,10 +266,12 @@ def _import_all() -> Imports:
 
 
 def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports) -> None:
-    """Fork the ranks of ``job``, and answer as each begins and ends: rank, process id or 0, exit status."""
+    """Fork the ranks of ``job``, and answer as each begins and ends: rank, process id or 0, exit
+    status."""
     server, numbers = os.getpid(), {}
     for rank in range(job.num_ranks):
-        with warnings.catch_warnings():  # Python 3.12 warns of threads: OpenBLAS has some, and survives a fork
+        # Python 3.12 warns of threads: OpenBLAS has some, and survives a fork
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
@@ -267,11 +282,14 @@ def _serve(job: Job, files: list[int], requests: socket.socket, imports: Imports
         os.close(file)
     while numbers:
         pid, status = os.wait()
-        if (ended := numbers.pop(pid, None)) is not None:  # else a process that an import left behind
+        # else a process that an import left behind
+        if (ended := numbers.pop(pid, None)) is not None:
             requests.send(b"%d 0 %d" % (ended, os.waitstatus_to_exitcode(status)))
 
 
-def become(job: Job, rank: int, parent: int, files: list[int], requests: socket.socket, imports: Imports) -> NoReturn:
+def become(
+    job: Job, rank: int, parent: int, files: list[int], requests: socket.socket, imports: Imports
+) -> NoReturn:
     """Run a rank in this process, a fork of ``parent``, and leave with its exit status."""
     try:
         requests.close()
@@ -285,10 +303,16 @@ def become(job: Job, rank: int, parent: int, files: list[int], requests: socket.
                 os.close(file)
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         world = str(job.num_ranks)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+        }
         sys.path += [path for path in job.paths if path not in sys.path]
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # forks would draw the same numbers; Python's own generator sees to it
+            # forks would draw the same numbers; Python's own generator sees to it
+            sys.modules["numpy"].random.seed()
         options = job.options | ({"file": own[rank]} if own else {})
         end_process(job.function(rank=rank, world_size=job.num_ranks, imports=imports, **options))
     except BaseException:

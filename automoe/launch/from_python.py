@@ -1,4 +1,5 @@
-"""``automoe.train(...)``: the command's run from a script, a notebook or a prompt; a result, or an exception."""
+"""``automoe.train(...)``: the command's run from a script, a notebook or a prompt; a result, or an
+exception."""
 
 from __future__ import annotations
 
@@ -32,11 +33,9 @@ _PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|nan|inf)$)[A-Za-z_./~]
 class TrainResult:
     """A run that is done.
 
-    Attributes:
-        config: as it was checked.
-        run_dir: with all that the run left (``docs/launch.md``).
-        objective: the last validation loss, else the last training loss; None of a recipe that has none.
-        export: the HuggingFace checkpoint, or the adapter; None without one.
+    Attributes: config: as it was checked. run_dir: with all that the run left (``docs/launch.md``).
+        objective: the last validation loss, else the last training loss; None of a recipe that has
+        none. export: the HuggingFace checkpoint, or the adapter; None without one.
     """
 
     config: Config
@@ -64,14 +63,15 @@ def train(
 ) -> TrainResult:
     """Train on this machine, in rank processes of its own, and wait for the end.
 
-    Nothing of the calling program runs again in the ranks, so a script needs no ``if __name__ == "__main__"``; what
-    they are to run besides automoe is named: ``recipe`` and ``plugins``. Ctrl-C lets them save and leave; a second one
-    ends them.
+    Nothing of the calling program runs again in the ranks, so a script needs no ``if __name__ ==
+    "__main__"``; what they are to run besides automoe is named: ``recipe`` and ``plugins``. Ctrl-C
+    lets them save and leave; a second one ends them.
 
-    Args:
-        config: overrides as on the command line (``["mesh.ep=2", "model=small_mixtral"]``), as a dictionary
+    Args: config: overrides as on the command line (``["mesh.ep=2", "model=small_mixtral"]``), as a
+        dictionary
             (``{"mesh": {"ep": 2}, "train.steps": 50}``), or a whole ``Config``.
-        config_name, config_dir: as ``--config-name`` and ``--config-dir``; not for a whole ``Config``.
+        config_name, config_dir: as ``--config-name`` and ``--config-dir``; not for a whole
+            ``Config``.
 
     Raises:
         ConfigError, DataError, BackendError, LaunchError: the run could not be started.
@@ -79,7 +79,9 @@ def train(
         KeyboardInterrupt: Ctrl-C; the run has saved, and the same call goes on.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("automoe.train runs in the main thread alone: ranks end with the thread that started them")
+        raise LaunchError(
+            "automoe.train runs in the main thread alone: ranks end with the thread that started them"
+        )
     external = detect_external(os.environ)
     if external is not None:
         raise LaunchError(
@@ -95,7 +97,10 @@ def train(
     if result.state == "preempted":
         if result.signum == signal.SIGINT:
             raise KeyboardInterrupt
-        raise TrainingError(f"stopped before the last step, by signal {result.signum}. The same call goes on", run_dir)
+        raise TrainingError(
+            f"stopped before the last step, by signal {result.signum}. The same call goes on",
+            run_dir,
+        )
     if result.state != "done":
         said = runs.describe_error(result.error) if result.error else "it ended without a result"
         raise TrainingError(f"{said}\nlogs of every rank: {run_dir / runs.LOG_FOLDER}", run_dir)
@@ -104,15 +109,23 @@ def train(
     return TrainResult(checked, run_dir, result.objective, export)
 
 
-def _composed(config: object, config_name: str, config_dir: str | os.PathLike[str] | None) -> Config:
+def _composed(
+    config: object, config_name: str, config_dir: str | os.PathLike[str] | None
+) -> Config:
     if isinstance(config, Config):
         if config_name != DEFAULT_PRIMARY or config_dir is not None:
-            raise ConfigError("config_name", config_name, "a Config is composed already", "Leave config_name out")
+            raise ConfigError(
+                "config_name", config_name, "a Config is composed already", "Leave config_name out"
+            )
         load_plugins(config.plugins)
         return settle(config_from_dict(asdict(config)), [])  # as strict as with what is typed
     if isinstance(config, Mapping):
         overrides = list(_overrides(config, ""))
-    elif isinstance(config, Sequence) and not isinstance(config, str) and all(isinstance(one, str) for one in config):
+    elif (
+        isinstance(config, Sequence)
+        and not isinstance(config, str)
+        and all(isinstance(one, str) for one in config)
+    ):
         overrides = list(config)
     else:
         rule = "expected a list of overrides, a dictionary or a Config"
@@ -136,7 +149,8 @@ def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (int, float)):
-        return repr(float(value) if isinstance(value, float) else int(value))  # NumPy's floats are floats too
+        # NumPy's floats are floats too
+        return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_text(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -28,7 +28,8 @@ MAX_CPU_RANKS_PER_CORE = 8  # beyond it, importing torch alone takes minutes
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build; read from its version file, torch is not imported."""
+    """Whether the installed torch is a CUDA build; read from its version file, torch is not
+    imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -66,7 +67,8 @@ def resolve_device(config: Config) -> Device:
 
 
 def cpu_note(config: Config) -> str | None:
-    """Why ``launch.device=auto`` is the CPU where the installed torch says that a GPU was meant; else None."""
+    """Why ``launch.device=auto`` is the CPU where the installed torch says that a GPU was meant;
+    else None."""
     if config.launch.device != "auto" or _present_gpus() or not torch_has_cuda():
         return None
     return (
@@ -76,7 +78,8 @@ def cpu_note(config: Config) -> str | None:
 
 
 def torch_note(installed: str) -> str | None:
-    """That the installed torch is newer than any that automoe was tried with; None where it is not."""
+    """That the installed torch is newer than any that automoe was tried with; None where it is
+    not."""
     newest = ".".join(map(str, NEWEST_TORCH_TRIED))
     if tuple(int(number) for number in installed.split(".")[:2]) <= NEWEST_TORCH_TRIED:
         return None
@@ -84,14 +87,20 @@ def torch_note(installed: str) -> str | None:
 
 
 def start_notes(config: Config) -> list[str]:
-    """Lines that a run begins with: an untried torch, a CPU where a GPU was meant, a recipe of the user's own."""
+    """Lines that a run begins with: an untried torch, a CPU where a GPU was meant, a recipe of the
+    user's own."""
     recipe = own_recipe(config.recipe)
     recipe_note = None if recipe is None else f"note: recipe={config.recipe} is {recipe}"
-    return [note for note in (torch_note(version("torch")), cpu_note(config), recipe_note) if note is not None]
+    return [
+        note
+        for note in (torch_note(version("torch")), cpu_note(config), recipe_note)
+        if note is not None
+    ]
 
 
 def default_num_ranks(config: Config, device: str) -> int | None:
-    """Ranks that a derived mesh axis fills: ``launch.num_ranks``, or as many whole meshes as this machine holds."""
+    """Ranks that a derived mesh axis fills: ``launch.num_ranks``, or as many whole meshes as this
+    machine holds."""
     mesh = config.mesh
     if config.launch.num_ranks is not None or min(_fixed(mesh)) < 1:
         return config.launch.num_ranks
@@ -109,7 +118,9 @@ def missing_hardware(shape: MeshShape, device: str) -> str | None:
     if device == "cuda":
         here = visible_gpus()
         if here and not torch_has_cuda():
-            return f"{ranks} CUDA ranks need a CUDA build of torch, and the installed one is for CPUs"
+            return (
+                f"{ranks} CUDA ranks need a CUDA build of torch, and the installed one is for CPUs"
+            )
         if ranks <= here:
             return None
         return f"{ranks} CUDA ranks need {ranks} GPUs, and this machine has {here}"
@@ -120,11 +131,14 @@ def missing_hardware(shape: MeshShape, device: str) -> str | None:
 
 
 def check_backends(config: Config, shape: MeshShape, device: str) -> None:
-    """Raise ``BackendError`` where this machine cannot run a backend that the configuration names."""
+    """Raise ``BackendError`` where this machine cannot run a backend that the configuration
+    names."""
     if config.train.compile:
         _check_compile(device)
     if config.launch.numa and device != "cuda":
-        raise BackendError("launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false")
+        raise BackendError(
+            "launch.numa=true takes the cores next to a rank's GPU; this run is on cpu. Set it false"
+        )
     deepep = config.moe.dispatcher == "deepep" and shape.ep > 1
     if deepep and device != "cuda":
         raise BackendError(
@@ -142,24 +156,36 @@ def _tracker_packages(config: Config) -> Iterator[tuple[str, str, str]]:
     """(key=value, package, remedy) of the packages that trackers need on the machine of rank 0."""
     observe = config.observe
     if observe.wandb != "off":
-        yield f"observe.wandb={observe.wandb}", "wandb", "pip install wandb, or set observe.wandb=off"
+        yield (
+            f"observe.wandb={observe.wandb}",
+            "wandb",
+            "pip install wandb, or set observe.wandb=off",
+        )
     if observe.tensorboard:
-        yield "observe.tensorboard=true", "tensorboard", "pip install tensorboard, or set observe.tensorboard=false"
+        yield (
+            "observe.tensorboard=true",
+            "tensorboard",
+            "pip install tensorboard, or set observe.tensorboard=false",
+        )
     if observe.mlflow:
         yield "observe.mlflow", "mlflow", "pip install mlflow-skinny, or set observe.mlflow=''"
-    if re.match(r"(sqlite|postgresql|mysql|mssql)\b", observe.mlflow):  # mlflow-skinny has no database
-        yield "observe.mlflow with a database", "sqlalchemy", "pip install mlflow, or name a server or a folder"
+    # mlflow-skinny has no database
+    if re.match(r"(sqlite|postgresql|mysql|mssql)\b", observe.mlflow):
+        yield (
+            "observe.mlflow with a database",
+            "sqlalchemy",
+            "pip install mlflow, or name a server or a folder",
+        )
 
 
 def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, str, str]]:
-    """(key=value, package, remedy) of every package that ``config`` computes with and not every machine has."""
+    """(key=value, package, remedy) of every package that ``config`` computes with and not every
+    machine has."""
     experts = _experts(config)
     for key, instead in _launching_triton(config, device):
         yield key, "triton", f"Install triton, or set {instead}"
     if device == "cuda" and not config.cluster.peak_flops:
-        remedy = (
-            "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU"
-        )
+        remedy = "Install torchtitan, which has the table, or set cluster.peak_flops to dense bfloat16 FLOP/s of one GPU"
         yield "cluster.peak_flops=0", "torchtitan", remedy
     if deepep:
         remedy = "Build DeepEP from its sources (the release on the package index does not compile)"
@@ -167,7 +193,11 @@ def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, s
     if config.lora.base == "nf4":
         yield "lora.base=nf4", "bitsandbytes", "pip install bitsandbytes, or set lora.base=weights"
     if experts == "quack":
-        yield "moe.experts=quack", "quack", "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm"
+        yield (
+            "moe.experts=quack",
+            "quack",
+            "Install quack-kernels 0.3.11, or set moe.experts=grouped_mm",
+        )
     for key, value, instead in (
         ("kernels.attention", config.kernels.attention, "sdpa"),
         ("kernels.norm", config.kernels.norm, "torch"),
@@ -175,13 +205,15 @@ def _foreign(config: Config, device: str, deepep: bool) -> Iterator[tuple[str, s
     ):
         if value == "te":
             remedy = f"Install transformer-engine with its torch part for this CUDA, or set {key}={instead}"
-            # Its Python part installs anywhere, and imports only together with the part built for torch.
+            # Its Python part installs anywhere, and imports only together with the part built for
+            # torch.
             for package in ("transformer_engine", "transformer_engine_torch"):
                 yield f"{key}=te", package, remedy
 
 
 def _launching_triton(config: Config, device: str) -> Iterator[tuple[str, str]]:
-    """(key=value, what to set instead) of everything in ``config`` that launches Triton's kernels."""
+    """(key=value, what to set instead) of everything in ``config`` that launches Triton's
+    kernels."""
     if config.kernels.rope == "triton":
         yield "kernels.rope=triton", "kernels.rope=torch"
     if _experts(config) == "triton":
@@ -202,7 +234,8 @@ def _experts(config: Config) -> str:
 
 
 def _check_compile(device: str) -> None:
-    """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's headers."""
+    """What torch.compile needs to make kernels: a Python that torch knows, a compiler and Python's
+    headers."""
     key, remedy = "train.compile=true", "set train.compile=false"
     python = sys.version_info
     if python >= (3, 15) or (sysconfig.get_config_var("Py_GIL_DISABLED") and python < (3, 13, 3)):
@@ -214,7 +247,8 @@ def _check_compile(device: str) -> None:
 
 
 def _check_compiler(key: str, device: str, remedy: str) -> None:
-    """Check for a compiler and Python's headers: Inductor needs them on the CPU, Triton's launchers on CUDA."""
+    """Check for a compiler and Python's headers: Inductor needs them on the CPU, Triton's launchers
+    on CUDA."""
     variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
     _find_compiler(f"{key} on {device}", variable, names, remedy)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -226,12 +260,15 @@ def _check_compiler(key: str, device: str, remedy: str) -> None:
 
 
 def _find_compiler(key: str, variable: str, names: list[str], remedy: str) -> None:
-    """Check that the PATH has the command of the environment's ``variable``, or else one of ``names``."""
+    """Check that the PATH has the command of the environment's ``variable``, or else one of
+    ``names``."""
     given = os.environ.get(variable, "")
     try:
         words = shlex.split(given)
     except ValueError as error:
-        raise BackendError(f"{key}: {variable}={given} is no command ({error}). Correct it, or {remedy}") from None
+        raise BackendError(
+            f"{key}: {variable}={given} is no command ({error}). Correct it, or {remedy}"
+        ) from None
     names = words[:1] or names
     if not any(shutil.which(name) for name in names):
         raise BackendError(
@@ -242,6 +279,8 @@ def _find_compiler(key: str, variable: str, names: list[str], remedy: str) -> No
 
 def _fixed(mesh: MeshConfig) -> tuple[int, int]:
     """Products of the axes that are given, in the two views without pp."""
-    attention = mesh.dp_replicate * mesh.cp * mesh.tp * (mesh.dp_shard if mesh.dp_shard != -1 else 1)
+    attention = (
+        mesh.dp_replicate * mesh.cp * mesh.tp * (mesh.dp_shard if mesh.dp_shard != -1 else 1)
+    )
     experts = mesh.ep_replicate * mesh.ep * mesh.etp * (mesh.ep_shard if mesh.ep_shard != -1 else 1)
     return attention, experts

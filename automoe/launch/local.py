@@ -1,6 +1,8 @@
-"""A run on this machine: its ranks are started, watched, stopped, judged by the status file, and started again.
+"""A run on this machine: its ranks are started, watched, stopped, judged by the status file, and
+started again.
 
-Ranks are forks of a process that has imported torch (``automoe.launch.fork_server``) and knows nothing of runs.
+Ranks are forks of a process that has imported torch (``automoe.launch.fork_server``) and knows
+nothing of runs.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ class RunResult:
         return 128 + self.signum if self.state == "preempted" and self.signum else 1
 
 
-def train_here(config: Config, shape: MeshShape, device: Device, another_follows: bool = False) -> RunResult:
+def train_here(
+    config: Config, shape: MeshShape, device: Device, another_follows: bool = False
+) -> RunResult:
     """Run a checked configuration on this machine, print how it ended, and write its report.
 
-    Args:
-        another_follows: keep the fork server for another run, which then need not import torch again.
+    Args: another_follows: keep the fork server for another run, which then need not import torch
+        again.
 
     Raises:
         ConfigError, DataError, LaunchError, BackendError: the run could not be started.
@@ -93,17 +97,19 @@ def _environment(config: Config, num_ranks: int) -> dict[str, str]:
     """Return the environment of the ranks."""
     env = without_rendezvous(os.environ) | LOOPBACK
     share = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    env["OMP_NUM_THREADS"] = str(config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share))
+    env["OMP_NUM_THREADS"] = str(
+        config.launch.threads_per_rank or env.get("OMP_NUM_THREADS", share)
+    )
     return env
 
 
 def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkServer) -> RunResult:
     """Run every rank of ``shape`` on this machine, as forks of ``server``, and wait for the end.
 
-    Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM, SIGHUP and Ctrl-C as a request
-    to stop (a second Ctrl-C kills, and so does the end of ``launch.grace_s``). A run that fails is started
-    again, from its newest checkpoint, up to ``launch.max_restarts`` times. Call it from the main thread:
-    ranks die with the thread that made them.
+    Holds the run directory's lock, writes its ``config.yaml``, forwards SIGTERM, SIGHUP and Ctrl-C
+    as a request to stop (a second Ctrl-C kills, and so does the end of ``launch.grace_s``). A run
+    that fails is started again, from its newest checkpoint, up to ``launch.max_restarts`` times.
+    Call it from the main thread: ranks die with the thread that made them.
 
     Raises:
         ConfigError: ``run_dir`` cannot be written, or another run is in it.
@@ -112,7 +118,8 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
     run_dir, frozen = Path(config.run_dir).absolute(), resolved(config, shape, device)
     limit = config.launch.max_restarts
     with runs.locked(run_dir) as run_dir_lost:
-        runs.check_same_run(run_dir, frozen)  # again: another run may have been there until the lock was free
+        # again: another run may have been there until the lock was free
+        runs.check_same_run(run_dir, frozen)
         runs.start_run(run_dir)
         save_config(frozen, run_dir)
         earlier, failures = _identity(run_dir / "checkpoints"), list[dict[str, Any]]()
@@ -126,8 +133,11 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
                     break
                 if not _start_again(run_dir, result.error, failures, limit):
                     break
-                if config.checkpoint.resume == "never" and earlier != _identity(run_dir / "checkpoints"):
-                    # The first attempt has set aside what was there; the next goes on from its checkpoints.
+                if config.checkpoint.resume == "never" and earlier != _identity(
+                    run_dir / "checkpoints"
+                ):
+                    # The first attempt has set aside what was there; the next goes on from its
+                    # checkpoints.
                     config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
                     save_config(resolved(config, shape, device), run_dir)
             if limit:
@@ -135,8 +145,11 @@ def launch_local(config: Config, shape: MeshShape, device: Device, server: ForkS
     return result
 
 
-def _start_again(run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int) -> bool:
-    """Add a failed attempt to ``failures``, and make room for another one; False if none may follow."""
+def _start_again(
+    run_dir: Path, error: dict[str, Any], failures: list[dict[str, Any]], limit: int
+) -> bool:
+    """Add a failed attempt to ``failures``, and make room for another one; False if none may
+    follow."""
     step, number = last_step(run_dir), len(failures) + 1
     failures.append({"attempt": number, "step": step, "error": error})
     if (why_not := refusal(failures, limit)) is not None:
@@ -155,9 +168,19 @@ class _Launch:
     """The ranks of one run, through all its attempts."""
 
     def __init__(
-        self, server: ForkServer, run_dir: Path, num_ranks: int, config: Config, run_dir_lost: Callable[[], str | None]
+        self,
+        server: ForkServer,
+        run_dir: Path,
+        num_ranks: int,
+        config: Config,
+        run_dir_lost: Callable[[], str | None],
     ) -> None:
-        self.server, self.run_dir, self.num_ranks, self.run_dir_lost = server, run_dir, num_ranks, run_dir_lost
+        self.server, self.run_dir, self.num_ranks, self.run_dir_lost = (
+            server,
+            run_dir,
+            num_ranks,
+            run_dir_lost,
+        )
         self.config = config
         self.signum: int | None = None
         self.kill_at = math.inf  # on the monotonic clock, once asked to stop
@@ -181,7 +204,9 @@ class _Launch:
         with store_file() as store, _rank_output() as stdout:
             options = {"run_dir": self.run_dir, "store": store, "launcher": os.getpid()}
             try:
-                self.ranks = self.server.start(Job(run_rank, self.num_ranks, options, sys.path), stdout)
+                self.ranks = self.server.start(
+                    Job(run_rank, self.num_ranks, options, sys.path), stdout
+                )
                 if self.signum is not None:
                     self._ask_to_stop()
                 self._wait()
@@ -192,7 +217,8 @@ class _Launch:
         return self._judge()
 
     def _wait(self) -> None:
-        """Wait until every rank has left. Kill ranks that outlive a failed one, or a request to stop."""
+        """Wait until every rank has left. Kill ranks that outlive a failed one, or a request to
+        stop."""
         failed_at = math.inf
         while any([rank.poll() is None for rank in self.ranks]):
             now = time.monotonic()
@@ -217,9 +243,16 @@ class _Launch:
             self.kill_at = time.monotonic() + self.config.launch.grace_s
             name = signal.Signals(signum).name
             # Not print(): a handler may interrupt one.
-            then = "save" if self.config.checkpoint.saves else "leave without saving (checkpoint.every=0)"
+            then = (
+                "save"
+                if self.config.checkpoint.saves
+                else "leave without saving (checkpoint.every=0)"
+            )
             with contextlib.suppress(OSError):  # SIGHUP comes when the terminal is gone
-                os.write(2, f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode())
+                os.write(
+                    2,
+                    f"\n{name}: the ranks finish their step and {then}; Ctrl-C ends them at once\n".encode(),
+                )
         self._ask_to_stop()
 
     def _end_grace(self) -> None:
@@ -254,7 +287,9 @@ class _Launch:
                 runs.write_status(self.run_dir, "preempted", objective=None)
             else:
                 ended = [
-                    f"rank {n} with status {r.returncode}" for n, r in enumerate(self.ranks) if n not in self.killed
+                    f"rank {n} with status {r.returncode}"
+                    for n, r in enumerate(self.ranks)
+                    if n not in self.killed
                 ]
                 message = f"ranks ended without a result: {', '.join(ended)}; see above and logs/rank*.log"
                 # Overruled: a report that a rank began and had no room for.
@@ -265,7 +300,8 @@ class _Launch:
         return RunResult(status["state"], status.get("objective"), status.get("error"), signum)
 
     def _killed_rank(self, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The failure of a rank that a signal ended, and not this process, where that is this run's first error.
+        """The failure of a rank that a signal ended, and not this process, where that is this run's
+        first error.
 
         A rank that dies so cannot report; its peers report that the connection is gone.
         """
@@ -285,7 +321,8 @@ class _Launch:
 
 @contextlib.contextmanager
 def _rank_output() -> Iterator[int]:
-    """Give a file descriptor for rank 0's standard output: this process's own, if ``print`` writes there.
+    """Give a file descriptor for rank 0's standard output: this process's own, if ``print`` writes
+    there.
 
     In a notebook it does not; there a thread prints what rank 0 writes into a pipe.
     """
@@ -315,8 +352,8 @@ def _pass_on(reader: int) -> None:
 def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
     """Why no attempt follows the last of ``failures``; None where one does.
 
-    Args:
-        failures: per failed attempt its number, the last step it recorded (None: it kept no record of
+    Args: failures: per failed attempt its number, the last step it recorded (None: it kept no
+        record of
             steps) and its first error.
         limit: ``launch.max_restarts``.
     """
@@ -333,7 +370,8 @@ def refusal(failures: Sequence[Mapping[str, Any]], limit: int) -> str | None:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """The last step in ``metrics.jsonl``; None where there is none to read, 0 before its first line is complete."""
+    """The last step in ``metrics.jsonl``; None where there is none to read, 0 before its first line
+    is complete."""
     from automoe.observe.metrics import METRICS_FILE, read_metrics
 
     if not (run_dir / METRICS_FILE).exists():

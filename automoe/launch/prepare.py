@@ -1,7 +1,9 @@
-"""From a command line to a checked configuration, its mesh and its device: the one place that every command passes.
+"""From a command line to a checked configuration, its mesh and its device: the one place that every
+command passes.
 
-What the configuration alone can say is in ``automoe.config``. Here are the checks that read something else: a
-checkpoint's ``config.json``, a tokenizer, this machine. Nothing here imports torch.
+What the configuration alone can say is in ``automoe.config``. Here are the checks that read
+something else: a checkpoint's ``config.json``, a tokenizer, this machine. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -44,21 +46,26 @@ def prepare(args: Arguments) -> tuple[Config, MeshShape, Device]:
 
 
 def compose(args: Arguments) -> Config:
-    """The configuration that ``args`` names, with the model of its checkpoint. Raises as ``prepare``."""
+    """The configuration that ``args`` names, with the model of its checkpoint. Raises as
+    ``prepare``."""
     return settle(compose_config(args.config_name, args.overrides, args.config_dir), args.overrides)
 
 
 def settle(config: Config, overrides: list[str]) -> Config:
-    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the truth; ids pinned.
+    """``config`` with the model that ``model.hf_path`` holds, if it is set: its config.json is the
+    truth; ids pinned.
 
-    Raises:
-        ConfigError: no such checkpoint, an unknown family, an override of the model that contradicts it, one of
-            ``launch.num_ranks`` that contradicts the mesh, or a checkpoint without a word on its data.
+    Raises: ConfigError: no such checkpoint, an unknown family, an override of the model that
+        contradicts it, one of
+            ``launch.num_ranks`` that contradicts the mesh, or a checkpoint without a word on its
+            data.
     """
     if "launch.num_ranks" in map(key_of, overrides) and config.launch.num_ranks is not None:
         mesh = expand_preset(config.mesh, config.launch.num_ranks)
         sizes = [getattr(mesh, axis) for axis in DEFAULT_AXES]
-        check_num_ranks(config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}")
+        check_num_ranks(
+            config, overrides, prod(sizes), f"the mesh holds {'*'.join(DEFAULT_AXES)} = {sizes}"
+        )
     config = _pinned(config)
     path = config.model.hf_path
     if path is None:
@@ -70,15 +77,24 @@ def settle(config: Config, overrides: list[str]) -> Config:
 
         model, _ = upcycled_model(config.model)
     else:
-        model = replace(model_config_from_hf(path), initializer_range=config.model.initializer_range)
+        model = replace(
+            model_config_from_hf(path), initializer_range=config.model.initializer_range
+        )
     stored, keys = replace(config, model=replace(model, hf_path=path)), set(leaf_keys())
     for override in overrides:
         key, value = key_of(override), override.partition("=")[2]
         compared = (key,) if key.startswith("model.") and key in keys else ()
         if key == "model":
-            compared = ("model.family", "model.num_layers", "model.hidden_size", "model.num_experts")
+            compared = (
+                "model.family",
+                "model.num_layers",
+                "model.hidden_size",
+                "model.num_experts",
+            )
         values = [(one, attrgetter(one)(stored), attrgetter(one)(config)) for one in compared]
-        if differing := ", ".join(f"{one}={there} and not {here}" for one, there, here in values if there != here):
+        if differing := ", ".join(
+            f"{one}={there} and not {here}" for one, there, here in values if there != here
+        ):
             rule = f"the checkpoint model.hf_path={path} has {differing}"
             raise ConfigError(key, value, rule, f"Leave {key}= out, or start from random weights")
     if (
@@ -86,23 +102,32 @@ def settle(config: Config, overrides: list[str]) -> Config:
         and not config.data.sources
         and not {"data", "data.kind"} & set(map(key_of, overrides))
     ):
-        rule = f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
+        rule = (
+            f"the demonstration corpus is no text for model.hf_path={path} unless it is asked for"
+        )
         kind = config.data.kind
         raise ConfigError(
-            "data.kind", f"{kind}, by default", rule, f"Set {_own_data(config)}, or data={kind} to train on it"
+            "data.kind",
+            f"{kind}, by default",
+            rule,
+            f"Set {_own_data(config)}, or data={kind} to train on it",
         )
     return stored
 
 
 def missing_data(config: Config) -> ConfigError | None:
-    """Why there is nothing that a large model could learn from, or to pack; None for a small one, or where there is.
+    """Why there is nothing that a large model could learn from, or to pack; None for a small one,
+    or where there is.
 
-    Large is a model of ``LARGE`` parameters from random weights: a hundred for each byte of the demonstration corpus.
+    Large is a model of ``LARGE`` parameters from random weights: a hundred for each byte of the
+    demonstration corpus.
     """
     parameters = count_params(config.model).total
     if config.lora.base != "weights" and config.model.hf_path is None:
         rule = "it is how the matrices of a checkpoint are stored, and the model begins from random weights"
-        return ConfigError("lora.base", config.lora.base, rule, "Set model.hf_path=DIR, or lora.base=weights")
+        return ConfigError(
+            "lora.base", config.lora.base, rule, "Set model.hf_path=DIR, or lora.base=weights"
+        )
     if config.model.hf_path is not None or config.data.is_synthetic or parameters < LARGE:
         return None
     what = f"a model of {parameters / 1e9:,.1f} B parameters (1 B or more, from random weights)"
@@ -111,15 +136,20 @@ def missing_data(config: Config) -> ConfigError | None:
     speed = "or data=benchmark for synthetic tokens"
     if kinds:
         rule = f"the demonstration corpus, 10 MB of Python, is nothing for {what}"
-        return ConfigError("data.kind", kinds[0], rule, f"Set {own} and data.tokenizer=DIR, {speed}")
+        return ConfigError(
+            "data.kind", kinds[0], rule, f"Set {own} and data.tokenizer=DIR, {speed}"
+        )
     if tokenizer_of(config) == "byte":
         rule = f"bytes are {BYTE_VOCAB_SIZE} of {config.model.vocab_size:,} ids, too few for {what}"
-        return ConfigError("data.tokenizer", "byte", rule, f"Set data.tokenizer=DIR of a tokenizer, {speed}")
+        return ConfigError(
+            "data.tokenizer", "byte", rule, f"Set data.tokenizer=DIR of a tokenizer, {speed}"
+        )
     return None
 
 
 def _check_fp8_base(config: Config) -> None:
-    """Raise ``ConfigError`` where ``lora.base=fp8`` and the checkpoint is not in FP8 of 128 columns a block."""
+    """Raise ``ConfigError`` where ``lora.base=fp8`` and the checkpoint is not in FP8 of 128 columns
+    a block."""
     path = config.model.hf_path
     if config.lora.base != "fp8" or path is None:
         return
@@ -132,7 +162,9 @@ def _check_fp8_base(config: Config) -> None:
     stated = read_hf_config(path).get("quantization_config") or {}
     block = stated.get("weight_block_size") or [None, None]
     if stated.get("quant_method") != "fp8" or block[1] != BASE_BLOCKS["fp8"][0]:
-        found = ", ".join(f"{key}={stated.get(key)}" for key in ("quant_method", "weight_block_size"))
+        found = ", ".join(
+            f"{key}={stated.get(key)}" for key in ("quant_method", "weight_block_size")
+        )
         raise ConfigError(
             "lora.base",
             "fp8",
@@ -142,9 +174,12 @@ def _check_fp8_base(config: Config) -> None:
 
 
 def _pinned(config: Config) -> Config:
-    """``config`` with a commit in each Hub id, and a day; a run that goes on stays with those that it began with."""
+    """``config`` with a commit in each Hub id, and a day; a run that goes on stays with those that
+    it began with."""
     resume, then = Path(config.checkpoint.resume).expanduser(), dict[str, Any]()
-    begun = {"never": [], "auto": [Path(config.run_dir)]}.get(str(resume), [resume, resume.parent.parent])
+    begun = {"never": [], "auto": [Path(config.run_dir)]}.get(
+        str(resume), [resume, resume.parent.parent]
+    )
     for folder in begun:
         with suppress(OSError, ValueError):  # none, or one that the run itself will speak of
             then = then or flat(read_config(folder))
@@ -157,10 +192,15 @@ def _pinned(config: Config) -> Config:
             return FromEnvironment(found, f"{spec.written}@{found.rpartition('@')[2]}")
         return found
 
-    data, model = config.data, replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path))
+    data, model = (
+        config.data,
+        replace(config.model, hf_path=pin("model.hf_path", config.model.hf_path)),
+    )
     chat = replace(data.chat, date=data.chat.date or then.get("data.chat.date"))
     config = replace(
-        config, model=model, data=replace(data, tokenizer=pin("data.tokenizer", data.tokenizer), chat=chat)
+        config,
+        model=model,
+        data=replace(data, tokenizer=pin("data.tokenizer", data.tokenizer), chat=chat),
     )
     if then or not data.is_chat:
         return config
@@ -179,24 +219,33 @@ def _own_data(config: Config) -> str:
 
 
 def check_num_ranks(config: Config, overrides: list[str], num_ranks: int, why: str) -> None:
-    """Raise ``ConfigError`` if ``launch.num_ranks`` is an override of another value than ``num_ranks``, not derived."""
+    """Raise ``ConfigError`` if ``launch.num_ranks`` is an override of another value than
+    ``num_ranks``, not derived."""
     given = config.launch.num_ranks
-    if "launch.num_ranks" in map(key_of, overrides) and given not in (None, num_ranks) and num_ranks > 0:
-        remedy = f"Leave it out, set it to {num_ranks}, or mesh.dp_shard=-1 to fill as many as you name"
+    if (
+        "launch.num_ranks" in map(key_of, overrides)
+        and given not in (None, num_ranks)
+        and num_ranks > 0
+    ):
+        remedy = (
+            f"Leave it out, set it to {num_ranks}, or mesh.dp_shard=-1 to fill as many as you name"
+        )
         raise ConfigError("launch.num_ranks", given, f"{why}: {num_ranks} ranks", remedy)
 
 
 def check_here(config: Config) -> tuple[MeshShape, Device]:
-    """The mesh and device of ``config`` on this machine, all rules checked. Raises ``ConfigError``."""
+    """The mesh and device of ``config`` on this machine, all rules checked. Raises
+    ``ConfigError``."""
     device = resolve_device(config)
     return check(config, default_num_ranks(config, device), device), device
 
 
 def check(config: Config, num_ranks: int | None, device: Device) -> MeshShape:
-    """All rules of ``config``, those on other files too; its mesh, resolved for ``num_ranks`` ranks.
+    """All rules of ``config``, those on other files too; its mesh, resolved for ``num_ranks``
+    ranks.
 
-    Raises:
-        ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run would export to.
+    Raises: ConfigError, CheckpointError: the first rule that is broken; a folder lies where the run
+        would export to.
     """
     shape = validate(config, num_ranks, device)
     check_rows(config, adapter_rows(config, shape), shape)

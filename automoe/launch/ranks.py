@@ -27,7 +27,8 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the latter is 
 
 
 class Imports(NamedTuple):
-    """The outcome of importing torch for a rank: an error, which the rank reports, and output to standard error."""
+    """The outcome of importing torch for a rank: an error, which the rank reports, and output to
+    standard error."""
 
     error: BaseException | None = None
     output: str = ""
@@ -39,8 +40,9 @@ NOT_IMPORTED = Imports()
 def prepare_process() -> None:
     """What a rank needs of its process; called before torch is imported.
 
-    Segments of the CUDA allocator that grow, since sizes that change with every step's routing would leave holes; the
-    environment may say otherwise. And as many open files as the system allows: gloo's full meshes take two a rank.
+    Segments of the CUDA allocator that grow, since sizes that change with every step's routing
+    would leave holes; the environment may say otherwise. And as many open files as the system
+    allows: gloo's full meshes take two a rank.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -50,7 +52,8 @@ def prepare_process() -> None:
 
 
 def check_system() -> None:
-    """Raise ``LaunchError`` where this machine has no processes as ranks need them: it runs no Linux."""
+    """Raise ``LaunchError`` where this machine has no processes as ranks need them: it runs no
+    Linux."""
     if sys.platform != "linux":
         raise LaunchError(
             f"ranks run on Linux, and this is {sys.platform}. Start the same command in a Linux container or virtual "
@@ -60,10 +63,12 @@ def check_system() -> None:
 
 @contextmanager
 def store_file() -> Iterator[Path]:
-    """Path of an empty file in the memory of this process, for the ``FileStore`` of its children (Linux).
+    """Path of an empty file in the memory of this process, for the ``FileStore`` of its children
+    (Linux).
 
-    A ``TCPStore`` listens on all interfaces and asks nobody who he is, and torch unpickles what it delivers. This file
-    has no name; only processes of the same user can open it, and it is gone with this process, however that ends.
+    A ``TCPStore`` listens on all interfaces and asks nobody who he is, and torch unpickles what it
+    delivers. This file has no name; only processes of the same user can open it, and it is gone
+    with this process, however that ends.
     """
     with open(os.memfd_create("automoe-store"), "rb") as file:
         yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
@@ -74,9 +79,9 @@ def init_ranks(
 ) -> torch.device:
     """Pick this rank's device and join the process group: gloo on the CPU, NCCL and gloo on CUDA.
 
-    Args:
-        launch: device (resolved), timeout of collectives until the first step is over, threads per rank.
-        store: where ranks meet; a path is that of a ``FileStore``'s file, None takes torch's ``env://``.
+    Args: launch: device (resolved), timeout of collectives until the first step is over, threads
+        per rank. store: where ranks meet; a path is that of a ``FileStore``'s file, None takes
+        torch's ``env://``.
     """
     import torch
     import torch.distributed as dist
@@ -92,7 +97,9 @@ def init_ranks(
         torch.cuda.set_device(device)
         if launch.numa:
             facts = torch.cuda.get_device_properties(device)
-            bind_near(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
+            bind_near(
+                f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+            )
         # Metadata, stop flags and pickled objects travel over gloo, without a device copy.
         backend = "cpu:gloo,cuda:nccl"
     else:
@@ -101,8 +108,8 @@ def init_ranks(
     if isinstance(store, Path):
         store = dist.FileStore(str(store), world_size)
         store.set_timeout(timeout)
-    # Bound to a device, NCCL makes groups by splitting the world's, and one for all sends of a pipeline in place of one
-    # for each pair of ranks.
+    # Bound to a device, NCCL makes groups by splitting the world's, and one for all sends of a
+    # pipeline in place of one for each pair of ranks.
     bound = device if launch.device == "cuda" else None
     dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=bound)
     return device
@@ -111,7 +118,8 @@ def init_ranks(
 def keep_freed_memory() -> None:
     """Let glibc's malloc serve up to a GiB again from what was freed.
 
-    It maps 32 MiB and more afresh at every call, and each page is then faulted in: 4 to 8% of a step on the CPU.
+    It maps 32 MiB and more afresh at every call, and each page is then faulted in: 4 to 8% of a
+    step on the CPU.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     for option in (-1, -3) if mallopt is not None else ():  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -121,13 +129,15 @@ def keep_freed_memory() -> None:
 def device_index(local_rank: int, visible: int) -> int:
     """CUDA device of a rank that sees ``visible`` of them.
 
-    ``srun --gpus-per-task=1`` shows every task its own GPU alone, as device 0 whatever its place on the node.
+    ``srun --gpus-per-task=1`` shows every task its own GPU alone, as device 0 whatever its place on
+    the node.
     """
     return 0 if visible == 1 else local_rank
 
 
 def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Bind this thread, and those that it starts, to the CPU cores next to a device that it may use.
+    """Bind this thread, and those that it starts, to the CPU cores next to a device that it may
+    use.
 
     Raises:
         LaunchError: the system does not say which they are, or the process may use none of them.

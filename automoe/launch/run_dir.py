@@ -1,9 +1,9 @@
 """The run directory as the one place where ranks, launcher and user agree on what happened.
 
 ``status.json`` has ``state`` (starting, running, done, failed, preempted), ``objective``, ``error``
-(rank, type, message, traceback) and ``pid``, and ``failed_attempts`` of a run that was started again. A
-failed state is final: the first error wins, because what follows it on other ranks is a consequence (a
-peer that vanished from a collective).
+(rank, type, message, traceback) and ``pid``, and ``failed_attempts`` of a run that was started
+again. A failed state is final: the first error wins, because what follows it on other ranks is a
+consequence (a peer that vanished from a collective).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _IMPORTS = ("<frozen importlib", os.path.dirname(importlib.__file__) + os.sep)
 def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     """Hold the directory for one run; the kernel lets go when the holder dies, however it dies.
 
-    Gives a function that says what is wrong once ``run_dir`` is not that directory any more, and None before.
+    Gives a function that says what is wrong once ``run_dir`` is not that directory any more, and
+    None before.
 
     Raises:
         ConfigError: the directory cannot be made or written.
@@ -52,10 +53,14 @@ def locked(run_dir: Path) -> Iterator[Callable[[], str | None]]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         handle = open_lock(run_dir / LOCK_FILE)
-        folder = os.open(run_dir, os.O_DIRECTORY)  # held: while it is open, no other gets its number
+        # held: while it is open, no other gets its number
+        folder = os.open(run_dir, os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(
-            "run_dir", run_dir, f"cannot be written: {error.strerror} ({error.filename})", "Name a directory that can"
+            "run_dir",
+            run_dir,
+            f"cannot be written: {error.strerror} ({error.filename})",
+            "Name a directory that can",
         ) from None
     try:
         try:
@@ -86,7 +91,8 @@ def _lost(run_dir: Path, handle: int) -> str | None:
 
 
 def check_same_run(run_dir: Path, config: Config) -> list[str]:
-    """Refuse a directory in which another run is; notes on what differs from the last start there and may.
+    """Refuse a directory in which another run is; notes on what differs from the last start there
+    and may.
 
     Args:
         config: with nothing left to derive, as ``automoe.config.frozen.resolved`` makes it.
@@ -95,7 +101,9 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
         ConfigError: what differs, with both values, or what cannot be read.
     """
     if (run_dir / SWEEP_FILE).exists():
-        raise ConfigError("run_dir", run_dir, f"holds a sweep ({SWEEP_FILE})", "Name another run_dir")
+        raise ConfigError(
+            "run_dir", run_dir, f"holds a sweep ({SWEEP_FILE})", "Name another run_dir"
+        )
     metrics, saved = run_dir / "metrics.jsonl", any(run_dir.glob("checkpoints/step-*"))
     try:
         done = read_status(run_dir).get("state") == "done"
@@ -104,19 +112,33 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
     used = done or saved or (metrics.is_file() and metrics.stat().st_size > 0)
     if not used or config.checkpoint.resume == "never":
         return []
-    over = "start over here with checkpoint.resume=never, which sets its checkpoints and metrics aside"
+    over = (
+        "start over here with checkpoint.resume=never, which sets its checkpoints and metrics aside"
+    )
     try:
         changed = differences(read_config(run_dir), config)
     except (OSError, ValueError) as error:
-        reason = f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}"
-        raise ConfigError("run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}") from None
+        reason = (
+            f"holds a run, and whether it is this one cannot be read from {CONFIG_FILE}: {error}"
+        )
+        raise ConfigError(
+            "run_dir", run_dir, reason, f"Restore that file, name another run_dir, or {over}"
+        ) from None
     # Of another run too, where a start over ended before it had set them aside.
     newest = _newest_config(run_dir)
     held = (differences(newest, config) if newest else {}) | changed
     may = {key for key, both in held.items() if goes_on(key, *both) and (saved or not done)}
     if refused := {key: both for key, both in held.items() if key not in may}:
-        what = "holds a run with other settings" if saved or not done else "holds a finished run, no checkpoint of it"
-        there = f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)" if saved else ""
+        what = (
+            "holds a run with other settings"
+            if saved or not done
+            else "holds a finished run, no checkpoint of it"
+        )
+        there = (
+            f" (checkpoint.resume={run_dir} goes on from its newest checkpoint there)"
+            if saved
+            else ""
+        )
         remedy = f"Set them back, name another run_dir{there}, or {over}"
         raise ConfigError("run_dir", run_dir, f"{what}: {describe(refused)}", remedy)
     return [f"note: unlike the last start in {run_dir}: {describe(changed)}"] if changed else []
@@ -124,18 +146,24 @@ def check_same_run(run_dir: Path, config: Config) -> list[str]:
 
 def _newest_config(run_dir: Path) -> dict[str, Any] | None:
     """The configuration in the newest checkpoint; None where there is none that says it."""
-    steps = [path for path in run_dir.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdigit()]
+    steps = [
+        path
+        for path in run_dir.glob("checkpoints/step-*")
+        if path.name.removeprefix("step-").isdigit()
+    ]
     if not steps:
         return None
     newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     try:
         return dict(json.loads((newest / "manifest.json").read_bytes())["config"])
-    except (OSError, ValueError, KeyError, TypeError):  # the run that goes on says what is wrong with it
+    # the run that goes on says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """``config.yaml`` as it is, by whatever version it was written. Raises ``OSError``, ``ValueError``."""
+    """``config.yaml`` as it is, by whatever version it was written. Raises ``OSError``,
+    ``ValueError``."""
     return read_mapping((run_dir / CONFIG_FILE).read_bytes())
 
 
@@ -143,7 +171,9 @@ def refuse_folders(run_dir: Path, files: Iterable[Path]) -> None:
     """Raise ``ConfigError`` where one of ``files``, which are to be replaced, is a folder."""
     for path in files:
         if path.is_dir():
-            raise ConfigError("run_dir", run_dir, f"{path} is a folder, where a file belongs", "Move it away")
+            raise ConfigError(
+                "run_dir", run_dir, f"{path} is a folder, where a file belongs", "Move it away"
+            )
 
 
 def start_run(run_dir: Path) -> None:
@@ -154,7 +184,9 @@ def start_run(run_dir: Path) -> None:
     """
     logs, old = run_dir / LOG_FOLDER, [run_dir / name for name in (ERROR_FILE, STUCK_FILE)]
     if logs.exists() and not logs.is_dir():
-        raise ConfigError("run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away")
+        raise ConfigError(
+            "run_dir", run_dir, f"{logs} is a file, where a folder belongs", "Move it away"
+        )
     logs.mkdir(exist_ok=True)
     old += logs.glob("rank*")  # of a run with more ranks, perhaps
     refuse_folders(run_dir, [run_dir / STATUS_FILE, run_dir / CONFIG_FILE, *old])
@@ -166,7 +198,8 @@ def start_run(run_dir: Path) -> None:
 
 
 def start_again(run_dir: Path, attempt: int) -> None:
-    """Make room for another attempt of the same run: the logs of ``attempt`` go to ``logs/attempt-N``."""
+    """Make room for another attempt of the same run: the logs of ``attempt`` go to
+    ``logs/attempt-N``."""
     logs = run_dir / LOG_FOLDER
     aside = logs / f"attempt-{attempt}"
     aside.mkdir(parents=True)  # logs may have been removed
@@ -178,7 +211,8 @@ def start_again(run_dir: Path, attempt: int) -> None:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """The content of ``status.json``; empty before the first run. Raises ``OSError``, ``ValueError``."""
+    """The content of ``status.json``; empty before the first run. Raises ``OSError``,
+    ``ValueError``."""
     path = Path(run_dir) / STATUS_FILE
     return read_json(path) if path.is_file() else {}
 
@@ -228,16 +262,24 @@ def error_report(error: BaseException, rank: int | None) -> dict[str, Any]:
 
 def launch_failure(rank: int | None, message: str) -> dict[str, Any]:
     """The report of a failure that is no exception of a rank."""
-    return {"rank": rank, "type": "LaunchError", "message": message, "for_user": True, "traceback": []}
+    return {
+        "rank": rank,
+        "type": "LaunchError",
+        "message": message,
+        "for_user": True,
+        "traceback": [],
+    }
 
 
 def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False) -> bool:
-    """Write a failure's report unless an earlier one is there, and say so; ``overrule`` replaces that one."""
+    """Write a failure's report unless an earlier one is there, and say so; ``overrule`` replaces
+    that one."""
     target = run_dir / ERROR_FILE
     if overrule:
         target.unlink(missing_ok=True)
     try:
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exactly one rank wins
+        # exactly one rank wins
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         return False
     with os.fdopen(handle, "w") as file:
@@ -247,13 +289,16 @@ def record_failure(run_dir: Path, report: dict[str, Any], overrule: bool = False
 
 
 def describe_error(report: dict[str, Any]) -> str:
-    """A failure for a terminal: rank, type, message, and the lines of the project's code it came through."""
+    """A failure for a terminal: rank, type, message, and the lines of the project's code it came
+    through."""
     where = "" if report["rank"] is None else f"rank {report['rank']}: "
     text = f"{where}{report['type']}: {report['message']}"
     if not report["for_user"]:
         frames = report["traceback"]
         ours = [frame for frame in frames if "site-packages" not in frame]
         # The first is the recipe's.
-        shown = ours[:1] + ours[1:][-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
+        shown = (
+            ours[:1] + ours[1:][-4:] + ([frames[-1]] if frames and frames[-1] not in ours else [])
+        )
         text += "".join(f"\n    {frame}" for frame in shown)
     return text

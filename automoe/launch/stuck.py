@@ -1,11 +1,12 @@
 """A collective that does not come to its end: which rank stayed away, and where every rank is.
 
-Torch's flight recorder (gloo and NCCL) knows which collectives this rank has begun and not finished. A thread of
-every rank looks at it; the first to see one that is nearly its timeout old, or to have one time out, asks
-all ranks where they are. Each answers with a file, so a rank need not be able to communicate to take part, and the
-one that asked puts the answers together. A collective that may take longer than those of a step, in a save or a load,
-is only named when it has taken as long; the run goes on. Sends and receives of gloo are not in the recorder: of those
-the call stack tells.
+Torch's flight recorder (gloo and NCCL) knows which collectives this rank has begun and not
+finished. A thread of every rank looks at it; the first to see one that is nearly its timeout old,
+or to have one time out, asks all ranks where they are. Each answers with a file, so a rank need not
+be able to communicate to take part, and the one that asked puts the answers together. A collective
+that may take longer than those of a step, in a save or a load, is only named when it has taken as
+long; the run goes on. Sends and receives of gloo are not in the recorder: of those the call stack
+tells.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from automoe.launch import run_dir as runs
 _RECORDED = "512"  # collectives that the recorder remembers: some steps' worth
 _NEARLY = 0.9  # of the timeout: before the backend gives up, which NCCL does by ending the process
 _ANSWER_S = 10.0  # for the other ranks to say where they are
-_WAITS = "wait_for_ranks"  # a function of this project that is in torch.distributed as those of torch are
+# a function of this project that is in torch.distributed as those of torch are
+_WAITS = "wait_for_ranks"
 _SAVES = "checkpoint"  # the group over which saves and loads talk
 _PACKAGE = Path(__file__).parents[1]
 _NOT_A_PLACE = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
@@ -53,14 +55,16 @@ class Pending:
 
 @dataclass
 class Standing:
-    """Where a rank is: its unfinished collectives, oldest first, and its main thread's place in the code.
+    """Where a rank is: its unfinished collectives, oldest first, and its main thread's place in the
+    code.
 
     ``saving`` is the place of the thread that saves in the background, where there is one.
     """
 
     rank: int
     place: str
-    communicates: bool  # its main thread is in a function of torch.distributed, or was until that had no more time
+    # its main thread is in a function of torch.distributed, or was until that had no more time
+    communicates: bool
     pending: list[Pending] = field(default_factory=list)
     asked: int | None = None  # which question this answers
     saving: str | None = None
@@ -76,11 +80,18 @@ class Standing:
     @property
     def waits_in(self) -> str | None:
         """What it waits in; None: it does not wait."""
-        return str(self.pending[0]) if self.pending else "a send or receive" if self.communicates else None
+        return (
+            str(self.pending[0])
+            if self.pending
+            else "a send or receive"
+            if self.communicates
+            else None
+        )
 
 
 class StuckWatch:
-    """One rank's part: ``look`` once a second, ``explain`` when a collective has failed. Made before torch is imported.
+    """One rank's part: ``look`` once a second, ``explain`` when a collective has failed. Made
+    before torch is imported.
 
     Args:
         run_dir: seen by all ranks.
@@ -96,14 +107,18 @@ class StuckWatch:
         self._next_look = 0.0
         self._first_seen: dict[tuple[str, int], float] = {}
         self._named: set[str] = set()
-        self._lately: list[Pending] = []  # at the last look: the recorder drops one soon after it has run out of time
+        # at the last look: the recorder drops one soon after it has run out of time
+        self._lately: list[Pending] = []
         self._error: BaseException | None = None  # what has ended the main thread's work
-        self._answer = threading.Lock()  # the watching thread and a failing main thread may both answer
+        # the watching thread and a failing main thread may both answer
+        self._answer = threading.Lock()
 
     def look(self) -> None:
-        """Answer where another rank has asked; ask where a collective of this rank is nearly out of time."""
+        """Answer where another rank has asked; ask where a collective of this rank is nearly out of
+        time."""
         if self.device is not None and self.device.type == "cuda":
-            # A thread begins on the node's first GPU, where NCCL's recorder would make a context for every rank.
+            # A thread begins on the node's first GPU, where NCCL's recorder would make a context
+            # for every rank.
             sys.modules["torch"].cuda.set_device(self.device)
         if self._asked() is not None:
             self._say_where()
@@ -111,7 +126,11 @@ class StuckWatch:
             self._next_look = time.monotonic() + min(15.0, self.timeout_s / 40)
             self._lately = pending = pending_collectives(self._first_seen)
             late = [one for one in pending if one.seconds >= _NEARLY * one.timeout_s]
-            slow = [one for one in pending if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named]
+            slow = [
+                one
+                for one in pending
+                if one.seconds >= _NEARLY * self.timeout_s and str(one) not in self._named
+            ]
             if (late or slow) and self._ask():
                 one = (late or slow)[0]
                 rank, message = self._find_missing(one.seconds, one.group == _SAVES)
@@ -121,10 +140,17 @@ class StuckWatch:
                     self._name(str(one), f"{message} It may take up to {one.timeout_s:.0f} s")
 
     def explain(self, error: BaseException) -> None:
-        """If ``error`` is a collective's timeout, see that the outcome on record says who did not join it."""
+        """If ``error`` is a collective's timeout, see that the outcome on record says who did not
+        join it."""
         self._error = error
-        if self._asked() is None and _is_timeout(error) and self.timeout_s is not None and self._ask():
-            stated = re.search(r"(\d+) ?ms", str(error))  # of the group, which has more than those of a step at times
+        if (
+            self._asked() is None
+            and _is_timeout(error)
+            and self.timeout_s is not None
+            and self._ask()
+        ):
+            # of the group, which has more than those of a step at times
+            stated = re.search(r"(\d+) ?ms", str(error))
             self._report(*self._find_missing(int(stated[1]) / 1000 if stated else self.timeout_s))
         deadline, outcome = time.monotonic() + 2 * _ANSWER_S, self.run_dir / runs.ERROR_FILE
         while self._asked() is not None and not outcome.exists() and time.monotonic() < deadline:
@@ -151,15 +177,26 @@ class StuckWatch:
             asked = self._asked()
             if self.rank in self._standings(asked):
                 return
-            error = self._error  # by then the main thread is in ``explain``, and what it was at is in the traceback
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if error else _live_frames()
+            # by then the main thread is in ``explain``, and what it was at is in the traceback
+            error = self._error
+            frames = (
+                [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+                if error
+                else _live_frames()
+            )
             place, communicates = describe_place(frames)
             communicates |= error is not None and _is_timeout(error)
-            saving = [describe_place(_live_frames(thread))[0] for thread in threading.enumerate() if _saves(thread)]
+            saving = [
+                describe_place(_live_frames(thread))[0]
+                for thread in threading.enumerate()
+                if _saves(thread)
+            ]
             pending = pending_collectives(self._first_seen)
             if not pending and error is not None and _is_timeout(error):
                 pending = [one for one in self._lately if one.seconds >= one.timeout_s / 2]
-            standing = Standing(self.rank, place, communicates, pending, asked, saving[0] if saving else None)
+            standing = Standing(
+                self.rank, place, communicates, pending, asked, saving[0] if saving else None
+            )
             target.parent.mkdir(exist_ok=True)
             for name, record in _records():
                 target.with_name(f"{name}_{self.rank}").write_bytes(record)
@@ -170,7 +207,10 @@ class StuckWatch:
     def _find_missing(self, waited_s: float, saves: bool = False) -> tuple[int, str]:
         self._say_where()
         deadline = time.monotonic() + _ANSWER_S
-        while len(standings := self._standings(self._asked())) < self.num_ranks and time.monotonic() < deadline:
+        while (
+            len(standings := self._standings(self._asked())) < self.num_ranks
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         standings = {rank: standing.of_thread(saves) for rank, standing in standings.items()}
         return who_is_missing(standings, self.num_ranks, self.rank, waited_s)
@@ -204,7 +244,9 @@ class StuckWatch:
         return found
 
 
-def who_is_missing(standings: Mapping[int, Standing], num_ranks: int, asking: int, waited_s: float) -> tuple[int, str]:
+def who_is_missing(
+    standings: Mapping[int, Standing], num_ranks: int, asking: int, waited_s: float
+) -> tuple[int, str]:
     """The rank to blame and the sentences that say why.
 
     Args:
@@ -214,7 +256,9 @@ def who_is_missing(standings: Mapping[int, Standing], num_ranks: int, asking: in
     mine = standings[asking]
     what = mine.waits_in or "a send or receive"
     silent = [rank for rank in range(num_ranks) if rank not in standings]
-    elsewhere = [rank for rank, standing in standings.items() if standing.waits_in is None and rank != asking]
+    elsewhere = [
+        rank for rank, standing in standings.items() if standing.waits_in is None and rank != asking
+    ]
     concerned = set(mine.pending[0].ranks) if mine.pending else set(range(num_ranks))
     missing = sorted(silent + elsewhere, key=lambda rank: (rank not in concerned, rank))
     waiting = "; ".join(_who_waits_where(standings, what))
@@ -227,10 +271,14 @@ def who_is_missing(standings: Mapping[int, Standing], num_ranks: int, asking: in
     verb = "join" if first in concerned else "get to the point where others wait for it, in"
     where = "it does not answer at all" if first in silent else f"it is at {standings[first].place}"
     others = "".join(
-        f" Neither did rank {rank}, " + ("which does not answer." if rank in silent else f"at {standings[rank].place}.")
+        f" Neither did rank {rank}, "
+        + ("which does not answer." if rank in silent else f"at {standings[rank].place}.")
         for rank in missing[1:8]
     )
-    return first, f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}."
+    return (
+        first,
+        f"rank {first} did not {verb} {what} in {waited_s:.0f} s: {where}.{others} {waiting}.",
+    )
 
 
 def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]:
@@ -251,9 +299,10 @@ def _who_waits_where(standings: Mapping[int, Standing], first: str) -> list[str]
 def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pending]:
     """Collectives of this process that have begun and not ended, the oldest first.
 
-    Args:
-        first_seen: when each of them was first pending here, on the monotonic clock; kept by the caller from call to
-            call and brought up to date. The recorder has times of the wall clock alone, which may jump.
+    Args: first_seen: when each of them was first pending here, on the monotonic clock; kept by the
+        caller from call to
+            call and brought up to date. The recorder has times of the wall clock alone, which may
+            jump.
     """
     if "torch.distributed" not in sys.modules:  # nothing has begun before torch is there
         return []
@@ -290,7 +339,8 @@ def pending_collectives(first_seen: dict[tuple[str, int], float]) -> list[Pendin
 
 
 def _records() -> Iterator[tuple[str, bytes]]:
-    """Yield (name, pickled record) of the flight recorders; nothing before torch.distributed is imported."""
+    """Yield (name, pickled record) of the flight recorders; nothing before torch.distributed is
+    imported."""
     if "torch.distributed" in sys.modules:
         from automoe.interop.torch_private import flight_records
 
@@ -298,7 +348,8 @@ def _records() -> Iterator[tuple[str, bytes]]:
 
 
 def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
-    """``module of the model: file:line in function``, and whether torch.distributed is at work there.
+    """``module of the model: file:line in function``, and whether torch.distributed is at work
+    there.
 
     Args:
         frames: a call stack, outermost first. The place is the innermost that belongs to neither
@@ -311,8 +362,13 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
         if hasattr(self, "named_modules"):
             modules.append(self)
         if path.startswith(str(_PACKAGE)) or not any(part in path for part in _NOT_A_PLACE):
-            shown = os.path.relpath(path, _PACKAGE.parent) if path.startswith(str(_PACKAGE)) else path
-            place, communicates = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}", frame.f_code.co_name == _WAITS
+            shown = (
+                os.path.relpath(path, _PACKAGE.parent) if path.startswith(str(_PACKAGE)) else path
+            )
+            place, communicates = (
+                f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}",
+                frame.f_code.co_name == _WAITS,
+            )
         elif "torch/distributed/" in path:
             communicates = True
     if modules:
@@ -324,7 +380,8 @@ def describe_place(frames: Iterable[FrameType]) -> tuple[str, bool]:
 
 
 def _live_frames(thread: threading.Thread | None = None) -> list[FrameType]:
-    """The call stack of a thread, by default the main one, outermost first; empty if it has just ended."""
+    """The call stack of a thread, by default the main one, outermost first; empty if it has just
+    ended."""
     innermost = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
     return [frame for frame, _ in traceback.walk_stack(innermost)][::-1] if innermost else []
 

@@ -1,8 +1,9 @@
-"""Hydra's multirun: one process tree per job, impossible shapes skipped with the reason, one table and plot at the end.
+"""Hydra's multirun: one process tree per job, impossible shapes skipped with the reason, one table
+and plot at the end.
 
-A sweep's directory belongs to its definition, and a job's folder in it to the values that were swept. Jobs may run in
-other processes than this one (joblib, submitit), so each writes a record of its own, ``jobs/NAME.json``, and this
-process collects them in ``sweep.json``.
+A sweep's directory belongs to its definition, and a job's folder in it to the values that were
+swept. Jobs may run in other processes than this one (joblib, submitit), so each writes a record of
+its own, ``jobs/NAME.json``, and this process collects them in ``sweep.json``.
 """
 
 from __future__ import annotations
@@ -65,25 +66,25 @@ NO_SHAPE = (
     PARALLEL,
 )  # keys that a person must mend
 Record = dict[str, Any]
-Predict = Callable[[Config, MeshShape], Record]  # a function of a module: jobs may run in other processes
+# a function of a module: jobs may run in other processes
+Predict = Callable[[Config, MeshShape], Record]
 
 
 def run_sweep(args: Arguments, predict: Predict) -> int:
     """Run every combination of the comma-separated overrides; returns the exit status.
 
-    0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143, 129: stopped by Ctrl-C, SIGTERM,
-    SIGHUP.
+    0: every job that could run is done; 1: one is not; 2: no job could run; 130, 143, 129: stopped
+    by Ctrl-C, SIGTERM, SIGHUP.
 
-    The objective of a job (final validation loss, else training loss; infinity if there is none) is what the job
-    function returns, so Hydra sweepers such as Optuna minimise it. With ``observe.objective=tokens_per_second`` it is
-    their median, negative.
+    The objective of a job (final validation loss, else training loss; infinity if there is none) is
+    what the job function returns, so Hydra sweepers such as Optuna minimise it. With
+    ``observe.objective=tokens_per_second`` it is their median, negative.
 
     Args:
         predict: returns what a job is predicted to reach, under the names of ``_measured``.
 
-    Raises:
-        ConfigError: an override that no job could use, or a directory in which another sweep or a run is.
-        LaunchError: the sweep is running already.
+    Raises: ConfigError: an override that no job could use, or a directory in which another sweep or
+        a run is. LaunchError: the sweep is running already.
     """
     args = replace(args, overrides=side_by_side(args.overrides))
     check_primary(args.config_name, args.config_dir)
@@ -108,7 +109,8 @@ def run_sweep(args: Arguments, predict: Predict) -> int:
 
 
 def side_by_side(overrides: list[str]) -> list[str]:
-    """Replace ``sweep.parallel=N`` in ``overrides`` by settings of Hydra's joblib launcher for N jobs at a time.
+    """Replace ``sweep.parallel=N`` in ``overrides`` by settings of Hydra's joblib launcher for N
+    jobs at a time.
 
     Raises:
         ConfigError: N is no such number, another launcher is set too, or joblib's is not installed.
@@ -120,10 +122,15 @@ def side_by_side(overrides: list[str]) -> list[str]:
     if len(given) > 1 or not (given[0].isascii() and given[0].isdecimal()) or int(given[0]) < 1:
         rule = "it is how many jobs run side by side: one number, 1 or more"
         raise ConfigError(PARALLEL, ",".join(given), rule, f"Set {PARALLEL}=2, or leave it out")
-    if other := [text for text in rest if key_of(text).startswith(("hydra/launcher", "hydra.launcher"))]:
+    if other := [
+        text for text in rest if key_of(text).startswith(("hydra/launcher", "hydra.launcher"))
+    ]:
         rule = f"jobs are side by side by Hydra's joblib launcher, and {other[0]} chooses or sets a launcher too"
         raise ConfigError(PARALLEL, given[0], rule, "Leave one of them out")
-    if find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+    if (
+        find_spec("hydra_plugins") is None
+        or find_spec("hydra_plugins.hydra_joblib_launcher") is None
+    ):
         raise ConfigError(PARALLEL, given[0], "hydra-joblib-launcher is not installed", INSTALL)
     return [*rest, "hydra/launcher=joblib", f"hydra.launcher.n_jobs={int(given[0])}"]
 
@@ -141,11 +148,17 @@ def _exit_status(status: int, jobs: list[Record]) -> int:
 
 
 def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
-    """Return the sweep's directory and the overrides without ``run_dir``, by which it is named if that is not given."""
+    """Return the sweep's directory and the overrides without ``run_dir``, by which it is named if
+    that is not given."""
     given = [text.partition("=")[2] for text in args.overrides if key_of(text) == "run_dir"]
     rest = [text for text in args.overrides if key_of(text) != "run_dir"]
     if "run_dir" in swept_keys(args.overrides):
-        raise ConfigError("run_dir", given[-1], "a sweep has one directory, with a folder a job", "Give one directory")
+        raise ConfigError(
+            "run_dir",
+            given[-1],
+            "a sweep has one directory, with a folder a job",
+            "Give one directory",
+        )
     base = "runs/sweep" if args.config_name == DEFAULT_PRIMARY else f"runs/sweep-{args.config_name}"
     name = folder_name(_definition(rest))
     directory = given[-1].strip("'\"") if given else f"{base}-{name}" if name else base
@@ -153,11 +166,14 @@ def sweep_directory(args: Arguments) -> tuple[Path, list[str]]:
 
 
 def _definition(overrides: list[str]) -> list[str]:
-    """Return the overrides that define the sweep: swept ones, and fixed ones that make its jobs other runs."""
+    """Return the overrides that define the sweep: swept ones, and fixed ones that make its jobs
+    other runs."""
     swept = swept_keys(overrides)
     own = [text.removeprefix(SWEPT_BY_SWEEPER) for text in overrides]
     return sorted(
-        text for text in own if not text.startswith("hydra") and (key_of(text) in swept or not is_free(key_of(text)))
+        text
+        for text in own
+        if not text.startswith("hydra") and (key_of(text) in swept or not is_free(key_of(text)))
     )
 
 
@@ -187,28 +203,46 @@ class Sweep:
         now = [f"--config-name={self.args.config_name}", *_definition(self.args.overrides)]
         if (directory / CONFIG_FILE).exists():
             raise ConfigError(
-                "run_dir", directory, f"holds a run ({CONFIG_FILE})", "Name another run_dir for the sweep"
+                "run_dir",
+                directory,
+                f"holds a run ({CONFIG_FILE})",
+                "Name another run_dir for the sweep",
             )
         if os.path.lexists(path):
             try:
                 then = read_json(path)["definition"]
-                both = [" ".join(t for t in a if t not in b) or "nothing" for a, b in ((then, now), (now, then))]
+                both = [
+                    " ".join(t for t in a if t not in b) or "nothing"
+                    for a, b in ((then, now), (now, then))
+                ]
             except (OSError, ValueError, TypeError, KeyError) as error:
                 rule = f"holds a sweep, and {runs.SWEEP_FILE} does not say which: {type(error).__name__}: {error}"
-                raise ConfigError("run_dir", directory, rule, "Name another run_dir, or delete that file") from None
+                raise ConfigError(
+                    "run_dir", directory, rule, "Name another run_dir, or delete that file"
+                ) from None
             if then != now:
                 rule = f"holds another sweep: it has {both[0]} where this has {both[1]}"
                 raise ConfigError(
-                    "run_dir", directory, rule, "Name another run_dir, or none: then each sweep has its own"
+                    "run_dir",
+                    directory,
+                    rule,
+                    "Name another run_dir, or none: then each sweep has its own",
                 )
-        for file in (directory / "multirun.yaml", directory / "sweep.png", *directory.glob(f"{RECORDS}/*")):
+        for file in (
+            directory / "multirun.yaml",
+            directory / "sweep.png",
+            *directory.glob(f"{RECORDS}/*"),
+        ):
             if file.exists() and not (file.is_file() and os.access(file, os.R_OK | os.W_OK)):
                 rule = f"{file} is no file that can be read and written"
-                raise ConfigError("run_dir", directory, rule, "Mend its permissions, or move it away")
+                raise ConfigError(
+                    "run_dir", directory, rule, "Mend its permissions, or move it away"
+                )
         replace_json(path, {"definition": now, "jobs": _records(directory)})
 
     def run(self) -> int:
-        """Let Hydra's sweeper run every job, in the processes of its launcher. Returns 0, 130 or Hydra's status."""
+        """Let Hydra's sweeper run every job, in the processes of its launcher. Returns 0, 130 or
+        Hydra's status."""
         import hydra
 
         register_base()
@@ -218,7 +252,11 @@ class Sweep:
             options.append(f"--config-dir={Path(args.config_dir).absolute()}")
         quoted = str(self.directory).replace("'", "\\'")
         options += [f"hydra.sweep.dir='{quoted}'", "hydra.sweep.subdir=."]
-        options += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+        options += [
+            "hydra.output_subdir=null",
+            "hydra/job_logging=none",
+            "hydra/hydra_logging=none",
+        ]
         interrupts, status = [], 0
 
         def interrupt(signum: int, frame: object) -> None:
@@ -229,7 +267,9 @@ class Sweep:
         handler = signal.signal(signal.SIGINT, interrupt)
         try:
             conf = str(shipped_folder("conf"))
-            hydra.main(version_base="1.3", config_path=conf, config_name=args.config_name)(self.job)()
+            hydra.main(version_base="1.3", config_path=conf, config_name=args.config_name)(
+                self.job
+            )()
         except KeyboardInterrupt:
             status = STOPPED
         except SystemExit as error:  # of a sweeper or launcher, which has said why
@@ -243,7 +283,8 @@ class Sweep:
         return status
 
     def job(self, composed: Any) -> float:
-        """Run one job, in the process that Hydra's launcher chose, and return its objective; an error is its result.
+        """Run one job, in the process that Hydra's launcher chose, and return its objective; an
+        error is its result.
 
         Raises:
             KeyboardInterrupt: the job was stopped, so the sweep is to end.
@@ -258,7 +299,12 @@ class Sweep:
             self.directory / RECORDS / f"{name}.json",
             " ".join(f"{key}={value}" for key, value in short_keys(swept)),
         )
-        record: Record = {"name": name, "job": mine.job.num, "overrides": swept, "start": self.start}
+        record: Record = {
+            "name": name,
+            "job": mine.job.num,
+            "overrides": swept,
+            "start": self.start,
+        }
         record |= {"label": label or "as configured", "state": "running", "objective": None}
         record["process"] = [socket.gethostname(), os.getpid()]
         path.parent.mkdir(exist_ok=True)
@@ -266,14 +312,22 @@ class Sweep:
             fcntl.flock(lock, fcntl.LOCK_EX)
             print(f"\njob {mine.job.num}: {record['label']}", flush=True)
             earlier = _read(path)
-            if earlier is not None and earlier["start"] == self.start and earlier["state"] != "running":
-                print(f"done as job {earlier['job']} of this sweep")  # Optuna may draw values twice, and two at once
+            if (
+                earlier is not None
+                and earlier["start"] == self.start
+                and earlier["state"] != "running"
+            ):
+                # Optuna may draw values twice, and two at once
+                print(f"done as job {earlier['job']} of this sweep")
                 record = earlier
             else:
                 replace_json(path, record)
-                record |= self._result(composed, name, task, earlier, mine.launcher.get("n_jobs", 1))
+                record |= self._result(
+                    composed, name, task, earlier, mine.launcher.get("n_jobs", 1)
+                )
                 replace_json(path, record)
-        if record["state"] == "preempted":  # the person or the scheduler wants the sweep to end, not one job
+        # the person or the scheduler wants the sweep to end, not one job
+        if record["state"] == "preempted":
             raise KeyboardInterrupt
         if record["state"] != "done":
             return math.inf
@@ -281,7 +335,9 @@ class Sweep:
             return math.inf if record["objective"] is None else record["objective"]
         return -record["tokens_per_second"] if record.get("tokens_per_second") else math.inf
 
-    def _result(self, composed: Any, name: str, task: list[str], earlier: Record | None, num_jobs: int) -> Record:
+    def _result(
+        self, composed: Any, name: str, task: list[str], earlier: Record | None, num_jobs: int
+    ) -> Record:
         """Run one job and return what is to stand in its record, errors too."""
         began = time.monotonic()
         try:
@@ -294,10 +350,13 @@ class Sweep:
             traceback.print_exc()
             found = {"state": "failed", "reason": f"{type(error).__name__}: {error}"}
         ran = not found.pop("earlier", False)
-        return found | {"seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")}
+        return found | {
+            "seconds": round(time.monotonic() - began, 1) if ran else (earlier or {}).get("seconds")
+        }
 
     def _run_job(self, raw: dict[str, Any], overrides: list[str], num_jobs: int) -> Record:
-        """Check a job that is one of ``num_jobs`` at a time, run it, and return what is to stand in its record."""
+        """Check a job that is one of ``num_jobs`` at a time, run it, and return what is to stand in
+        its record."""
         try:
             load_plugins(raw["plugins"])
             config = settle(config_from_dict(raw), overrides)
@@ -306,7 +365,9 @@ class Sweep:
             meshes = {"default": shape.describe("default"), "moe": shape.describe("moe")}
             missing = missing_hardware(shape, device)
             if missing is not None:
-                raise ConfigError("mesh", meshes["default"], missing, "Run this job where there are as many")
+                raise ConfigError(
+                    "mesh", meshes["default"], missing, "Run this job where there are as many"
+                )
         except ConfigError as error:
             if error.key.startswith(NO_SHAPE):
                 raise
@@ -318,15 +379,24 @@ class Sweep:
             found |= {"state": "done", "objective": earlier.get("objective"), "earlier": True}
         else:
             result = train_here(config, shape, device, another_follows=True)
-            found |= {"state": result.state, "objective": result.objective, "exit_code": result.exit_code}
+            found |= {
+                "state": result.state,
+                "objective": result.objective,
+                "exit_code": result.exit_code,
+            }
             found |= {"reason": runs.describe_error(result.error)} if result.error else {}
         if found["state"] == "done" and not math.isfinite(found["objective"] or 0.0):
-            found |= {"state": "failed", "reason": f"its objective is {found['objective']}", "objective": None}
+            found |= {
+                "state": "failed",
+                "reason": f"its objective is {found['objective']}",
+                "objective": None,
+            }
         measured = _measured(config, shape)
         return found | {"tokens_per_second": measured["tokens_per_second"], "measured": measured}
 
     def collect(self, stopped: bool) -> list[Record]:
-        """Write all records into ``sweep.json`` and return them; jobs that never ended become failed or stopped."""
+        """Write all records into ``sweep.json`` and return them; jobs that never ended become
+        failed or stopped."""
         jobs = _records(self.directory)
         for path in self.directory.glob(f"{RECORDS}/*.json"):
             if _read(path) is None:
@@ -340,26 +410,36 @@ class Sweep:
         return jobs
 
     def _end_others(self) -> None:
-        """Ask jobs of this start in other processes of this machine to stop: submitit's would outlive this one."""
+        """Ask jobs of this start in other processes of this machine to stop: submitit's would
+        outlive this one."""
         here = socket.gethostname()
         for job in _records(self.directory):
             other = job["process"] != [here, os.getpid()]
-            if (job["state"], job["start"], job["process"][0]) == ("running", self.start, here) and other:
+            if (job["state"], job["start"], job["process"][0]) == (
+                "running",
+                self.start,
+                here,
+            ) and other:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job["process"][1], signal.SIGTERM)
 
 
 def check_alone(device: Device, num_jobs: int) -> None:
-    """Refuse jobs side by side on the GPUs of one machine: ranks of each take them from the first on."""
+    """Refuse jobs side by side on the GPUs of one machine: ranks of each take them from the first
+    on."""
     if device == "cuda" and num_jobs != 1:
         rule = "jobs that run side by side would train on the same GPUs, of which each job takes the first"
         raise ConfigError(
-            PARALLEL, num_jobs, rule, "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)"
+            PARALLEL,
+            num_jobs,
+            rule,
+            "Leave it out, or give each job a node (hydra/launcher=submitit_slurm)",
         )
 
 
 def _measured(config: Config, shape: MeshShape) -> Record:
-    """Of the run's record: medians of tokens/s, MFU and the busiest rank's rows over the mean; the most bytes."""
+    """Of the run's record: medians of tokens/s, MFU and the busiest rank's rows over the mean; the
+    most bytes."""
     from automoe.observe.metrics import rank_balance, read_expert_load, read_metrics, series
     from automoe.observe.summary import median
 
@@ -374,11 +454,13 @@ def _measured(config: Config, shape: MeshShape) -> Record:
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """Status of an earlier, completed run of this configuration in its directory; None where there is none."""
+    """Status of an earlier, completed run of this configuration in its directory; None where there
+    is none."""
     try:
         status, then = runs.read_status(config.run_dir), runs.read_config(Path(config.run_dir))
         same = status.get("state") == "done" and not differences(then, config)
-        same &= then["checkpoint"]["export_hf"] or not config.checkpoint.export_hf  # else it is asked for by now
+        # else it is asked for by now
+        same &= then["checkpoint"]["export_hf"] or not config.checkpoint.export_hf
     except (OSError, ValueError, KeyError, TypeError):
         return None  # training goes on there, or says what is wrong
     return status if same else None
@@ -389,13 +471,19 @@ def _finished(config: Config) -> dict[str, Any] | None:
 
 def _records(directory: Path) -> list[Record]:
     found = [_read(path) for path in sorted((directory / RECORDS).glob("*.json"))]
-    return sorted((record for record in found if record is not None), key=lambda record: record["job"])
+    return sorted(
+        (record for record in found if record is not None), key=lambda record: record["job"]
+    )
 
 
 def _read(path: Path) -> Record | None:
     """A job's record; None where there is none that can be read: the job writes it again."""
     try:
         record = read_json(path)
-        return record if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys() else None
+        return (
+            record
+            if {"name", "job", "label", "start", "state", "objective", "process"} <= record.keys()
+            else None
+        )
     except (OSError, ValueError):
         return None

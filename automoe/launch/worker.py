@@ -1,7 +1,7 @@
 """One rank: frozen configuration in, exit status out.
 
-Under torchrun and srun torch is imported late, after signal handlers, log files and the process id are in place: a rank
-that is asked to stop while it is still importing must hear of it.
+Under torchrun and srun torch is imported late, after signal handlers, log files and the process id
+are in place: a rank that is asked to stop while it is still importing must hear of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _leaving = threading.Lock()
 
 
 class Outlet:
-    """Text stream to one or more others. A line that one of them does not take is lost there, and the run goes on.
+    """Text stream to one or more others. A line that one of them does not take is lost there, and
+    the run goes on.
 
     Whatever else is asked of it, the first one answers.
     """
@@ -66,9 +67,11 @@ class Outlet:
 
 
 def outlive_streams() -> None:
-    """From now on neither this process nor its children depend on who reads their standard output and error."""
+    """From now on neither this process nor its children depend on who reads their standard output
+    and error."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # closed: the next file that is opened would be every child's standard output
+        # closed: the next file that is opened would be every child's standard output
+        if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
             os.set_inheritable(number, True)
     sys.stdout, sys.stderr = Outlet(sys.stdout), Outlet(sys.stderr)
@@ -103,7 +106,8 @@ def run_rank(
     stop = StopRequest()
     _handle_signals(stop)
     (run_dir / runs.LOG_FOLDER / f"rank{rank}.pid").write_text(str(os.getpid()))
-    # Where this project's launcher outlives the ranks it writes the report, and under torchrun and srun rank 0.
+    # Where this project's launcher outlives the ranks it writes the report, and under torchrun and
+    # srun rank 0.
     report = rank == 0 and launcher is None and config is not None and config.observe.report
     watch = stuck.StuckWatch(run_dir, rank, world_size, terminal)
     watch.tells_errors = launcher is None
@@ -115,7 +119,9 @@ def run_rank(
         watch.timeout_s = config.launch.timeout_s
         shape = frozen_shape(config)
         if shape.world_size != world_size:
-            raise LaunchError(f"the mesh holds {shape.world_size} ranks, and {world_size} were started")
+            raise LaunchError(
+                f"the mesh holds {shape.world_size} ranks, and {world_size} were started"
+            )
         recipe = load_recipe(config.recipe)
         complete(config)  # a node that the launcher did not run on
         device = watch.device = ranks.init_ranks(config.launch, rank, world_size, local_rank, store)
@@ -140,7 +146,9 @@ def _write_result(config: Config, context: RunContext, objective: float | None) 
     if not context.preempted and not math.isfinite(outcome or 0.0):
         raise AutomoeError(f"the recipe {config.recipe} ended with {outcome}, which is no result")
     facts = {"fell_back": context.fell_back} if context.fell_back else {}
-    runs.write_status(context.run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts)
+    runs.write_status(
+        context.run_dir, "preempted" if context.preempted else "done", objective=outcome, **facts
+    )
 
 
 def _redirect(run_dir: Path, rank: int) -> TextIO:
@@ -165,19 +173,23 @@ def _redirect(run_dir: Path, rank: int) -> TextIO:
 
 def _handle_signals(stop: StopRequest) -> None:
     for number in STOP_SIGNALS:
-        # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here, may hold it.
+        # Nothing that takes a lock, such as starting a thread: the main thread, interrupted here,
+        # may hold it.
         signal.signal(number, lambda signum, frame: stop.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # our launcher starts ranks with them blocked
+    # our launcher starts ranks with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
-    """Leave soon after another rank has failed, even from inside a collective that nobody will join."""
+    """Leave soon after another rank has failed, even from inside a collective that nobody will
+    join."""
     pause = look_every_s(watch.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", watch.num_ranks)))
     while not (run_dir / runs.ERROR_FILE).exists():
         try:
             watch.look()
         except Exception:
-            # It reads what the main thread is changing, and this rank must be able to leave all the same.
+            # It reads what the main thread is changing, and this rank must be able to leave all the
+            # same.
             traceback.print_exc()
         time.sleep(pause)
     time.sleep(_GRACE_S)
@@ -185,7 +197,8 @@ def _watch(run_dir: Path, watch: stuck.StuckWatch, report: bool) -> None:
 
 
 def look_every_s(num_ranks: int, ranks_here: int) -> float:
-    """Between two looks at the run directory: a disk that nodes share is asked as often by a node as by one rank."""
+    """Between two looks at the run directory: a disk that nodes share is asked as often by a node
+    as by one rank."""
     return min(0.5 * ranks_here, _LONGEST_PAUSE_S) if num_ranks > ranks_here else 0.5
 
 
@@ -200,11 +213,15 @@ def _leave(run_dir: Path, report: bool) -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(1)  # whatever became of the report: threads that wait for a lost peer would keep the process
+        # whatever became of the report: threads that wait for a lost peer would keep the process
+        os._exit(1)
 
 
-def _fail(run_dir: Path, rank: int, error: BaseException, terminal: TextIO | None, report: bool) -> None:
-    """Report the error and leave at once: closing a broken process group can wait for the lost peer.
+def _fail(
+    run_dir: Path, rank: int, error: BaseException, terminal: TextIO | None, report: bool
+) -> None:
+    """Report the error and leave at once: closing a broken process group can wait for the lost
+    peer.
 
     ``terminal`` is where to show it if it is the first; None where the launcher does that.
     """

@@ -1,4 +1,5 @@
-"""What is trained of a model: low-rank adapters (``lora``), and what is frozen by name; names and shapes. No torch.
+"""What is trained of a model: low-rank adapters (``lora``), and what is frozen by name; names and
+shapes. No torch.
 
 Letters: r rank, O output and I input features (of experts: I width), E experts, H hidden.
 """
@@ -19,7 +20,8 @@ _BACKENDS = ("grouped_mm", "loop")  # of experts; the others multiply by no adap
 
 
 def target_names(param: Param) -> tuple[str, ...]:
-    """What ``lora.targets`` may call this parameter: its group, and its own name; nothing if it has no adapter."""
+    """What ``lora.targets`` may call this parameter: its group, and its own name; nothing if it has
+    no adapter."""
     return () if param.spec.lora is None else (param.spec.group, param.spec.lora)
 
 
@@ -29,7 +31,8 @@ def is_target(param: Param, lora: LoraConfig) -> bool:
 
 
 def adapters(param: Param, rank: int) -> list[Param]:
-    """The adapter of a target: A [r, I] and B [O, r]; of experts stacks of them, one A for gate and up."""
+    """The adapter of a target: A [r, I] and B [O, r]; of experts stacks of them, one A for gate and
+    up."""
     stack = param.shape[:1] if param.expert else ()
     shapes = (*stack, rank, param.shape[-1]), (*param.shape[:-1], rank)
     before = param.name.removesuffix(param.spec.name)
@@ -40,7 +43,8 @@ def adapters(param: Param, rank: int) -> list[Param]:
 
 
 def is_trained(name: str, config: Config) -> bool:
-    """Whether the parameter ``name`` of the model itself is trained: with LoRA none is but ``train.trainable``."""
+    """Whether the parameter ``name`` of the model itself is trained: with LoRA none is but
+    ``train.trainable``."""
     frozen = ["*"] if config.lora.rank else config.train.freeze
     return not _matches(name, frozen) or _matches(name, config.train.trainable)
 
@@ -50,7 +54,8 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 
 def packed_shape(param: Param, config: Config) -> tuple[int, ...] | None:
-    """[..., rows, blocks, bytes] of a frozen matrix that ``lora.base`` packs; None of another parameter."""
+    """[..., rows, blocks, bytes] of a frozen matrix that ``lora.base`` packs; None of another
+    parameter."""
     stays = config.lora.base == "weights" or param.spec.lora is None
     if stays or is_trained(param.name, config):
         return None
@@ -62,7 +67,9 @@ def as_stored(params: list[Param], config: Config) -> list[Param]:
     """``params``, packed ones with the shape of their bytes."""
     shapes = [packed_shape(param, config) for param in params]
     return [
-        param if shape is None else replace(param, shape=shape, packed=BASE_BLOCKS[config.lora.base][0])
+        param
+        if shape is None
+        else replace(param, shape=shape, packed=BASE_BLOCKS[config.lora.base][0])
         for param, shape in zip(params, shapes, strict=True)
     ]
 
@@ -82,19 +89,26 @@ _RUN_AGAIN = {"mlp": "dense_ffn", "shared_experts": "shared_experts", "moe": "ro
 
 
 def adapter_activation_bytes(
-    config: Config, layer: int, tokens: int, expert_rows: float, number_bytes: int, recompute: frozenset[str]
+    config: Config,
+    layer: int,
+    tokens: int,
+    expert_rows: float,
+    number_bytes: int,
+    recompute: frozenset[str],
 ) -> float:
-    """What the adapters of a layer keep for their backward pass: ``x A.T``, r numbers a token, or a row of gate and up.
+    """What the adapters of a layer keep for their backward pass: ``x A.T``, r numbers a token, or a
+    row of gate and up.
 
-    Args:
-        tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs, ``number_bytes`` an activation.
-        recompute: what the layer runs again.
+    Args: tokens: of a micro-batch on one rank; ``expert_rows`` its (token, expert) pairs,
+        ``number_bytes`` an activation. recompute: what the layer runs again.
     """
     again = {_RUN_AGAIN[name] for name in recompute if name in _RUN_AGAIN}
     kept = 0.0
     for param in layer_params(config.model, layer):
         if is_target(param, config.lora) and param.part not in again and "full" not in recompute:
-            rows = 0.0 if param.name.endswith("down_proj") else expert_rows if param.expert else tokens
+            rows = (
+                0.0 if param.name.endswith("down_proj") else expert_rows if param.expert else tokens
+            )
             kept += config.lora.rank * rows * number_bytes
     return kept
 
@@ -106,19 +120,35 @@ def describe_training(config: Config) -> list[str]:
         return []
     own = model_params(model)
     params = with_adapters(own, config)
-    trained, total = sum(param.numel for param in params if param.trained), sum(param.numel for param in own)
+    trained, total = (
+        sum(param.numel for param in params if param.trained),
+        sum(param.numel for param in own),
+    )
     how, of = f"frozen: {', '.join(config.train.freeze)}", "of"
     if lora.rank:
         how = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         of = "beside"
-    lines = [f"{how}: trains {trained:,} numbers {of} the model's {total:,} ({trained / total:.2%})"]
+    lines = [
+        f"{how}: trains {trained:,} numbers {of} the model's {total:,} ({trained / total:.2%})"
+    ]
     routers = [param for param in params if param.part == "router"]
     if routers:
         moving = [param for param in routers if param.trained]
-        state = "trained" if len(moving) == len(routers) else "trained in part" if moving else "frozen"
+        state = (
+            "trained" if len(moving) == len(routers) else "trained in part" if moving else "frozen"
+        )
         biases = ", and expert biases with them" if model.router.expert_bias else ""
-        names = ("seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef", "z_loss_coef")
-        coefs = ", ".join(f"moe.{name}={getattr(config.moe, name):g}" for name in names if getattr(config.moe, name))
+        names = (
+            "seq_balance_coef",
+            "global_balance_coef",
+            "micro_batch_balance_coef",
+            "z_loss_coef",
+        )
+        coefs = ", ".join(
+            f"moe.{name}={getattr(config.moe, name):g}"
+            for name in names
+            if getattr(config.moe, name)
+        )
         losses = f"balance losses are on ({coefs})" if coefs else "balance losses are off"
         lines.append(f"routers are {state}{biases}; {losses}")
     return lines
@@ -128,7 +158,8 @@ def describe_training(config: Config) -> list[str]:
 # fmt: off
 
 def adapter_rows(config: Config, shape: MeshShape | None = None) -> Iterator[Row]:
-    """The rules of ``lora``, ``train.freeze`` and ``train.trainable``; those of cuts where ``shape`` is known."""
+    """The rules of ``lora``, ``train.freeze`` and ``train.trainable``; those of cuts where
+    ``shape`` is known."""
     params = model_params(config.model)
     names = [param.name for param in params]
     for key, patterns in (("train.freeze", config.train.freeze), ("train.trainable", config.train.trainable)):

@@ -1,7 +1,9 @@
-"""Attention: grouped-query (arXiv 2305.13245) and multi-head latent (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""Attention: grouped-query (arXiv 2305.13245) and multi-head latent (DeepSeek-V2, arXiv 2405.04434,
+section 2.1).
 
-Letters: B rows, S positions of this rank's queries, R positions of its keys (the whole row), s positions of this rank
-between two blocks (sequence parallelism); H hidden, N query heads, G key and value heads, D head dim, L latent.
+Letters: B rows, S positions of this rank's queries, R positions of its keys (the whole row), s
+positions of this rank between two blocks (sequence parallelism); H hidden, N query heads, G key and
+value heads, D head dim, L latent.
 """
 
 from __future__ import annotations
@@ -26,13 +28,18 @@ LATENT_NORM_EPS = 1e-6
 
 
 class AttentionContext:
-    """What all layers of one forward share: rotation angles, masks, how keys and values are gathered and used."""
+    """What all layers of one forward share: rotation angles, masks, how keys and values are
+    gathered and used."""
 
-    def __init__(self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, tokens: Tokens, backend: BackendConfig, dtype: torch.dtype
+    ) -> None:
         attention = config.attention
         dim = rotary_dim(attention, config.rope)
         self.rope, self.keys = backend.rope, backend.pg_collection.keys
-        self.cos, self.sin = rotary_cos_sin(config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype)
+        self.cos, self.sin = rotary_cos_sin(
+            config.rope, dim, tokens.positions, self.rope.angle_dtype or dtype
+        )
         self.interleaved = config.rope.interleaved
         self.mask = attention_mask(tokens, self.keys, always=backend.always_masked)
         self.window = attention.sliding_window
@@ -48,8 +55,11 @@ class AttentionContext:
     def rotate(self, x_BSND: torch.Tensor, start: int = 0) -> torch.Tensor:
         return self.rope.rotate(x_BSND, self.cos, self.sin, self.interleaved, start)
 
-    def attend(self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None) -> torch.Tensor:
-        """An ``AttentionFn`` whose mask is that of these rows, and of the layer's ``window`` if it has one."""
+    def attend(
+        self, q_BSND, k_BRGD, v_BRGD, scale: float, window: int = 0, sinks_N=None
+    ) -> torch.Tensor:
+        """An ``AttentionFn`` whose mask is that of these rows, and of the layer's ``window`` if it
+        has one."""
         assert window in (0, self.window)
         mask = self.window_mask if window else self.mask
         if self.keys.num_ranks == 1:
@@ -72,10 +82,12 @@ def gather_row(x_BS: torch.Tensor, keys: Communicator) -> torch.Tensor:
 def attention_mask(
     tokens: Tokens, keys: Communicator = SINGLE_RANK, window: int = 0, always: bool = False
 ) -> torch.Tensor | None:
-    """[B, 1, S, R] True where a query may look at a key of the row, or None where plain causality says it all.
+    """[B, 1, S, R] True where a query may look at a key of the row, or None where plain causality
+    says it all.
 
-    With ``window`` no further back than that many positions of the row, its own included. With ``always`` rows
-    with document ids get a mask whatever the ids are: compiled code is made for one case.
+    With ``window`` no further back than that many positions of the row, its own included. With
+    ``always`` rows with document ids get a mask whatever the ids are: compiled code is made for one
+    case.
     """
     whole = keys.num_ranks == 1
     docs_BS = tokens.doc_ids
@@ -86,7 +98,9 @@ def attention_mask(
         docs_BS = None if bool((docs_BS == docs_BS[:, :1]).all()) else docs_BS
     if docs_BS is None and whole and not window:
         return None
-    key_index_BR = torch.arange(tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device).unsqueeze(0)
+    key_index_BR = torch.arange(
+        tokens.index.shape[1] * keys.num_ranks, device=tokens.index.device
+    ).unsqueeze(0)
     mask_BSR = key_index_BR[:, None, :] <= tokens.index[:, :, None]
     if window:
         mask_BSR = mask_BSR & (key_index_BR[:, None, :] > tokens.index[:, :, None] - window)
@@ -98,18 +112,24 @@ def attention_mask(
 class GroupedQueryAttention(nn.Module):
     """num_heads query heads share num_kv_heads key and value heads.
 
-    Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer), attention sinks
-    (GPT-OSS, arXiv 2508.10925, section 2.3).
+    Optional: biases, RMSNorm on q and k, an output gate (Qwen3-Next), a sliding window (by layer),
+    attention sinks (GPT-OSS, arXiv 2508.10925, section 2.3).
     """
 
     def __init__(self, config: ModelConfig, layer: int, backend: BackendConfig) -> None:
         super().__init__()
-        attention, hidden, self.sequence = config.attention, config.hidden_size, backend.pg_collection.sequence
+        attention, hidden, self.sequence = (
+            config.attention,
+            config.hidden_size,
+            backend.pg_collection.sequence,
+        )
         self.head_dim = attention.head_dim
         bias, kv_rows = attention.qkv_bias, self._kv_rows(attention.num_kv_heads)
         self.output_gate = attention.output_gate
         # With an output gate a head's rows are those of its query, then those of its gate.
-        self.q_proj = Linear(hidden, (1 + self.output_gate) * attention.num_heads * self.head_dim, bias)
+        self.q_proj = Linear(
+            hidden, (1 + self.output_gate) * attention.num_heads * self.head_dim, bias
+        )
         self.k_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_rows)
         self.v_proj = Linear(hidden, attention.num_kv_heads * self.head_dim, bias, kv_rows)
         self.o_proj = Linear(attention.num_heads * self.head_dim, hidden, attention.o_bias)
@@ -122,7 +142,8 @@ class GroupedQueryAttention(nn.Module):
         self.scale = softmax_scale(config.rope, self.head_dim)
 
     def _kv_rows(self, num_heads: int) -> slice | None:
-        """Output rows that this rank uses where key and value heads are fewer than the ranks, which keep them all."""
+        """Output rows that this rank uses where key and value heads are fewer than the ranks, which
+        keep them all."""
         if num_heads >= self.sequence.num_ranks:
             return None
         start = first_of_rank(self.sequence, num_heads) * self.head_dim
@@ -136,7 +157,9 @@ class GroupedQueryAttention(nn.Module):
         if self.output_gate:
             q_BSND, gate = q_BSND.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
         q_BSND = context.rotate(self.q_norm(q_BSND.reshape(heads)))
-        k_BRGD = gather_row(context.rotate(self.k_norm(self.k_proj(x_BSH).view(heads))), context.keys)
+        k_BRGD = gather_row(
+            context.rotate(self.k_norm(self.k_proj(x_BSH).view(heads))), context.keys
+        )
         v_BRGD = gather_row(self.v_proj(x_BSH).view(heads), context.keys)
         sinks_N = None if self.sinks is None else local_shard(self.sinks)
         out_BSND = self.attend(context, q_BSND, k_BRGD, v_BRGD, self.scale, self.window, sinks_N)
@@ -149,8 +172,15 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: BackendConfig) -> None:
         super().__init__()
-        attention, hidden, self.sequence = config.attention, config.hidden_size, backend.pg_collection.sequence
-        self.num_heads, self.expanded = attention.num_heads, expanded_width(attention, self.sequence.num_ranks)
+        attention, hidden, self.sequence = (
+            config.attention,
+            config.hidden_size,
+            backend.pg_collection.sequence,
+        )
+        self.num_heads, self.expanded = (
+            attention.num_heads,
+            expanded_width(attention, self.sequence.num_ranks),
+        )
         self.nope_dim, self.rope_dim = attention.qk_nope_head_dim, attention.qk_rope_head_dim
         self.v_dim, self.kv_lora_rank = attention.v_head_dim, attention.kv_lora_rank
         qk_dim = self.nope_dim + self.rope_dim
@@ -170,11 +200,13 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BsH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """[B, s, H] -> [B, s, H]."""
-        # Latents are made of this rank's s positions and gathered, being narrower than x. The projections up from
-        # them are sharded by heads.
+        # Latents are made of this rank's s positions and gathered, being narrower than x. The
+        # projections up from them are sharded by heads.
         query = x_BsH if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x_BsH))
         query_BSL = self.sequence.all_gather(query)
-        latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BsH).split(
+            (self.kv_lora_rank, self.rope_dim), dim=-1
+        )
         latent_BRL = self.sequence.all_gather(self.kv_a_layernorm(latent))
         k_rope_BRD = context.rotate(self.sequence.all_gather(k_rope).unsqueeze(2)).squeeze(2)
         if context.keys.num_ranks > 1 and self.gathers_latents(latent_BRL):
@@ -185,17 +217,23 @@ class LatentAttention(nn.Module):
         return self.sequence.reduce_scatter(self.o_proj(out_BSND.flatten(2)))
 
     def gathers_latents(self, latent: torch.Tensor) -> bool:
-        return gathers_latents(self.kv_lora_rank, self.expanded, latent.device.type, latent.element_size())
+        return gathers_latents(
+            self.kv_lora_rank, self.expanded, latent.device.type, latent.element_size()
+        )
 
     def project_up(
-        self, query_BSL: torch.Tensor, latent_BRL: torch.Tensor, k_rope_BRD: torch.Tensor, context: AttentionContext
+        self,
+        query_BSL: torch.Tensor,
+        latent_BRL: torch.Tensor,
+        k_rope_BRD: torch.Tensor,
+        context: AttentionContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of this rank's heads.
 
-        Args:
-            query_BSL: the latent of queries, or the hidden states where they have none.
-            latent_BRL: the latent of keys and values; of this rank's positions where what it expands to is gathered.
-            k_rope_BRD: the dims of keys that turn with the position, rotated.
+        Args: query_BSL: the latent of queries, or the hidden states where they have none.
+            latent_BRL: the latent of keys and values; of this rank's positions where what it
+            expands to is gathered. k_rope_BRD: the dims of keys that turn with the position,
+            rotated.
         """
         q_proj = self.q_proj if self.q_lora_rank is None else self.q_b_proj
         q_BSND = q_proj(query_BSL).unflatten(-1, (-1, self.nope_dim + self.rope_dim))

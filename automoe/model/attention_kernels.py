@@ -1,7 +1,8 @@
 """Softmax attention. ``kernels.attention`` says which kernel computes; it is not left to torch.
 
-Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim (Dv of values).
-What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_utils.cpp``):
+Letters: B rows, S positions of queries, R of keys, N query heads, G key and value heads, D head dim
+(Dv of values). What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its
+``sdp_utils.cpp``):
 
     cuDNN      bfloat16, float16; D, Dv multiples of 8, to 128 or exactly 192 and 128 (MLA); mask, grouped heads;
                not with a mask where R mod 128 = 64 (``cudnn_serves``)
@@ -9,8 +10,9 @@ What torch asks of q and k [B, N, S, D] and v [B, N, S, Dv] on CUDA (its ``sdp_u
     efficient  float32 as well; D and Dv multiples of 8 (float32: of 4); mask; no grouped heads
     math       everything, and keeps every score [B, N, S, S]
 
-Torch itself lets cuDNN take any dims to 256 on Hopper, also where cuDNN then finds no plan for the backward
-pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any dtype, mask) and math.
+Torch itself lets cuDNN take any dims to 256 on Hopper, also where cuDNN then finds no plan for the
+backward pass, and puts it first, or does not, by version. The CPU has flash (D = Dv, any dtype,
+mask) and math.
 """
 
 from __future__ import annotations
@@ -25,13 +27,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automoe.errors import BackendError
 
-# q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, sinks_N or None -> [B, S, N, Dv]
+# q_BSND, k_BRGD, v_BRGD, mask [B, 1, S, R] or None (causal), scale, sinks_N or None -> [B, S, N,
+# Dv]
 AttentionFn = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None],
+    torch.Tensor,
 ]
 
 HALF = (torch.bfloat16, torch.float16)
-FORCED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+FORCED = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 _PLAIN_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Older ones are wrong where the length of a row is not a multiple of 128.
 _MIN_CUDNN = 91501
@@ -39,22 +47,25 @@ cudnn_first: bool | None = None  # on this machine's GPU; None until attention h
 
 
 def prepare_cuda() -> None:
-    """Before attention on CUDA, outside compiled code: settle torch's own order, and whether cuDNN goes first in ours.
+    """Before attention on CUDA, outside compiled code: settle torch's own order, and whether cuDNN
+    goes first in ours.
 
-    Asked when attention gets tensors there and not when a model is built: the answer takes a CUDA context, which
-    a process that computes on the CPU must not open.
+    Asked when attention gets tensors there and not when a model is built: the answer takes a CUDA
+    context, which a process that computes on the CPU must not open.
     """
     global cudnn_first
     if cudnn_first is None:
-        # Torch sets up its own order of kernels at its first choice on CUDA, and only then. Were that choice within
-        # ours, leaving ours would restore an order without cuDNN for whoever else computes attention in this process.
+        # Torch sets up its own order of kernels at its first choice on CUDA, and only then. Were
+        # that choice within ours, leaving ours would restore an order without cuDNN for whoever
+        # else computes attention in this process.
         probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
         F.scaled_dot_product_attention(probe, probe, probe)
         cudnn_first = cudnn_is_first()
 
 
 def cudnn_is_first() -> bool:
-    """Whether cuDNN's attention goes before flash here: Hopper or datacenter Blackwell, cuDNN 9.15.1 or later."""
+    """Whether cuDNN's attention goes before flash here: Hopper or datacenter Blackwell, cuDNN
+    9.15.1 or later."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return False
     version = torch.backends.cudnn.version()
@@ -62,24 +73,36 @@ def cudnn_is_first() -> bool:
 
 
 def cudnn_serves(mask: torch.Tensor | None) -> bool:
-    """Whether the gradient of queries is right: with a mask over R keys, R mod 128 = 64, it may be NaN.
+    """Whether the gradient of queries is right: with a mask over R keys, R mod 128 = 64, it may be
+    NaN.
 
-    Half of the last tile of 128 keys is then scored 0 instead of not at all, which overflows where a query's scores are
-    all below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper; causality without a mask is right).
+    Half of the last tile of 128 keys is then scored 0 instead of not at all, which overflows where
+    a query's scores are all below -88.7 (pytorch#196678: cuDNN 9.15 and later on Hopper; causality
+    without a mask is right).
     """
     return mask is None or mask.shape[-1] % 128 != 64
 
 
-def cuda_order(query_dim: int, value_dim: int, mask: torch.Tensor | None = None) -> list[SDPBackend]:
-    """The kernels that may compute on CUDA, the best first, for heads of these dims and this mask."""
-    served = (max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)) and cudnn_serves(mask)
-    return [SDPBackend.CUDNN_ATTENTION, *_PLAIN_ORDER] if cudnn_first and served else list(_PLAIN_ORDER)
+def cuda_order(
+    query_dim: int, value_dim: int, mask: torch.Tensor | None = None
+) -> list[SDPBackend]:
+    """The kernels that may compute on CUDA, the best first, for heads of these dims and this
+    mask."""
+    served = (
+        max(query_dim, value_dim) <= 128 or (query_dim, value_dim) == (192, 128)
+    ) and cudnn_serves(mask)
+    return (
+        [SDPBackend.CUDNN_ATTENTION, *_PLAIN_ORDER]
+        if cudnn_first and served
+        else list(_PLAIN_ORDER)
+    )
 
 
 def only_kernels(
     kernel: str, device_type: str, query_dim: int, value_dim: int, mask: torch.Tensor | None = None
 ) -> AbstractContextManager[object]:
-    """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order that can.
+    """Within it SDPA runs the kernel that ``kernels.attention`` names, or the first of the order
+    that can.
 
     A named kernel that cannot serve its tensors makes SDPA raise: none takes its place.
     """
@@ -115,11 +138,15 @@ def attend(
         [B, S, N, width of values].
     """
     if sinks_N is not None:
-        out = attend(*_with_sink_key(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N), scale, None, kernel)
+        out = attend(
+            *_with_sink_key(q_BSND, k_BRGD, v_BRGD, mask, scale, sinks_N), scale, None, kernel
+        )
         return out[:, out.shape[1] - q_BSND.shape[1] :, :, : v_BRGD.shape[-1]]
     q_BNSD, k_BGRD, v_BGRD = q_BSND.transpose(1, 2), k_BRGD.transpose(1, 2), v_BRGD.transpose(1, 2)
     value_dim, device, num_heads = v_BGRD.shape[-1], q_BNSD.device.type, q_BNSD.shape[1]
-    if value_dim < q_BNSD.shape[-1] and (kernel == "flash" or (kernel == "sdpa" and device == "cpu")):
+    if value_dim < q_BNSD.shape[-1] and (
+        kernel == "flash" or (kernel == "sdpa" and device == "cpu")
+    ):
         # Flash wants equal head dims; on the CPU zero columns cost less than the unfused path.
         v_BGRD = F.pad(v_BGRD, (0, q_BNSD.shape[-1] - value_dim))
     if k_BGRD.shape[1] != num_heads and device == "cuda" and kernel == "sdpa":
@@ -140,12 +167,16 @@ def attend(
     return out_BNSD[..., :value_dim].transpose(1, 2)
 
 
-def _with_sink_key(q_BSND, k_BRGD, v_BRGD, mask: torch.Tensor | None, scale: float, sinks_N: torch.Tensor):
-    """q, k, v and mask of an attention without sinks that computes one with them, so that fused kernels serve both.
+def _with_sink_key(
+    q_BSND, k_BRGD, v_BRGD, mask: torch.Tensor | None, scale: float, sinks_N: torch.Tensor
+):
+    """q, k, v and mask of an attention without sinks that computes one with them, so that fused
+    kernels serve both.
 
-    A key is put in front of all others, with a value of zeros. One more dim of the queries holds the head's
-    sink, and is one in that key and zero in the others. Without a mask a query of zeros goes in front as
-    well: the others then see the new key and what they saw before by causality alone.
+    A key is put in front of all others, with a value of zeros. One more dim of the queries holds
+    the head's sink, and is one in that key and zero in the others. Without a mask a query of zeros
+    goes in front as well: the others then see the new key and what they saw before by causality
+    alone.
     """
     dim = k_BRGD.shape[-1]
     extra = 8 - dim % 8  # at least one dim, and as many as fused kernels want

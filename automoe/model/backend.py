@@ -1,4 +1,5 @@
-"""What a model is given besides its configuration: decided by the mesh and the machine before it is built."""
+"""What a model is given besides its configuration: decided by the mesh and the machine before it is
+built."""
 
 from __future__ import annotations
 
@@ -17,13 +18,10 @@ from automoe.moe.process_groups import ProcessGroupCollection
 class BackendConfig:
     """ProcessGroupCollection and implementations; the defaults are one rank and plain torch.
 
-    Attributes:
-        pg_collection: the groups of ranks that share rows, weights and micro-batches.
-        experts: multiplies by the experts' weights; None: the backend of this package that ``moe.experts`` names.
-        attend: softmax attention.
-        rope: rotation of heads.
-        norm: makes a norm, with the arguments of ``RMSNorm``.
-        chunk_loss: the cross-entropy of a chunk of tokens.
+    Attributes: pg_collection: the groups of ranks that share rows, weights and micro-batches.
+        experts: multiplies by the experts' weights; None: the backend of this package that
+        ``moe.experts`` names. attend: softmax attention. rope: rotation of heads. norm: makes a
+        norm, with the arguments of ``RMSNorm``. chunk_loss: the cross-entropy of a chunk of tokens.
         loss: what is made of single tokens' losses; None: their mean, the cross-entropy.
         always_masked: rows with document ids get a mask whatever the ids are (``attention_mask``).
         seed: of the router's jitter.

@@ -1,6 +1,7 @@
 """One decoder layer: attention and feed-forward, each behind a norm, each added to the residual.
 
-Letters: B rows, S positions, s of them on this rank between two blocks (sequence parallelism), H hidden.
+Letters: B rows, S positions, s of them on this rank between two blocks (sequence parallelism), H
+    hidden.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from automoe.moe.tokens import Tokens
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (arXiv 2002.05202, eq. 5): down(silu(gate(x)) * up(x)), [B, s, H] -> [B, s, H].
+    """SwiGLU feed-forward (arXiv 2002.05202, eq. 5): down(silu(gate(x)) * up(x)), [B, s, H] -> [B,
+    s, H].
 
-    With ``gated_output`` (Qwen2-MoE's shared expert) the result is multiplied by sigmoid(x @ w), one number
-    a token.
+    With ``gated_output`` (Qwen2-MoE's shared expert) the result is multiplied by sigmoid(x @ w),
+    one number a token.
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, gated_output: bool = False, sequence: Communicator = SINGLE_RANK
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        gated_output: bool = False,
+        sequence: Communicator = SINGLE_RANK,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size)
@@ -38,7 +44,9 @@ class MLP(nn.Module):
 
     def forward(self, x_BsH: torch.Tensor) -> torch.Tensor:
         x_BSH = self.sequence.all_gather(x_BsH)
-        out_BsH = self.sequence.reduce_scatter(self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH)))
+        out_BsH = self.sequence.reduce_scatter(
+            self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
+        )
         # The gate sees this rank's positions alone, as the result here holds no others.
         return out_BsH if self.output_gate is None else self.output_gate(x_BsH).sigmoid() * out_BsH
 
@@ -46,7 +54,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer ``layer``; dense below ``first_k_dense``, MoE from there on."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, layer: int, backend: BackendConfig
+    ) -> None:
         super().__init__()
         hidden, sequence = config.hidden_size, backend.pg_collection.sequence
         self.input_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
@@ -56,7 +66,9 @@ class Block(nn.Module):
             self.self_attn = LatentAttention(config, backend)
         else:
             self.self_attn = GroupedQueryAttention(config, layer, backend)
-        self.post_attention_layernorm = backend.norm(hidden, config.norm_eps, config.zero_centered_norms)
+        self.post_attention_layernorm = backend.norm(
+            hidden, config.norm_eps, config.zero_centered_norms
+        )
         self.mlp: nn.Module
         if layer < config.first_k_dense:
             self.mlp = MLP(hidden, config.intermediate_size, sequence=sequence)
@@ -72,12 +84,17 @@ class Block(nn.Module):
         """What mixes positions, by whichever name it has."""
         return self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
 
-    def forward(self, x_BsH: torch.Tensor, context: AttentionContext, tokens: Tokens) -> torch.Tensor:
-        """[B, s, H] -> [B, s, H]; ``tokens`` are those of x, ``context`` belongs to all positions."""
+    def forward(
+        self, x_BsH: torch.Tensor, context: AttentionContext, tokens: Tokens
+    ) -> torch.Tensor:
+        """[B, s, H] -> [B, s, H]; ``tokens`` are those of x, ``context`` belongs to all
+        positions."""
         x_BsH, h_BsH = self.mix(x_BsH, context)
         return x_BsH + (self.mlp(h_BsH, tokens) if isinstance(self.mlp, MoE) else self.mlp(h_BsH))
 
-    def mix(self, x_BsH: torch.Tensor, context: AttentionContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def mix(
+        self, x_BsH: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x with attention's output added, and its norm, which the feed-forward takes."""
         x_BsH = x_BsH + self.attention(self.input_layernorm(x_BsH), context)
         return x_BsH, self.post_attention_layernorm(x_BsH)

@@ -1,6 +1,7 @@
 """The decoder that every family is a declaration of, whole or as one pipeline stage.
 
-Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, V vocabulary, K top-k.
+Letters: B rows, S positions, s positions of this rank between two blocks, H hidden, V vocabulary, K
+    top-k.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ class Decoder(nn.Module):
         tied = config.tie_embeddings
         # Token id of the first row of embedding and head that this rank holds.
         self.first_id = first_of_rank(self.backend.pg_collection.sequence, vocab)
-        self.embed_tokens = Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, moe, layer, self.backend) for layer in layers})
+        self.embed_tokens = (
+            Embedding(vocab, hidden, self.first_id) if embeds or (predicts and tied) else None
+        )
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(config, moe, layer, self.backend) for layer in layers}
+        )
         norm = self.backend.norm
         self.norm = norm(hidden, config.norm_eps, config.zero_centered_norms) if predicts else None
         self.lm_head = Linear(hidden, vocab) if predicts and not tied else None
@@ -86,19 +91,20 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Run this part.
 
-        Args:
-            x: [B, S] int64 tokens where this part embeds, else [B, s, H] from the part before.
-            labels: [B, S] next tokens, ``IGNORE`` where none is trained.
-            token_counts: of the global batch, which the losses are divided by. Default: this micro-batch's own.
-            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults: positions are the
+        Args: x: [B, S] int64 tokens where this part embeds, else [B, s, H] from the part before.
+            labels: [B, S] next tokens, ``IGNORE`` where none is trained. token_counts: of the
+            global batch, which the losses are divided by. Default: this micro-batch's own.
+            positions, index, doc_ids, forced_ids, row_ids, not_padding: see ``Tokens``. Defaults:
+            positions are the
                 index within the row, index 0 ... S-1, row_ids 0 ... B-1, and a row is one document.
-            next_token_at: [B, S] bool, alike on all ranks that share the vocabulary: positions to generate from.
+            next_token_at: [B, S] bool, alike on all ranks that share the vocabulary: positions to
+                generate from.
             given: [B, ...] what the loss takes besides.
 
-        Returns:
-            [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
-            labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy in nats;
-            with ``next_token_at``, [B, S] the likeliest next tokens, ``IGNORE`` at other positions.
+        Returns: [B, s, H] hidden states from a part that does not predict; [B, S, V] logits without
+            labels; with labels, [1] this micro-batch's share of the loss: of the mean cross-entropy
+            in nats; with ``next_token_at``, [B, S] the likeliest next tokens, ``IGNORE`` at other
+            positions.
         """
         if index is None:
             index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
@@ -106,13 +112,16 @@ class Decoder(nn.Module):
             row_ids = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand_as(index)
         counts = token_counts or self._own_counts(index, doc_ids, labels)
         positions = index if positions is None else positions
-        tokens = Tokens(positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding)
+        tokens = Tokens(
+            positions, index, doc_ids, counts.non_padding, forced_ids, row_ids, not_padding
+        )
         sequence = self.backend.pg_collection.sequence
         if self.embeds:
             assert self.embed_tokens is not None
             x = sequence.reduce_scatter(self.embed_tokens(x))
             if torch.is_grad_enabled() and not (x.requires_grad or self.predicts):
-                x.requires_grad_()  # of a frozen embedding: the next pipeline stage sends a gradient in every case
+                # of a frozen embedding: the next pipeline stage sends a gradient in every case
+                x.requires_grad_()
         context = AttentionContext(self.config, tokens, self.backend, x.dtype)
         local_tokens = tokens.local_shard(sequence)
         for block in self.layers.values():
@@ -120,13 +129,18 @@ class Decoder(nn.Module):
         if not self.predicts:
             return x
         row = self.backend.pg_collection.context
-        inputs = labels if labels is None else LossInputs(labels, doc_ids, counts, row, given, self.reported)
+        inputs = (
+            labels
+            if labels is None
+            else LossInputs(labels, doc_ids, counts, row, given, self.reported)
+        )
         return self._predict(x, inputs, next_token_at)
 
     def _predict(
         self, x_BsH: torch.Tensor, inputs: LossInputs | None, next_token_at: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return next tokens, logits, or with labels the loss, of hidden states from the last layer."""
+        """Return next tokens, logits, or with labels the loss, of hidden states from the last
+        layer."""
         assert self.norm is not None
         sequence, weight_VH = self.backend.pg_collection.sequence, local_shard(self.head_weight)
         x_BSH = sequence.all_gather(self.norm(x_BsH))
@@ -134,7 +148,9 @@ class Decoder(nn.Module):
             tokens_BS = torch.full_like(next_token_at, IGNORE, dtype=torch.int64)
             if next_token_at.any():
                 rows_NH = x_BSH[next_token_at]
-                tokens_BS[next_token_at] = greedy_tokens(rows_NH, weight_VH, self.first_id, sequence)
+                tokens_BS[next_token_at] = greedy_tokens(
+                    rows_NH, weight_VH, self.first_id, sequence
+                )
             return tokens_BS
         if inputs is None:
             return nn.functional.linear(x_BSH, weight_VH)
@@ -142,7 +158,9 @@ class Decoder(nn.Module):
         if self.loss is not None:
             nll_T = token_losses(x_TH, weight_VH, labels_T, self.first_id, sequence)
             return torch.stack([self.loss(nll_T.view(inputs.labels.shape), inputs).to(nll_T.dtype)])
-        loss = cross_entropy_sum(x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss)
+        loss = cross_entropy_sum(
+            x_TH, weight_VH, labels_T, self.first_id, sequence, self.backend.chunk_loss
+        )
         # A step without one trained label has a loss of zero, not NaN.
         # Stacked and not viewed: FSDP hooks a stage's output, and a view could lose the hook.
         return torch.stack([loss / inputs.counts.trained.clamp_min(1)])
@@ -155,9 +173,15 @@ class Decoder(nn.Module):
         return head.weight
 
     @staticmethod
-    def _own_counts(index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None) -> TokenCounts:
+    def _own_counts(
+        index: torch.Tensor, doc_ids: torch.Tensor | None, labels: torch.Tensor | None
+    ) -> TokenCounts:
         none = torch.zeros((), dtype=torch.int64, device=index.device)
-        valid = torch.tensor(index.numel(), device=index.device) if doc_ids is None else (doc_ids >= 0).sum()
+        valid = (
+            torch.tensor(index.numel(), device=index.device)
+            if doc_ids is None
+            else (doc_ids >= 0).sum()
+        )
         if labels is None:
             return TokenCounts(none, valid, none)
         return TokenCounts((labels >= 0).sum(), valid, num_documents(labels, doc_ids))

@@ -1,12 +1,13 @@
-"""Gated delta net (arXiv 2412.06464): attention with a state of fixed size, as Qwen3-Next has it in most layers.
+"""Gated delta net (arXiv 2412.06464): attention with a state of fixed size, as Qwen3-Next has it in
+most layers.
 
-A head keeps a matrix S that maps keys to values. For each token it forgets by a factor exp(g) and moves what S
-says of the token's key towards the token's value, by a share beta:
+A head keeps a matrix S that maps keys to values. For each token it forgets by a factor exp(g) and
+moves what S says of the token's key towards the token's value, by a share beta:
 
     S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   o = S^T q
 
-Letters: B rows, S positions, H hidden, G key heads (queries too) of width K, N value heads of width V, r = N / G value
-heads a key head, C positions of a chunk, M chunks.
+Letters: B rows, S positions, H hidden, G key heads (queries too) of width K, N value heads of width
+V, r = N / G value heads a key head, C positions of a chunk, M chunks.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """The recurrence above, from a state of zeros, a chunk of positions at a time.
 
-    Within a chunk the values that each token adds to the state depend on the tokens before it; with the decays
-    c_i summed from the chunk's start they solve a unit lower triangular system (the WY form, section 3.3 and
-    arXiv 2406.06484):
+    Within a chunk the values that each token adds to the state depend on the tokens before it; with
+    the decays c_i summed from the chunk's start they solve a unit lower triangular system (the WY
+    form, section 3.3 and arXiv 2406.06484):
 
         (I + strictly lower of [beta_i exp(c_i - c_j) k_i.k_j]) U = beta (V - exp(c) K S)
 
@@ -62,9 +63,12 @@ def gated_delta_rule(
         )
     )
     to_here_BNMC1 = log_decay_BNMC1.cumsum(3).exp()
-    # [..., i, j]: from after j to i. Sums of their own, since differences of long sums would lose the short ones.
+    # [..., i, j]: from after j to i. Sums of their own, since differences of long sums would lose
+    # the short ones.
     square_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSNV.device)
-    steps_BNMCC = log_decay_BNMC1.expand(*log_decay_BNMC1.shape[:4], chunk).masked_fill(square_CC.triu(), 0)
+    steps_BNMCC = log_decay_BNMC1.expand(*log_decay_BNMC1.shape[:4], chunk).masked_fill(
+        square_CC.triu(), 0
+    )
     between_BNMCC = steps_BNMCC.cumsum(3).masked_fill(square_CC.triu(1), float("-inf")).exp()
     k_to_here_BNMCK = k_BNMCK * to_here_BNMC1
     solved = torch.linalg.solve_triangular(
@@ -84,7 +88,9 @@ def gated_delta_rule(
     for m in range(v_BNMCV.shape[2]):
         values_BNCV = added_BNMCV[:, :, m] - of_state_BNMCK[:, :, m] @ state_BNKV
         outputs.append(q_to_here_BNMCK[:, :, m] @ state_BNKV + seen_BNMCC[:, :, m] @ values_BNCV)
-        state_BNKV = state_BNKV * kept_BNM11[:, :, m] + k_to_end_BNMCK[:, :, m].transpose(2, 3) @ values_BNCV
+        state_BNKV = (
+            state_BNKV * kept_BNM11[:, :, m] + k_to_end_BNMCK[:, :, m].transpose(2, 3) @ values_BNCV
+        )
     return torch.cat(outputs, dim=2)[:, :, :size].transpose(1, 2).to(dtype)
 
 
@@ -108,9 +114,9 @@ def causal_conv(x_BSD: torch.Tensor, weight_D1W: torch.Tensor) -> torch.Tensor:
 class GatedDeltaNet(nn.Module):
     """Projections, a short convolution over queries, keys and values, the delta rule, a gated norm.
 
-    in_proj_qkvz has, a key head after the other, K rows of queries, K of keys, r V of values and r V of
-    output gates; in_proj_ba r of betas and r of decays. The convolution's channels are all queries, all keys,
-    all values.
+    in_proj_qkvz has, a key head after the other, K rows of queries, K of keys, r V of values and r
+    V of output gates; in_proj_ba r of betas and r of decays. The convolution's channels are all
+    queries, all keys, all values.
     """
 
     first_values = {"dt_bias": "ones", "A_log": "log_uniform"}
@@ -125,7 +131,9 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_qkvz = Linear(hidden, 2 * keys + 2 * values)
         self.in_proj_ba = Linear(hidden, 2 * self.value_heads)
         channels = 2 * keys + values
-        self.conv1d = nn.Conv1d(channels, channels, a.linear_conv_kernel_dim, groups=channels, bias=False)
+        self.conv1d = nn.Conv1d(
+            channels, channels, a.linear_conv_kernel_dim, groups=channels, bias=False
+        )
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
         self.A_log = nn.Parameter(torch.empty(self.value_heads))
         self.norm = backend.norm(self.value_dim, config.norm_eps)
@@ -136,7 +144,9 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]; a state runs through the row, whatever documents are in it."""
-        assert context.keys.num_ranks == 1 and context.mask is None, "a recurrent layer sees one whole document a row"
+        assert context.keys.num_ranks == 1 and context.mask is None, (
+            "a recurrent layer sees one whole document a row"
+        )
         x_BSH = self.sequence.all_gather(x_BSH)
         width = self.repeats * self.value_dim
         qkvz_BSGD = self.in_proj_qkvz(x_BSH).unflatten(-1, (-1, 2 * self.key_dim + 2 * width))
@@ -145,7 +155,9 @@ class GatedDeltaNet(nn.Module):
         heads = q.shape[2]
         mixed_BSD = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
         mixed_BSD = F.silu(causal_conv(mixed_BSD, self._conv_weight(heads)))
-        q, k, v = mixed_BSD.split((heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1)
+        q, k, v = mixed_BSD.split(
+            (heads * self.key_dim, heads * self.key_dim, heads * width), dim=-1
+        )
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         step_BSN = F.softplus(a.flatten(2).to(wide) + local_shard(self.dt_bias).to(wide))
         out_BSNV = self.attend(
@@ -160,10 +172,15 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.reduce_scatter(out_BSNV.flatten(2), self.sequence)
 
     def _conv_weight(self, heads: int) -> torch.Tensor:
-        """[channels of ``heads`` key heads, 1, W]: all of it, or where tp cuts heads, this rank's three pieces."""
+        """[channels of ``heads`` key heads, 1, W]: all of it, or where tp cuts heads, this rank's
+        three pieces."""
         weight = local_shard(self.conv1d.weight)
         if heads == self.key_heads:
             return weight
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        pieces = [piece.unflatten(0, (self.key_heads, -1)) for piece in weight.split((keys, keys, values))]
-        return torch.cat([piece.narrow(0, self.first_key_head, heads).flatten(0, 1) for piece in pieces])
+        pieces = [
+            piece.unflatten(0, (self.key_heads, -1)) for piece in weight.split((keys, keys, values))
+        ]
+        return torch.cat(
+            [piece.narrow(0, self.first_key_head, heads).flatten(0, 1) for piece in pieces]
+        )

@@ -1,9 +1,10 @@
 """FLOPs of one training token. No torch.
 
-FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the backward pass costs
-twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2 where nothing below it is trained. A
-gated delta net counts as its recurrence: reading a head's state with a key, changing it, and reading it with a query
-are three products of Dk x Dv numbers a token. Router, norms, biases, softmax and recomputation are not counted.
+FLOPs come in the two conventions that published MFU figures use. A multiply-add is 2 FLOPs and the
+backward pass costs twice the forward, so a weight that a token meets costs 6; a frozen one 4, or 2
+where nothing below it is trained. A gated delta net counts as its recurrence: reading a head's
+state with a key, changing it, and reading it with a query are three products of Dk x Dv numbers a
+token. Router, norms, biases, softmax and recomputation are not counted.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ class TokenFlops:
 
     def mfu(self, tokens_per_second: float, peak_flops: float) -> tuple[float, float]:
         """(``mfu``, ``mfu_full_attention``) as fractions of ``peak_flops`` of all GPUs together."""
-        return (self.causal * tokens_per_second / peak_flops, self.full_attention * tokens_per_second / peak_flops)
+        return (
+            self.causal * tokens_per_second / peak_flops,
+            self.full_attention * tokens_per_second / peak_flops,
+        )
 
 
 def train_flops_per_token(
-    model: ModelConfig, seq_len: int, num_mtp: int = 0, made: Callable[[list[Param]], list[Param]] = list
+    model: ModelConfig,
+    seq_len: int,
+    num_mtp: int = 0,
+    made: Callable[[list[Param]], list[Param]] = list,
 ) -> TokenFlops:
     """Forward and backward FLOPs per token of rows with ``seq_len`` tokens.
 
@@ -64,7 +71,8 @@ def train_flops_per_token(
                 causal += passes * attention.linear_num_value_heads * state * 3
                 full += passes * attention.linear_num_value_heads * state * 3
                 continue
-            # The band of the attention matrix that a window leaves, of which the first rows are cut by the border.
+            # The band of the attention matrix that a window leaves, of which the first rows are cut
+            # by the border.
             keys = min(window_of(attention, layer) or seq_len, seq_len)
             causal += passes * _score_dims(attention) * keys * (1 - keys / (2 * seq_len))
             full += passes * _score_dims(attention) * keys
@@ -76,13 +84,15 @@ def train_flops_per_token(
 
 
 def step_flops_per_token(config: Config) -> TokenFlops:
-    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are multiplied too."""
+    """FLOPs per token of what ``config`` trains: frozen weights have no gradient, adapters are
+    multiplied too."""
     made = partial(with_adapters, config=config)
     return train_flops_per_token(config.model, config.train.seq_len, made=made)
 
 
 def _passes(param: Param, flows: bool) -> int:
-    """FLOPs of one weight and token: forward, for the gradient of its input if that has one, for its own."""
+    """FLOPs of one weight and token: forward, for the gradient of its input if that has one, for
+    its own."""
     return 2 + 2 * (flows or param.name.endswith(_LORA_B)) + 2 * param.trained
 
 

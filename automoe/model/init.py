@@ -1,7 +1,8 @@
 """Initialisation that depends on a parameter's name and an element's index alone.
 
-Never on the mesh, the rank or the order of calls: a rank fills only its own shard, and any two meshes
-start from the same numbers (``automoe.kernels.counter_random`` over the element's global index).
+Never on the mesh, the rank or the order of calls: a rank fills only its own shard, and any two
+meshes start from the same numbers (``automoe.kernels.counter_random`` over the element's global
+index).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ def fill_normal_(parameter: torch.Tensor, name: str, std: float, seed: int) -> N
 
 
 def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """This rank's part of ``parameter`` (a tensor or a DTensor), some rows of its first dim at a time.
+    """This rank's part of ``parameter`` (a tensor or a DTensor), some rows of its first dim at a
+    time.
 
-    Yields:
-        The rows, and the index in the whole parameter, laid out row by row, of each of their elements (int64).
+    Yields: The rows, and the index in the whole parameter, laid out row by row, of each of their
+        elements (int64).
     """
     local, offset = local_shard(parameter), global_offset(parameter)
     if local.numel() == 0:
@@ -41,7 +43,10 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
     rows_at_once = max(1, _CHUNK // max(inner, 1))
     within = torch.zeros((), dtype=torch.int64, device=local.device)
     for dim in range(1, local.dim()):
-        steps = torch.arange(offset[dim], offset[dim] + local.shape[dim], device=local.device) * strides[dim]
+        steps = (
+            torch.arange(offset[dim], offset[dim] + local.shape[dim], device=local.device)
+            * strides[dim]
+        )
         within = within.unsqueeze(-1) + steps
     for start in range(0, local.shape[0], rows_at_once):
         stop = min(start + rows_at_once, local.shape[0])
@@ -50,17 +55,19 @@ def indexed_blocks(parameter: torch.Tensor) -> Iterator[tuple[slice, torch.Tenso
 
 
 def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Where this rank's part of ``parameter`` lies in the whole: the indices of ``indexed_blocks``, in a few numbers.
+    """Where this rank's part of ``parameter`` lies in the whole: the indices of ``indexed_blocks``,
+    in a few numbers.
 
-    Returns:
-        The index of the part's first element, and (size, stride in the whole) of its dims. Dims that follow each
-        other there without a gap are one; the last has stride one.
+    Returns: The index of the part's first element, and (size, stride in the whole) of its dims.
+        Dims that follow each other there without a gap are one; the last has stride one.
     """
     local, offset = local_shard(parameter), global_offset(parameter)
     assert local.is_contiguous()
     first, stride = 0, 1
     runs = [(1, 1)]
-    for size, whole, start in zip(local.shape[::-1], parameter.shape[::-1], offset[::-1], strict=True):
+    for size, whole, start in zip(
+        local.shape[::-1], parameter.shape[::-1], offset[::-1], strict=True
+    ):
         first += start * stride
         before, before_stride = runs[-1]
         if before * before_stride == stride:
@@ -73,18 +80,22 @@ def index_runs(parameter: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, std: float, seed: int) -> None:
-    """Fill every parameter: as its module's ``first_values`` say, biases with zero, the rest with normal(0, std).
+    """Fill every parameter: as its module's ``first_values`` say, biases with zero, the rest with
+    normal(0, std).
 
     Those that say ``kept`` stay as they are.
 
-    ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any mesh.
+    ``model`` may be a pipeline stage (its names are global) and its parameters DTensors of any
+    mesh.
     """
     for prefix, module in model.named_modules():
         first_values = getattr(module, "first_values", {})
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{last}" if prefix else last
             kind = (
-                "zeros" if last in ("bias", "gate_up_proj_bias", "down_proj_bias") else first_values.get(last, "normal")
+                "zeros"
+                if last in ("bias", "gate_up_proj_bias", "down_proj_bias")
+                else first_values.get(last, "normal")
             )
             if kind == "normal":
                 fill_normal_(parameter, name, std, seed)
@@ -98,7 +109,9 @@ def _fill_log_uniform_(parameter: torch.Tensor, name: str, seed: int) -> None:
     """The logarithm of numbers uniform between 0 and 16 (decay rates of a delta net)."""
     local = local_shard(parameter)
     for block, index in indexed_blocks(parameter):
-        local[block] = (16 * uniform_from(bits_at(index, stream_key(name, seed)))).log().to(local.dtype)
+        local[block] = (
+            (16 * uniform_from(bits_at(index, stream_key(name, seed)))).log().to(local.dtype)
+        )
 
 
 def reset_buffers(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Matrix products and lookups that work on whatever shard of the weight this rank holds.
 
-Under tensor parallelism a weight is a DTensor, and a rank multiplies by its own shard. The ``Communicator`` that a
-module is given gathers the tokens before and sums the results after.
+Under tensor parallelism a weight is a DTensor, and a rank multiplies by its own shard. The
+``Communicator`` that a module is given gathers the tokens before and sums the results after.
 Letters: B rows, S positions, H hidden, V vocabulary, I input and O output features.
 """
 
@@ -24,12 +24,15 @@ class Linear(nn.Module):
     Args:
         rows: only these output features, of a weight that the rank keeps whole.
 
-    ``product`` computes it: of x, weight and bias or None. ``lora`` (``automoe.model.lora``) adds to it.
+    ``product`` computes it: of x, weight and bias or None. ``lora`` (``automoe.model.lora``) adds
+        to it.
     """
 
     product: Callable[..., torch.Tensor]
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, rows: slice | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, rows: slice | None = None
+    ) -> None:
         super().__init__()
         self.rows = rows
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
@@ -38,14 +41,20 @@ class Linear(nn.Module):
         self.lora: nn.Module | None = None
 
     def forward(self, x_BSI: torch.Tensor) -> torch.Tensor:
-        weight_OI, bias_O = local_shard(self.weight), None if self.bias is None else local_shard(self.bias)
+        weight_OI, bias_O = (
+            local_shard(self.weight),
+            None if self.bias is None else local_shard(self.bias),
+        )
         if self.rows is not None:
             weight_OI, bias_O = weight_OI[self.rows], None if bias_O is None else bias_O[self.rows]
         return self._adapted(self.product(x_BSI, weight_OI, bias_O), x_BSI)
 
     def reduce_scatter(self, x_BSI: torch.Tensor, sequence: Communicator) -> torch.Tensor:
-        """The product of ranks that each have some input features: their terms summed, then the bias, once."""
-        out_BSO = sequence.reduce_scatter(self._adapted(self.product(x_BSI, local_shard(self.weight)), x_BSI))
+        """The product of ranks that each have some input features: their terms summed, then the
+        bias, once."""
+        out_BSO = sequence.reduce_scatter(
+            self._adapted(self.product(x_BSI, local_shard(self.weight)), x_BSI)
+        )
         return out_BSO if self.bias is None else out_BSO + local_shard(self.bias)
 
     def _adapted(self, out_BSO: torch.Tensor, x_BSI: torch.Tensor) -> torch.Tensor:
@@ -53,9 +62,11 @@ class Linear(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """``F.embedding`` whose gradient is summed in float32, for the CPU: torch sums it in the weight's dtype.
+    """``F.embedding`` whose gradient is summed in float32, for the CPU: torch sums it in the
+    weight's dtype.
 
-    In bfloat16 a token that occurs often stops adding to its row once the sum is a few hundred terms large.
+    In bfloat16 a token that occurs often stops adding to its row once the sum is a few hundred
+    terms large.
     """
 
     @staticmethod

@@ -29,11 +29,14 @@ from automoe.quantize.packed import block_size, is_packed, packed_product
 class Lora(Adapter):
     """The adapter of a ``Linear``: A [r, I], B [O, r].
 
-    Under tensor parallelism B is cut with the output features, or A with the input features. The other one is whole
-    on every rank, whose gradient of it is a term of a sum, as of any parameter that tp leaves whole.
+    Under tensor parallelism B is cut with the output features, or A with the input features. The
+    other one is whole on every rank, whose gradient of it is a term of a sum, as of any parameter
+    that tp leaves whole.
     """
 
-    def __init__(self, name: str, lora: LoraConfig, seed: int, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, name: str, lora: LoraConfig, seed: int, in_features: int, out_features: int
+    ) -> None:
         super().__init__(name, lora, seed)
         self.A = nn.Parameter(torch.empty(lora.rank, in_features))
         self.B = nn.Parameter(torch.empty(out_features, lora.rank))
@@ -45,11 +48,14 @@ class Lora(Adapter):
         return F.linear(low_BSr, b_Or if rows is None else b_Or[rows])
 
 
-def adapt(part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-    """Give a part its adapters (``lora``), and freeze what is not trained (``train.freeze``); on the meta device.
+def adapt(
+    part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtype: torch.dtype
+) -> None:
+    """Give a part its adapters (``lora``), and freeze what is not trained (``train.freeze``); on
+    the meta device.
 
-    Frozen parameters are stored in ``frozen_dtype``, which they are multiplied in: nothing is added to them. Those that
-    ``lora.base`` names are packed (``automoe.quantize.packed``).
+    Frozen parameters are stored in ``frozen_dtype``, which they are multiplied in: nothing is added
+    to them. Those that ``lora.base`` names are packed (``automoe.quantize.packed``).
     """
     rank = config.lora.rank
     if not (rank or config.train.freeze):
@@ -59,8 +65,17 @@ def adapt(part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtyp
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(frozen_dtype)
     for layer in part.layers if rank else ():
-        targets = [param for param in layer_params(config.model, int(layer)) if is_target(param, config.lora)]
-        stacks = {made.name.rpartition(".")[2]: made.shape for p in targets if p.expert for made in adapters(p, rank)}
+        targets = [
+            param
+            for param in layer_params(config.model, int(layer))
+            if is_target(param, config.lora)
+        ]
+        stacks = {
+            made.name.rpartition(".")[2]: made.shape
+            for p in targets
+            if p.expert
+            for made in adapters(p, rank)
+        }
         for name in dict.fromkeys(param.name.rpartition(".")[0] for param in targets):
             module, given = part.get_submodule(name), (name, config.lora, config.train.seed)
             if isinstance(module, GroupedExperts):
@@ -74,7 +89,8 @@ def adapt(part: Decoder, config: Config, trained_dtype: torch.dtype, frozen_dtyp
 
 
 def _pack(part: Decoder, config: Config) -> None:
-    """Give frozen matrices blocks of bytes in place of numbers, and their modules products that widen them."""
+    """Give frozen matrices blocks of bytes in place of numbers, and their modules products that
+    widen them."""
     shapes = {param.name: packed_shape(param, config) for param in model_params(config.model)}
     for name, parameter in list(part.named_parameters()):
         if (shape := shapes.get(name)) is None:
@@ -86,11 +102,14 @@ def _pack(part: Decoder, config: Config) -> None:
         if isinstance(module, Linear):
             module.product = packed_product
         elif module.lora is None:  # no expert of it is adapted: the same product, without adapters
-            module.lora = ExpertLora(path, config.lora, config.train.seed, {}, PRODUCTS[config.moe.experts])
+            module.lora = ExpertLora(
+                path, config.lora, config.train.seed, {}, PRODUCTS[config.moe.experts]
+            )
 
 
 def fill_adapters(part: Decoder) -> None:
-    """First values of adapters: A as peft's, uniform within 1 / sqrt(input features); B zero, so that nothing is added.
+    """First values of adapters: A as peft's, uniform within 1 / sqrt(input features); B zero, so
+    that nothing is added.
 
     Equal on every mesh, as in ``automoe.model.init``.
     """
@@ -102,17 +121,22 @@ def fill_adapters(part: Decoder) -> None:
             if name.startswith("B"):
                 local.zero_()
                 continue
-            key, bound = stream_key(f"{module.name}.{name}", module.seed), 1 / sqrt(parameter.shape[-1])
+            key, bound = (
+                stream_key(f"{module.name}.{name}", module.seed),
+                1 / sqrt(parameter.shape[-1]),
+            )
             for block, index in indexed_blocks(parameter):
                 local[block] = ((2 * uniform_from(bits_at(index, key)) - 1) * bound).to(local.dtype)
 
 
 @torch.no_grad()
 def merge_adapters(part: Decoder) -> None:
-    """Add what adapters compute to the weights that they stand beside, and set every B to zero. Collective.
+    """Add what adapters compute to the weights that they stand beside, and set every B to zero.
+    Collective.
 
-    In float32 at least, rounded once to the weight's dtype; a weight's shard is merged where it lies. Packed weights
-    and their B stay: ``added`` of their modules is then what an export adds to them (``automoe.hf.shards``).
+    In float32 at least, rounded once to the weight's dtype; a weight's shard is merged where it
+    lies. Packed weights and their B stay: ``added`` of their modules is then what an export adds to
+    them (``automoe.hf.shards``).
     """
     for module in part.modules():
         if isinstance(adapter := getattr(module, "lora", None), Lora):
@@ -128,7 +152,9 @@ def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale
     weight = module.get_parameter(name)
     local, packed = local_shard(weight), is_packed(weight)
     wide = torch.promote_types(b.dtype if packed else weight.dtype, torch.float32)
-    spans = [slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True)]
+    spans = [
+        slice(first, first + n) for first, n in zip(global_offset(weight), local.shape, strict=True)
+    ]
     if packed:  # the last two dims are columns
         blocks, size = spans[-2], block_size(weight)
         spans[-2:] = [slice(blocks.start * size, blocks.stop * size)]
@@ -140,7 +166,8 @@ def _merge(module: nn.Module, name: str, a: torch.Tensor, b: torch.Tensor, scale
         module.added = getattr(module, "added", {}) | {name: (mine_a, mine_b, scale)}
         return
     pairs = zip(local, mine_b, mine_a, strict=True) if a.dim() == 3 else [(local, mine_b, mine_a)]
-    for matrix, each_b, each_a in pairs:  # one expert after the other: no copy of all of them in a wider dtype
+    # one expert after the other: no copy of all of them in a wider dtype
+    for matrix, each_b, each_a in pairs:
         matrix.copy_(torch.add(matrix.to(wide), each_b @ each_a, alpha=scale))
     local_shard(b).zero_()
 

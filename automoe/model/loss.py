@@ -1,6 +1,8 @@
-"""Losses of the vocabulary head without ever holding all logits: cross-entropy, and what ``train.loss`` makes of it.
+"""Losses of the vocabulary head without ever holding all logits: cross-entropy, and what
+``train.loss`` makes of it.
 
-Letters: T tokens, H hidden, V vocabulary (this rank's part of it), B rows, S positions of this rank, D documents.
+Letters: T tokens, H hidden, V vocabulary (this rank's part of it), B rows, S positions of this
+    rank, D documents.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from automoe.moe.process_groups import SINGLE_RANK, Communicator
 from automoe.moe.tokens import IGNORE, TokenCounts
 
 NO_TOKEN = -1  # instead of a next token, where its logits are NaN
-ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # ``chunk_loss``, or what computes the same
+# ``chunk_loss``, or what computes the same
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def chunk_loss(
@@ -27,7 +30,8 @@ def chunk_loss(
     vocab: Communicator,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum of a chunk's losses, and if ``wanted`` its gradient by the logits [T, V] in the dtype of x.
+    """The sum of a chunk's losses, and if ``wanted`` its gradient by the logits [T, V] in the dtype
+    of x.
 
     x, labels [T] and the rest as ``cross_entropy_sum`` takes them.
     """
@@ -36,8 +40,11 @@ def chunk_loss(
     wide = torch.promote_types(x_TH.dtype, torch.float32)
     largest_T1 = vocab.all_reduce_max(logits_TV.amax(-1, keepdim=True).to(wide))
     target_logit_T1 = vocab.all_reduce(logits_TV.gather(1, target_T1).to(wide) * here_T1)
-    # Softmax but for its divisor. Passes over memory are what counts: the subtraction widens, the product narrows.
-    grad_TV = (logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1).exp_()
+    # Softmax but for its divisor. Passes over memory are what counts: the subtraction widens, the
+    # product narrows.
+    grad_TV = (
+        logits_TV.sub_(largest_T1) if logits_TV.dtype == wide else logits_TV - largest_T1
+    ).exp_()
     divisor_T1 = vocab.all_reduce(grad_TV.sum(-1, keepdim=True))
     loss = ((divisor_T1.log() + largest_T1 - target_logit_T1) * trained_T1).sum()
     if not wanted:
@@ -51,9 +58,11 @@ def chunk_loss(
 def _targets(
     labels_T: torch.Tensor, weight_VH: torch.Tensor, first_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, 1] each: whether a token is trained, its label's row of this rank's weight, whether this rank has it."""
+    """[T, 1] each: whether a token is trained, its label's row of this rank's weight, whether this
+    rank has it."""
     trained_T1 = (labels_T != IGNORE).unsqueeze(1)
-    # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be elsewhere.
+    # Under tensor parallelism this rank has some rows of the vocabulary, and the label may be
+    # elsewhere.
     target_T1 = (labels_T - first_id).unsqueeze(1)
     here_T1 = trained_T1 & (target_T1 >= 0) & (target_T1 < weight_VH.shape[0])
     return trained_T1, target_T1.clamp(0, weight_VH.shape[0] - 1), here_T1
@@ -67,7 +76,8 @@ def _add_gradients(
     grad_weight_VH: torch.Tensor | None,
     start: int,
 ) -> None:
-    """Of a chunk that begins at token ``start``: fill its part of x's gradient, add to the weight's."""
+    """Of a chunk that begins at token ``start``: fill its part of x's gradient, add to the
+    weight's."""
     if grad_x_TH is not None:
         torch.mm(grad_TV, weight_VH, out=grad_x_TH[start : start + len(x_TH)])
     if grad_weight_VH is not None and grad_weight_VH.dtype == grad_TV.dtype:
@@ -77,7 +87,8 @@ def _add_gradients(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Both gradients are computed with the loss, a chunk of logits at a time, and scaled in backward."""
+    """Both gradients are computed with the loss, a chunk of logits at a time, and scaled in
+    backward."""
 
     @staticmethod
     def forward(
@@ -92,17 +103,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, x_TH.shape[0], step):
             chunk, chunk_labels = x_TH[start : start + step], labels_T[start : start + step]
-            loss, grad_TV = chunk_fn(chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight)
+            loss, grad_TV = chunk_fn(
+                chunk, weight_VH, chunk_labels, first_id, vocab, needs_x or needs_weight
+            )
             total += loss
             if grad_TV is None:
                 continue
             _add_gradients(grad_TV, chunk, weight_VH, grad_x_TH, grad_weight_VH, start)
-        ctx.save_for_backward(grad_x_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None)
+        ctx.save_for_backward(
+            grad_x_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None
+        )
         return total
 
     @staticmethod
     def backward(ctx, grad_total: torch.Tensor):
-        scaled = (None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
+        scaled = (
+            None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
+        )
         return *scaled, None, None, None, None
 
 
@@ -116,12 +133,10 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum over trained tokens of -log softmax(x @ weight.T)[label].
 
-    Args:
-        x_TH: final hidden states.
-        weight_VH: vocabulary head, or this rank's rows of it.
-        labels_T: int64; ``IGNORE`` marks positions that are not trained.
-        first_id: token id of the weight's first row.
-        vocab: the ranks that hold the other rows, all with the same x and labels. Every one of them returns the
+    Args: x_TH: final hidden states. weight_VH: vocabulary head, or this rank's rows of it.
+        labels_T: int64; ``IGNORE`` marks positions that are not trained. first_id: token id of the
+        weight's first row. vocab: the ranks that hold the other rows, all with the same x and
+        labels. Every one of them returns the
             whole loss; their gradients of x are terms of a sum.
         chunk_fn: computes a chunk, compiled perhaps.
 
@@ -158,7 +173,9 @@ class _TokenLosses(torch.autograd.Function):
         x_TH, weight_VH, labels_T, log_sum_T = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x_TH = torch.empty_like(x_TH) if needs_x else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
+        grad_weight_VH = (
+            torch.zeros_like(weight_VH, dtype=log_sum_T.dtype) if needs_weight else None
+        )
         step = chunk_tokens(*x_TH.shape)
         for start in range(0, len(x_TH), step):
             chunk = slice(start, start + step)
@@ -166,8 +183,16 @@ class _TokenLosses(torch.autograd.Function):
             grad_TV = (x_TH[chunk] @ weight_VH.T - log_sum_T[chunk].unsqueeze(1)).exp_()
             grad_TV.scatter_add_(1, target_T1, -here_T1.to(grad_TV.dtype))
             grad_TV.mul_(grad_T[chunk].unsqueeze(1) * trained_T1)
-            _add_gradients(grad_TV.to(x_TH.dtype), x_TH[chunk], weight_VH, grad_x_TH, grad_weight_VH, start)
-        return grad_x_TH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None, None
+            _add_gradients(
+                grad_TV.to(x_TH.dtype), x_TH[chunk], weight_VH, grad_x_TH, grad_weight_VH, start
+            )
+        return (
+            grad_x_TH,
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def token_losses(
@@ -177,17 +202,23 @@ def token_losses(
     first_id: int = 0,
     vocab: Communicator = SINGLE_RANK,
 ) -> torch.Tensor:
-    """-log softmax(x @ weight.T)[label] of every token, [T] in at least float32, nats; 0 where none is trained.
+    """-log softmax(x @ weight.T)[label] of every token, [T] in at least float32, nats; 0 where none
+    is trained.
 
-    Arguments as of ``cross_entropy_sum``. A step takes a third of the head's products more than with that.
+    Arguments as of ``cross_entropy_sum``. A step takes a third of the head's products more than
+    with that.
     """
     return _TokenLosses.apply(x_TH, weight_VH, labels_T, first_id, vocab)
 
 
 def greedy_tokens(
-    x_NH: torch.Tensor, weight_VH: torch.Tensor, first_id: int = 0, vocab: Communicator = SINGLE_RANK
+    x_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    first_id: int = 0,
+    vocab: Communicator = SINGLE_RANK,
 ) -> torch.Tensor:
-    """Return the likeliest next token of each position, [N]; the first of equally likely ones, ``NO_TOKEN`` for NaN.
+    """Return the likeliest next token of each position, [N]; the first of equally likely ones,
+    ``NO_TOKEN`` for NaN.
 
     Arguments as of ``cross_entropy_sum``. Every rank of ``vocab`` returns the same.
     """
@@ -205,7 +236,8 @@ def greedy_tokens(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss is given beside ``nll_BS``, the losses of single tokens: this rank's part of one micro-batch.
+    """What a loss is given beside ``nll_BS``, the losses of single tokens: this rank's part of one
+    micro-batch.
 
     Attributes:
         labels: [B, S]; ``IGNORE`` where no token is trained, and the loss of the token is 0.
@@ -224,9 +256,11 @@ class LossInputs:
     reported: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def sum_by_document(self, x_BS: torch.Tensor, num_documents: int | None = None) -> torch.Tensor:
-        """[B, D] sums of x over each document of a row, on whichever ranks its tokens are; differentiable.
+        """[B, D] sums of x over each document of a row, on whichever ranks its tokens are;
+        differentiable.
 
-        Every rank of ``context`` has the same sums, so what is made of them counts once for all: see ``share``.
+        Every rank of ``context`` has the same sums, so what is made of them counts once for all:
+        see ``share``.
 
         Args:
             num_documents: D; by default as many as a row could have, most of them empty.
@@ -242,11 +276,13 @@ class LossInputs:
         return loss / self.context.num_ranks
 
     def report(self, name: str, share: torch.Tensor) -> None:
-        """Add this rank's share of a number of the step to its record; the loss lists the name in ``metrics``."""
+        """Add this rank's share of a number of the step to its record; the loss lists the name in
+        ``metrics``."""
         self.reported[name] = self.reported.get(name, 0) + share.detach().to(torch.float64)
 
 
-# ``(nll_BS, inputs) -> scalar``: this rank's share of the step's loss, so that the sum over ranks and micro-batches is
-# the loss. It may have two attributes: ``metrics``, names that it reports, and ``mean_over="documents"`` where
-# it is a mean over those and not over tokens (so is its validation).
+# ``(nll_BS, inputs) -> scalar``: this rank's share of the step's loss, so that the sum over ranks
+# and micro-batches is the loss. It may have two attributes: ``metrics``, names that it reports, and
+# ``mean_over="documents"`` where it is a mean over those and not over tokens (so is its
+# validation).
 Loss = Callable[[torch.Tensor, LossInputs], torch.Tensor]

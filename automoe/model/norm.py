@@ -15,10 +15,12 @@ from automoe.moe.activation import row_blocks
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x [T, D] as it came, weight [D] at least float32; for devices without torch's fused kernel (the CPU).
+    """x [T, D] as it came, weight [D] at least float32; for devices without torch's fused kernel
+    (the CPU).
 
-    Computed in the weight's dtype, kept in that of x. With r = 1 / sqrt(mean(x^2) + eps), g the incoming
-    gradient and p = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3 (p @ weight) / D.
+    Computed in the weight's dtype, kept in that of x. With r = 1 / sqrt(mean(x^2) + eps), g the
+    incoming gradient and p = g * x: dweight = sum over rows of r p, and dx = r g * weight - x r^3
+    (p @ weight) / D.
     """
 
     @staticmethod
@@ -42,7 +44,11 @@ class _RMSNorm(torch.autograd.Function):
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         grad_x_TD, grad_weight_D = torch.empty_like(x_TD), torch.zeros_like(weight_D)
         for block in row_blocks(*x_TD.shape, x_TD.device):
-            rows, grad, scale = x_TD[block].to(weight_D.dtype), grad_TD[block].to(weight_D.dtype), scales_T1[block]
+            rows, grad, scale = (
+                x_TD[block].to(weight_D.dtype),
+                grad_TD[block].to(weight_D.dtype),
+                scales_T1[block],
+            )
             into = grad_x_TD[block]
             result = into if into.dtype == rows.dtype else torch.empty_like(rows)
             products = torch.mul(grad, rows, out=result)  # scratch until dx is due
@@ -55,7 +61,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """The same with torch's fused kernels, which want x and weight in one dtype: x is widened in both passes.
+    """The same with torch's fused kernels, which want x and weight in one dtype: x is widened in
+    both passes.
 
     ``F.rms_norm`` would keep the wide copy.
     """
@@ -71,7 +78,9 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx, grad_TD: torch.Tensor):
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         grad = grad_TD.to(weight_D.dtype).contiguous()
-        grad_x_TD, grad_weight_D = fused_rms_norm_backward(grad, x_TD.to(weight_D.dtype), scales_T1, weight_D)
+        grad_x_TD, grad_weight_D = fused_rms_norm_backward(
+            grad, x_TD.to(weight_D.dtype), scales_T1, weight_D
+        )
         return grad_x_TD.to(x_TD.dtype), grad_weight_D, None
 
 

@@ -1,7 +1,9 @@
-"""The table of a model's parameters: every other module reads here what it must know about one. No torch.
+"""The table of a model's parameters: every other module reads here what it must know about one. No
+torch.
 
-``automoe.model`` builds these parameters, with these names and shapes (a test holds the two against each other). Plans,
-sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are columns of the table.
+``automoe.model`` builds these parameters, with these names and shapes (a test holds the two against
+each other). Plans, sharding, adapters, weight decay, 8 bits and the keys of HuggingFace files are
+columns of the table.
 
 Sizes (``sizes_of``) that the table writes shapes in:
 
@@ -27,7 +29,16 @@ from typing import Any
 
 from automoe.config.schema import ModelConfig, is_linear
 
-PARTS = ("embedding", "attention", "dense_ffn", "routed_experts", "shared_experts", "router", "norms", "head")
+PARTS = (
+    "embedding",
+    "attention",
+    "dense_ffn",
+    "routed_experts",
+    "shared_experts",
+    "router",
+    "norms",
+    "head",
+)
 _LAYER = re.compile(r"layers\.\d+\.")
 # Of a layer (``ParamSpec.place``). Attention itself comes after the place SCORES.
 NUM_PLACES, SCORES = 9, 3
@@ -37,25 +48,27 @@ NUM_PLACES, SCORES = 9, 3
 class ParamSpec:
     """One row of the table: a parameter of a layer, or of an end of the model.
 
-    Attributes:
-        name: of the parameter within its module; in ``SPECS`` within its layer.
-        shape: one word for each dim: a sum of products of sizes.
-        place: where in its layer a token meets the parameter. Those of one place do not wait for each other.
-            0: first norm. 1: projections of its output. 2: norms, convolution and decays. 3: projections of latents,
-            sinks. 4: norm of the heads' output. 5: output projection. 6: second norm. 7: router and projections into
+    Attributes: name: of the parameter within its module; in ``SPECS`` within its layer. shape: one
+        word for each dim: a sum of products of sizes. place: where in its layer a token meets the
+        parameter. Those of one place do not wait for each other.
+            0: first norm. 1: projections of its output. 2: norms, convolution and decays. 3:
+                projections of latents,
+            sinks. 4: norm of the heads' output. 5: output projection. 6: second norm. 7: router and
+                projections into
             FFNs. 8: projections out of FFNs.
-        kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions; ``vector``: added
-            or compared; ``norm``: scales of a norm; ``buffer``: not trained.
+        kind: ``matrix``: tokens are multiplied by it; ``conv``: a convolution over a few positions;
+            ``vector``: added or compared; ``norm``: scales of a norm; ``buffer``: not trained.
         tp: the dim that tensor parallelism shards; None: every rank keeps the whole tensor.
-        etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert add up their
-            outputs, so each of them adds its own columns of down_proj_bias.
-        fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a matrix are
-            contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
+        etp: the dim that expert tensor parallelism shards. Ranks that share the width of an expert
+            add up their outputs, so each of them adds its own columns of down_proj_bias.
+        fsdp: the dim that FSDP shards. For experts it is the one of rows, because row shards of a
+            matrix are contiguous in a HuggingFace file, and dim 0 already belongs to the ep axis.
         fp8: whether ``train.fp8`` multiplies by it in 8 bits.
         lora: its name in ``lora.targets``; None: it gets no adapter.
-        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate and up have one
-            each. A family states what it spells otherwise (``automoe.hf.keys``).
-        when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after ``not``.
+        hf: its key below ``model.layers.N.`` in published files, if that is not its own name; gate
+            and up have one each. A family states what it spells otherwise (``automoe.hf.keys``).
+        when: the key of ``ModelConfig`` that gives a module this parameter, or takes it away after
+            ``not``.
         part: one of ``PARTS``; set by the module.
         group: the name of its part in ``lora.targets``; set by the module.
     """
@@ -150,14 +163,19 @@ _MLA = (
 )
 _DELTA_NET = (
     _colwise("in_proj_qkvz", "2*Nk*Dk+2*Nv*Dv H", 1),
-    ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0),  # one number a head: neither an adapter nor 8 bits
+    # one number a head: neither an adapter nor 8 bits
+    ParamSpec("in_proj_ba.weight", "2*Nv H", 1, tp=0),
     ParamSpec("conv1d.weight", "2*Nk*Dk+Nv*Dv 1 K", 2, "conv"),
     _vector("dt_bias", "Nv", 2, tp=0),
     _vector("A_log", "Nv", 2, tp=0),
     _norm("norm", "Dv", 4),
     _rowwise("out_proj", "H Nv*Dv", 5),
 )
-_DENSE_FFN = (_colwise("gate_proj", "F H", 7), _colwise("up_proj", "F H", 7), _rowwise("down_proj", "H F", 8))
+_DENSE_FFN = (
+    _colwise("gate_proj", "F H", 7),
+    _colwise("up_proj", "F H", 7),
+    _rowwise("down_proj", "H F", 8),
+)
 _ROUTER = (
     ParamSpec("weight", "E H", 7, hf="mlp.gate.weight"),
     ParamSpec("expert_bias", "E", 7, "buffer", hf=_SELECTION_BIAS, when="router.expert_bias"),
@@ -173,7 +191,9 @@ _EXPERTS = (
         hf=f"{_EXPERT}.gate_proj.weight {_EXPERT}.up_proj.weight",
     ),
     _experts("down_proj", "E H I", 8, fsdp=1, lora="down_proj", hf=f"{_EXPERT}.down_proj.weight"),
-    _expert_bias("gate_up_proj_bias", "E 2 I", 7, etp=2, fsdp=2, hf="mlp.experts.gate_up_proj_bias"),
+    _expert_bias(
+        "gate_up_proj_bias", "E 2 I", 7, etp=2, fsdp=2, hf="mlp.experts.gate_up_proj_bias"
+    ),
     _expert_bias("down_proj_bias", "E H", 8, etp=1, fsdp=1, hf="mlp.experts.down_proj_bias"),
 )
 _SHARED_EXPERTS = (
@@ -181,7 +201,11 @@ _SHARED_EXPERTS = (
     _colwise("up_proj", "S H", 7),
     _rowwise("down_proj", "H S", 8),
     ParamSpec(  # one number a token: neither an adapter nor 8 bits
-        "output_gate.weight", "1 H", 7, hf="mlp.shared_expert_gate.weight", when="shared_expert_gate"
+        "output_gate.weight",
+        "1 H",
+        7,
+        hf="mlp.shared_expert_gate.weight",
+        when="shared_expert_gate",
     ),
 )
 
@@ -250,7 +274,13 @@ _MODULES = (
     _Module("mlp", "dense_ffn", _DENSE_FFN, _is_dense, "mlp"),
     _Module("mlp.router", "router", _ROUTER, _is_moe),
     _Module("mlp.experts", "routed_experts", _EXPERTS, _is_moe, "experts"),
-    _Module("mlp.shared_experts", "shared_experts", _SHARED_EXPERTS, _has_shared_experts, "shared_experts"),
+    _Module(
+        "mlp.shared_experts",
+        "shared_experts",
+        _SHARED_EXPERTS,
+        _has_shared_experts,
+        "shared_experts",
+    ),
 )
 _EMBEDDING = ParamSpec("embed_tokens.weight", "V H", tp=0, part="embedding")
 _FINAL_NORM = ParamSpec("norm.weight", "H", kind="norm", part="norms")
@@ -258,16 +288,24 @@ _HEAD = ParamSpec("lm_head.weight", "V H", tp=0, part="head")
 
 _ROWS = [(module.when, module.rows) for module in _MODULES]
 LORA_GROUPS = tuple(dict.fromkeys(module.group for module in _MODULES if module.group))
-# Adapters A and B of a stack of experts: A13 multiplies by the input of gate and up, B13 gives the outputs of both.
+# Adapters A and B of a stack of experts: A13 multiplies by the input of gate and up, B13 gives the
+# outputs of both.
 _EXPERT_ADAPTERS = {
-    "gate_up_proj": (ParamSpec("lora.A13", "E r H", fsdp=2), ParamSpec("lora.B13", "E 2 I r", etp=2, fsdp=2)),
-    "down_proj": (ParamSpec("lora.A2", "E r I", etp=2, fsdp=2), ParamSpec("lora.B2", "E H r", fsdp=1)),
+    "gate_up_proj": (
+        ParamSpec("lora.A13", "E r H", fsdp=2),
+        ParamSpec("lora.B13", "E 2 I r", etp=2, fsdp=2),
+    ),
+    "down_proj": (
+        ParamSpec("lora.A2", "E r I", etp=2, fsdp=2),
+        ParamSpec("lora.B2", "E H r", fsdp=1),
+    ),
 }
 
 
 @cache
 def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
-    """Return the rows of A, which takes the last dim of its target and how that is sharded, and of B, the others."""
+    """Return the rows of A, which takes the last dim of its target and how that is sharded, and of
+    B, the others."""
     path, _, last = target.name.rpartition(".")
     if last in _EXPERT_ADAPTERS:
         a, b = _EXPERT_ADAPTERS[last]
@@ -279,8 +317,8 @@ def adapter_specs(target: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     return as_row(a, name=f"{path}.{a.name}"), as_row(b, name=f"{path}.{b.name}")
 
 
-# Every row by its name within a layer, or at an end of the model. Both kinds of attention have a q_proj and an o_proj,
-# whose rows differ in their shapes alone.
+# Every row by its name within a layer, or at an end of the model. Both kinds of attention have a
+# q_proj and an o_proj, whose rows differ in their shapes alone.
 SPECS = {spec.name: spec for spec in (_EMBEDDING, _FINAL_NORM, _HEAD)}
 for _spec in chain.from_iterable(rows for _, rows in _ROWS):
     SPECS[_spec.name] = _spec
@@ -288,11 +326,14 @@ for _spec in chain.from_iterable(rows for _, rows in _ROWS):
 
 # Those of routed experts by their names within ``GroupedExperts``.
 _PATH = "mlp.experts."
-EXPERT_SPECS = {name.removeprefix(_PATH): spec for name, spec in SPECS.items() if name.startswith(_PATH)}
+EXPERT_SPECS = {
+    name.removeprefix(_PATH): spec for name, spec in SPECS.items() if name.startswith(_PATH)
+}
 
 
 def find_spec(name: str) -> ParamSpec | None:
-    """Return the row of the parameter ``name`` of a model; None for a tensor that the table does not have."""
+    """Return the row of the parameter ``name`` of a model; None for a tensor that the table does
+    not have."""
     return SPECS.get(_LAYER.sub("", name, count=1))
 
 
@@ -335,10 +376,9 @@ def _shape_of(spec: ParamSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 class Param:
     """One tensor of a model: a row of the table with numbers.
 
-    Attributes:
-        layer: number of its decoder layer; None: embedding, final norm or head.
-        kv_heads: how many there are, for a projection to keys or values.
-        packed: ``lora.base`` packs it; the last two dims of ``shape`` are then blocks of this many numbers, and bytes.
+    Attributes: layer: number of its decoder layer; None: embedding, final norm or head. kv_heads:
+        how many there are, for a projection to keys or values. packed: ``lora.base`` packs it; the
+        last two dims of ``shape`` are then blocks of this many numbers, and bytes.
     """
 
     name: str
@@ -364,12 +404,14 @@ class Param:
 
     @property
     def expert(self) -> bool:
-        """Whether it lives on the moe mesh: sharded over ep and ep_shard instead of dp_shard and cp."""
+        """Whether it lives on the moe mesh: sharded over ep and ep_shard instead of dp_shard and
+        cp."""
         return self.part == "routed_experts"
 
     @property
     def whole_over_etp(self) -> bool:
-        """Whether ranks that share the width of an expert each keep all of it: adapters of the other dims."""
+        """Whether ranks that share the width of an expert each keep all of it: adapters of the
+        other dims."""
         return self.expert and self.spec.etp is None
 
     @property
@@ -378,7 +420,8 @@ class Param:
         return self.spec.kind == "matrix"
 
     def tp_dim(self, tp: int) -> int | None:
-        """Return the dim that ``tp`` ranks shard, or None if each of them keeps the whole tensor."""
+        """Return the dim that ``tp`` ranks shard, or None if each of them keeps the whole
+        tensor."""
         whole = tp == 1 or (self.kv_heads is not None and self.kv_heads < tp)
         return None if whole else self.spec.tp
 
@@ -396,7 +439,8 @@ class ParamCount:
 
 
 def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of decoder layer ``layer``, with ``buffers`` also the router's selection bias."""
+    """Return the parameters of decoder layer ``layer``, with ``buffers`` also the router's
+    selection bias."""
     sizes = sizes_of(model)
     params = []
     for is_there, specs in _ROWS:
@@ -404,12 +448,17 @@ def layer_params(model: ModelConfig, layer: int, buffers: bool = False) -> list[
             if not spec.is_in(model) or (spec.kind == "buffer" and not buffers):
                 continue
             kv_heads = model.attention.num_kv_heads if spec.per_kv_head else None
-            params.append(Param(f"layers.{layer}.{spec.name}", _shape_of(spec, sizes), spec, layer, kv_heads))
+            params.append(
+                Param(f"layers.{layer}.{spec.name}", _shape_of(spec, sizes), spec, layer, kv_heads)
+            )
     return params
 
 
-def stage_params(model: ModelConfig, layers: list[range], stage: int, buffers: bool = False) -> list[Param]:
-    """Return the parameters of pipeline stage ``stage``, whose layers are ``layers[stage]``, in order.
+def stage_params(
+    model: ModelConfig, layers: list[range], stage: int, buffers: bool = False
+) -> list[Param]:
+    """Return the parameters of pipeline stage ``stage``, whose layers are ``layers[stage]``, in
+    order.
 
     A tied head is the embedding and adds nothing, or a copy of it where it has a stage of its own.
     """

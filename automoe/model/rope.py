@@ -1,4 +1,5 @@
-"""Rotary position embeddings (arXiv 2104.09864), scaled as in YaRN (arXiv 2309.00071, section 3) or Llama 3.1.
+"""Rotary position embeddings (arXiv 2104.09864), scaled as in YaRN (arXiv 2309.00071, section 3) or
+Llama 3.1.
 
 Letters: B rows, S positions, N heads, D width of a head, R rotated width, its first dims, P = R / 2
 pairs. Angles are computed in float32, as published checkpoints were trained.
@@ -30,7 +31,9 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(
+    config: RopeConfig, dim: int, device: torch.device
+) -> tuple[torch.Tensor, float]:
     """[P] float32 inverse frequencies, and the factor that cos and sin are multiplied by."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     base = config.theta**exponents
@@ -40,27 +43,36 @@ def inverse_frequencies(config: RopeConfig, dim: int, device: torch.device) -> t
         return _llama3_frequencies(config, 1.0 / base), 1.0
 
     def dim_with_rotations(rotations: float) -> float:
-        return dim * math.log(config.original_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        return (
+            dim
+            * math.log(config.original_seq_len / (rotations * 2 * math.pi))
+            / (2 * math.log(config.theta))
+        )
 
     low, high = dim_with_rotations(config.beta_fast), dim_with_rotations(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low or 0.001)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (
+        high - low or 0.001
+    )
     interpolated = ramp.clamp(0, 1)  # 0: fast dims keep their frequency; 1: slow dims are stretched
     inverse = interpolated / (config.factor * base) + (1 - interpolated) / base
     if config.attention_factor is not None:
         scale = config.attention_factor
     elif config.mscale and config.mscale_all_dim:
-        scale = yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+        scale = yarn_mscale(config.factor, config.mscale) / yarn_mscale(
+            config.factor, config.mscale_all_dim
+        )
     else:
         scale = yarn_mscale(config.factor, 1.0)
     return inverse, scale
 
 
 def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
-    """Dims that turn less than ``low_freq_factor`` times over the original context are stretched by ``factor``,
-    those that turn more than ``high_freq_factor`` times stay, and those between are mixed linearly."""
+    """Dims that turn less than ``low_freq_factor`` times over the original context are stretched by
+    ``factor``, those that turn more than ``high_freq_factor`` times stay, and those between are
+    mixed linearly."""
     turns = config.original_seq_len * inverse / (2 * math.pi)
     low, high = config.low_freq_factor, config.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -68,7 +80,8 @@ def _llama3_frequencies(config: RopeConfig, inverse: torch.Tensor) -> torch.Tens
 
 
 def softmax_scale(config: RopeConfig, qk_head_dim: int) -> float:
-    """1/sqrt(d), times mscale_all_dim's temperature squared where scaling asks for it (DeepSeek)."""
+    """1/sqrt(d), times mscale_all_dim's temperature squared where scaling asks for it
+    (DeepSeek)."""
     scale = qk_head_dim**-0.5
     if config.scaling != "none" and config.mscale_all_dim:
         scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
@@ -81,14 +94,19 @@ def rotary_cos_sin(
     """cos and sin, [B, S, 1, P] each; ``dim`` is R."""
     inverse_P, scale = inverse_frequencies(config, dim, positions_BS.device)
     angles_BSP = positions_BS[..., None].to(torch.float32) * inverse_P
-    return (angles_BSP.cos() * scale).to(dtype)[:, :, None], (angles_BSP.sin() * scale).to(dtype)[:, :, None]
+    return (angles_BSP.cos() * scale).to(dtype)[:, :, None], (angles_BSP.sin() * scale).to(dtype)[
+        :, :, None
+    ]
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation of ``rotate``; its backward is the rotation by minus the angle, laid out as x was."""
+    """The rotation of ``rotate``; its backward is the rotation by minus the angle, laid out as x
+    was."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx, x, cos, sin, interleaved: bool, start: int, turn: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.start, ctx.turn = interleaved, start, turn
         return turn(x, cos, sin, start, interleaved, False, back=False)
@@ -97,14 +115,27 @@ class _Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         cos, sin = ctx.saved_tensors
-        return ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True), None, None, None, None, None
+        return (
+            ctx.turn(grad, cos, sin, ctx.start, False, ctx.interleaved, back=True),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def turn_dims(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, start: int, from_pairs: bool, to_pairs: bool, back: bool
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: int,
+    from_pairs: bool,
+    to_pairs: bool,
+    back: bool,
 ) -> torch.Tensor:
-    """A copy of x with the dims from ``start`` on turned, the other way if ``back``; read, and written, in pairs
-    (2i, 2i+1) or in halves.
+    """A copy of x with the dims from ``start`` on turned, the other way if ``back``; read, and
+    written, in pairs (2i, 2i+1) or in halves.
     """
     sin = -sin if back else sin
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -140,14 +171,19 @@ def rotate(
     The result is always laid out in halves: queries and keys are permuted alike, so their products
     do not change, and one layout is enough for the rest of the attention.
     """
-    if torch.compiler.is_compiling():  # which wants plain operations, and needs no hand-written backward
+    # which wants plain operations, and needs no hand-written backward
+    if torch.compiler.is_compiling():
         before, turned, behind = _thirds(x_BSND, start, cos)
         first, second = _pairs(turned, interleaved)
-        return torch.cat((before, first * cos - second * sin, second * cos + first * sin, behind), dim=-1)
+        return torch.cat(
+            (before, first * cos - second * sin, second * cos + first * sin, behind), dim=-1
+        )
     return _Rotation.apply(x_BSND, cos, sin, interleaved, start, turn)
 
 
-def join_keys(kv_BSND: torch.Tensor, k_rope_BSR: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def join_keys(
+    kv_BSND: torch.Tensor, k_rope_BSR: torch.Tensor, nope_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """MLA's keys: of each head its own dims, then those that turn and that all heads share.
 
     Args:
@@ -171,7 +207,9 @@ class Rope:
     """
 
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, int], torch.Tensor] = rotate
-    join_keys: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = join_keys
+    join_keys: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = (
+        join_keys
+    )
     angle_dtype: torch.dtype | None = None
 
 

@@ -1,7 +1,7 @@
 """The activation between an expert's two products: SwiGLU, or the clamped form of GPT-OSS.
 
-Each is a small object with a call for autograd, and its gradient written out for backends with a backward of their
-own. Shapes: R rows, I expert width.
+Each is a small object with a call for autograd, and its gradient written out for backends with a
+backward of their own. Shapes: R rows, I expert width.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ class SwiGLU:
         # With gradients it must stay unchanged for the backward.
         return silu_RI * up_RI if torch.is_grad_enabled() else silu_RI.mul_(up_RI)
 
-    def backward(self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R) -> None:
-        """Gradients of ``scale * activation``, and the product itself once more, written into the last four.
+    def backward(
+        self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
+    ) -> None:
+        """Gradients of ``scale * activation``, and the product itself once more, written into the
+        last four.
 
         Args:
             scale_R1: in the dtype of gate and up.
@@ -34,18 +37,25 @@ class SwiGLU:
         silu_RI = F.silu(gate_RI)
         torch.mul(silu_RI, up_RI, out=act_RI)
         # ``grad_up`` is scratch until its own value is computed.
-        torch.sum(torch.mul(grad_RI, act_RI, out=grad_up_RI), -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
+        torch.sum(
+            torch.mul(grad_RI, act_RI, out=grad_up_RI),
+            -1,
+            dtype=grad_scale_R.dtype,
+            out=grad_scale_R,
+        )
         act_RI.mul_(scale_R1)
         torch.mul(grad_RI.mul_(scale_R1), silu_RI, out=grad_up_RI)
-        torch.ops.aten.silu_backward.grad_input(grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)
+        torch.ops.aten.silu_backward.grad_input(
+            grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI
+        )
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
     """(up' + 1) * gate' * sigmoid(alpha * gate'), gate' at most ``limit``, up' within +-``limit``.
 
-    GPT-OSS (arXiv 2508.10925, section 2.2; transformers' ``GptOssExperts``). As with torch's clamp, a value at the
-    limit still has its gradient.
+    GPT-OSS (arXiv 2508.10925, section 2.2; transformers' ``GptOssExperts``). As with torch's clamp,
+    a value at the limit still has its gradient.
     """
 
     alpha: float
@@ -53,15 +63,24 @@ class ClampedSwiGLU:
 
     def __call__(self, gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
         low_RI = gate_RI.clamp(max=self.limit)
-        return (up_RI.clamp(-self.limit, self.limit) + 1) * (low_RI * torch.sigmoid(self.alpha * low_RI))
+        return (up_RI.clamp(-self.limit, self.limit) + 1) * (
+            low_RI * torch.sigmoid(self.alpha * low_RI)
+        )
 
-    def backward(self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R) -> None:
+    def backward(
+        self, gate_RI, up_RI, scale_R1, grad_RI, act_RI, grad_gate_RI, grad_up_RI, grad_scale_R
+    ) -> None:
         low_RI = gate_RI.clamp(max=self.limit)
         sigmoid_RI = torch.sigmoid(self.alpha * low_RI)
         raised_RI = up_RI.clamp(-self.limit, self.limit).add_(1)
         swish_RI = low_RI * sigmoid_RI
         torch.mul(raised_RI, swish_RI, out=act_RI)
-        torch.sum(torch.mul(grad_RI, act_RI, out=grad_up_RI), -1, dtype=grad_scale_R.dtype, out=grad_scale_R)
+        torch.sum(
+            torch.mul(grad_RI, act_RI, out=grad_up_RI),
+            -1,
+            dtype=grad_scale_R.dtype,
+            out=grad_scale_R,
+        )
         act_RI.mul_(scale_R1)
         grad_RI.mul_(scale_R1)
         torch.mul(grad_RI, swish_RI, out=grad_up_RI).mul_(up_RI.abs() <= self.limit)
@@ -73,14 +92,15 @@ class ClampedSwiGLU:
 Activation = SwiGLU | ClampedSwiGLU
 SWIGLU = SwiGLU()
 
-BLOCK_ELEMENTS = 1 << 17  # 512 KiB of float32: the result of an operation is still in L2 for the next
+# 512 KiB of float32: the result of an operation is still in L2 for the next
+BLOCK_ELEMENTS = 1 << 17
 
 
 def row_blocks(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices of rows, each to be run through a whole chain of element-wise operations.
 
-    On a CPU each operation of an eager chain reads and writes memory unless its operands fit the cache. A GPU pays
-    for each launch instead, so it gets all rows at once.
+    On a CPU each operation of an eager chain reads and writes memory unless its operands fit the
+    cache. A GPU pays for each launch instead, so it gets all rows at once.
     """
     step = max(1, BLOCK_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(1, num_rows)
     for start in range(0, num_rows, step):

@@ -1,17 +1,19 @@
 """Capacity: how many tokens an expert takes, and which choices are dropped when more come.
 
-An expert takes at most C = ceil(factor * T * K / E) choices. The scope says which T tokens these are:
+An expert takes at most C = ceil(factor * T * K / E) choices. The scope says which T tokens these
+are:
 
     rank      the tokens of this rank's micro-batch. Nothing is sent; which choices are dropped depends on how the
               mesh and the micro-batches split the batch. The first are the first of every row, as in Megatron-Core,
               whose tokens are ordered by position and then by row: no row is served before another.
-    sequence  one whole row, wherever its parts are. Choices are summed over the ranks that share the row, and what
-              is dropped depends only on the row.
+    sequence one whole row, wherever its parts are. Choices are summed over the ranks that share the
+              row, and what is dropped depends only on the row.
 
-Weights are computed before choices are dropped, and are not renormalised: a token that loses a choice loses that
-expert's term, and one that loses all of them keeps the residual (and the shared experts). Padding takes no capacity.
-Shapes: B rows, S positions of this rank, K top-k, E experts, T tokens of this rank, H hidden; G groups that share
-capacities, N choices of a group; W positions of a whole row; P slots of an expert, C of all.
+Weights are computed before choices are dropped, and are not renormalised: a token that loses a
+choice loses that expert's term, and one that loses all of them keeps the residual (and the shared
+experts). Padding takes no capacity. Shapes: B rows, S positions of this rank, K top-k, E experts, T
+tokens of this rank, H hidden; G groups that share capacities, N choices of a group; W positions of
+a whole row; P slots of an expert, C of all.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from automoe.moe.dispatch.base import Dispatcher, Experts, sort_by_expert, sum_t
 from automoe.moe.process_groups import ProcessGroupCollection
 from automoe.moe.tokens import Tokens
 
-# Weights are compared in multiples of this, and of equal ones the first in the row is served first: equal tokens have
-# weights equal up to rounding, which differs from mesh to mesh.
+# Weights are compared in multiples of this, and of equal ones the first in the row is served first:
+# equal tokens have weights equal up to rounding, which differs from mesh to mesh.
 PRIORITY_STEP = 2.0**-16
 
 
@@ -39,7 +41,9 @@ def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int
     return min(ceil(Fraction(repr(factor)) * num_tokens * top_k / num_experts), num_tokens)
 
 
-def rank_within_expert(topk_ids_GN: torch.Tensor, num_experts: int, priority_GN: torch.Tensor | None) -> torch.Tensor:
+def rank_within_expert(
+    topk_ids_GN: torch.Tensor, num_experts: int, priority_GN: torch.Tensor | None
+) -> torch.Tensor:
     """[G, N] int64 place of each choice in the queue of its expert, 0 for the first.
 
     Args:
@@ -59,7 +63,11 @@ def rank_within_expert(topk_ids_GN: torch.Tensor, num_experts: int, priority_GN:
 
 
 def rows_per_expert(
-    moe: MoEConfig, tokens: Tokens, pg_collection: ProcessGroupCollection, top_k: int, num_experts: int
+    moe: MoEConfig,
+    tokens: Tokens,
+    pg_collection: ProcessGroupCollection,
+    top_k: int,
+    num_experts: int,
 ) -> int:
     """The most choices that one expert can keep from this rank's micro-batch."""
     num_rows, size = tokens.index.shape
@@ -69,8 +77,11 @@ def rows_per_expert(
     return num_rows * min(expert_capacity(moe.capacity_factor, whole, top_k, num_experts), size)
 
 
-def whole_rows(x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection) -> torch.Tensor:
-    """x [B, S, ...] at ``index`` of its rows -> [B, W, ...], the whole rows in order; not differentiable.
+def whole_rows(
+    x: torch.Tensor, index_BS: torch.Tensor, pg_collection: ProcessGroupCollection
+) -> torch.Tensor:
+    """x [B, S, ...] at ``index`` of its rows -> [B, W, ...], the whole rows in order; not
+    differentiable.
 
     Parts are written into zeros and summed, which is exact and needs no order among the ranks.
     """
@@ -126,10 +137,12 @@ def dispatch_padded(
     num_experts: int,
     capacity: int,
 ) -> torch.Tensor:
-    """What ``dispatcher`` returns for choices of which no expert has more than ``capacity``; an id of E is dropped.
+    """What ``dispatcher`` returns for choices of which no expert has more than ``capacity``; an id
+    of E is dropped.
 
-    Every expert gets exactly ``capacity`` rows: each of its slots goes to the dispatcher as a token with one choice.
-    A slot without a choice reads token 0 with weight zero, so it changes no sum and no gradient.
+    Every expert gets exactly ``capacity`` rows: each of its slots goes to the dispatcher as a token
+    with one choice. A slot without a choice reads token 0 with weight zero, so it changes no sum
+    and no gradient.
     """
     order_M, counts_E = sort_by_expert(topk_ids_TK, num_experts)
     slot_P = torch.arange(capacity, device=x_TH.device)
@@ -139,6 +152,10 @@ def dispatch_padded(
     token_C = choice_C // topk_ids_TK.shape[1]
 
     weights_C1 = torch.where(filled_C, weights_TK.flatten()[choice_C], 0).unsqueeze(1)
-    ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(capacity, output_size=len(token_C))
-    y_CH = dispatcher(x_TH.index_select(0, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity)
+    ids_C = torch.arange(num_experts, device=x_TH.device).repeat_interleave(
+        capacity, output_size=len(token_C)
+    )
+    y_CH = dispatcher(
+        x_TH.index_select(0, token_C), ids_C.unsqueeze(1), weights_C1, experts, capacity
+    )
     return sum_to_tokens(y_CH, token_C, x_TH.shape[0])

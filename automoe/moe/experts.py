@@ -13,9 +13,9 @@ All backends have one signature; the last three arguments are optional:
     activation      of gate and up (``automoe.moe.activation``); default: SwiGLU
     returns [R, H]  probs * expert(x[gather_idx]), in gather_idx order
 
-Probabilities multiply the activation before the down projection, so that no copy of the expert output has to be
-kept for their gradient ("memory-efficient permutation").
-Shapes: T rows to read from, R computed rows, E experts of this rank, I expert width, H hidden.
+Probabilities multiply the activation before the down projection, so that no copy of the expert
+output has to be kept for their gradient ("memory-efficient permutation"). Shapes: T rows to read
+from, R computed rows, E experts of this rank, I expert width, H hidden.
 """
 
 from __future__ import annotations
@@ -39,19 +39,34 @@ ExpertFn = Callable[..., torch.Tensor]  # its arguments are told above
 
 
 def loop_experts(
-    x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
+    x_TH,
+    gather_idx_R,
+    offsets_E,
+    probs_R,
+    gate_up_proj_E2IH,
+    down_proj_EHI,
+    gate_up_proj_bias_E2I=None,
+    down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Reference: one expert after the other, any dtype, float64 included."""
     ends = offsets_E.tolist()
     # unbind, not w[i]: indexing gives each expert a gradient as large as all of them.
-    biases = [(None, None)] * len(ends) if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.unbind(0)
+    biases = (
+        [(None, None)] * len(ends)
+        if gate_up_proj_bias_E2I is None
+        else gate_up_proj_bias_E2I.unbind(0)
+    )
     down_biases = [None] * len(ends) if down_proj_bias_EH is None else down_proj_bias_EH.unbind(0)
-    experts = zip(ends, gate_up_proj_E2IH.unbind(0), down_proj_EHI.unbind(0), biases, down_biases, strict=True)
+    experts = zip(
+        ends, gate_up_proj_E2IH.unbind(0), down_proj_EHI.unbind(0), biases, down_biases, strict=True
+    )
     outputs, start = [], 0
     for end, gate_up_2IH, down_HI, bias_2I, down_bias_H in experts:
         rows, weight = x_TH[gather_idx_R[start:end]], probs_R[start:end, None].to(x_TH.dtype)
-        act = activation(F.linear(rows, gate_up_2IH[0], bias_2I[0]), F.linear(rows, gate_up_2IH[1], bias_2I[1]))
+        act = activation(
+            F.linear(rows, gate_up_2IH[0], bias_2I[0]), F.linear(rows, gate_up_2IH[1], bias_2I[1])
+        )
         out = (act * weight) @ down_HI.T
         outputs.append(out if down_bias_H is None else out + weight * down_bias_H)
         start = end
@@ -74,7 +89,8 @@ BACKENDS: dict[str, Callable[[], ExpertFn]] = {  # what makes each
 
 
 def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None = None) -> ExpertFn:
-    """The backend called ``name``: of a plugin, of this package, or of ``foreign`` ones that the caller knows.
+    """The backend called ``name``: of a plugin, of this package, or of ``foreign`` ones that the
+    caller knows.
 
     Raises:
         BackendError: no such backend, or one whose package is missing; names those that there are.
@@ -83,21 +99,25 @@ def expert_backend(name: str, foreign: dict[str, Callable[[], ExpertFn]] | None 
         return plugins[name]
     backends = BACKENDS | (foreign or {})
     if name not in backends:
-        raise BackendError(f"moe.experts={name}: no such expert backend. There are: {', '.join(backends | plugins)}")
+        raise BackendError(
+            f"moe.experts={name}: no such expert backend. There are: {', '.join(backends | plugins)}"
+        )
     return backends[name]()
 
 
 class GroupedExperts(nn.Module):
-    """The weights of E experts, gate_up_proj [E, 2, I, H] and down_proj [E, H, I], and the backend that uses them.
+    """The weights of E experts, gate_up_proj [E, 2, I, H] and down_proj [E, H, I], and the backend
+    that uses them.
 
-    ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one rank
-    all gates and the other all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I] and down_proj_bias [E, H].
+    ``[E, 2, I, H]`` keeps gate and up apart: a plain shard of ``[E, 2I, H]`` over I would give one
+    rank all gates and the other all ups. ``config.biased_experts`` adds gate_up_proj_bias [E, 2, I]
+    and down_proj_bias [E, H].
 
     Args:
         drops: choices may be of no expert (``LocalDispatcher``).
 
-    Attributes:
-        dispatcher: brings tokens to these experts. All experts are on this rank until ``ExpertParallel`` shards them
+    Attributes: dispatcher: brings tokens to these experts. All experts are on this rank until
+        ``ExpertParallel`` shards them
             and puts its own dispatcher here.
     """
 
@@ -107,11 +127,17 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: ExpertFn, drops: bool = False) -> None:
         super().__init__()
-        num_experts, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        num_experts, hidden, width = (
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, width))
         biased = config.biased_experts
-        self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
+        self.gate_up_proj_bias = (
+            nn.Parameter(torch.empty(num_experts, 2, width)) if biased else None
+        )
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if biased else None
         self.num_experts = num_experts
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts, drops)
@@ -119,10 +145,16 @@ class GroupedExperts(nn.Module):
         self.hidden_size, self.backend = hidden, backend
         self.lora: nn.Module | None = None  # then it multiplies, instead of the backend
         clamped = config.expert_activation == "clamped_swiglu"
-        self.activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
+        self.activation = (
+            ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if clamped else SWIGLU
+        )
 
     def forward(
-        self, x_TH: torch.Tensor, gather_idx_R: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        gather_idx_R: torch.Tensor,
+        offsets_E: torch.Tensor,
+        probs_R: torch.Tensor,
     ) -> torch.Tensor:
         """See the module's docstring for shapes."""
         # Of this rank's experts alone: the dispatcher brings the rows for these.
@@ -130,9 +162,15 @@ class GroupedExperts(nn.Module):
         *weights, down_proj_bias = (None if p is None else local_shard(p) for p in parameters)
         down_proj_bias_EH = None if down_proj_bias is None else self._pad_to_hidden(down_proj_bias)
         multiply = self.backend if self.lora is None else self.lora
-        return multiply(x_TH, gather_idx_R, offsets_E, probs_R, *weights, down_proj_bias_EH, self.activation)
+        return multiply(
+            x_TH, gather_idx_R, offsets_E, probs_R, *weights, down_proj_bias_EH, self.activation
+        )
 
     def _pad_to_hidden(self, bias: torch.Tensor) -> torch.Tensor:
         """[E, some of H] -> [E, H], zeros in the columns that other ranks of the etp axis add."""
         behind = self.hidden_size - self.first_bias_column - bias.shape[1]
-        return F.pad(bias, (self.first_bias_column, behind)) if bias.shape[1] < self.hidden_size else bias
+        return (
+            F.pad(bias, (self.first_bias_column, behind))
+            if bias.shape[1] < self.hidden_size
+            else bias
+        )

@@ -1,7 +1,7 @@
 """Experts as grouped matrix products, with a backward that keeps little and copies little.
 
-Shapes: T rows to read from, R computed rows sorted by expert, E experts, H hidden, I expert width, J = 2I (gate and
-up). Of one product alone: N output and K input features.
+Shapes: T rows to read from, R computed rows sorted by expert, E experts, H hidden, I expert width,
+J = 2I (gate and up). Of one product alone: N output and K input features.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ Scales = torch.Tensor | None
 
 
 class GroupedProducts:
-    """The three products of one weight [E, N, K] of all experts, by ``torch.nn.functional.grouped_mm``.
+    """The three products of one weight [E, N, K] of all experts, by
+    ``torch.nn.functional.grouped_mm``.
 
-    offsets [E] int32 are the ends of the experts' rows. A subclass may give each operand scales, found once and handed
-    to each product of the operand. Finding them may be a collective, so a rank without rows does it too; the products
-    are not.
+    offsets [E] int32 are the ends of the experts' rows. A subclass may give each operand scales,
+    found once and handed to each product of the operand. Finding them may be a collective, so a
+    rank without rows does it too; the products are not.
     """
 
-    def scales(self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor) -> tuple[Scales, Scales]:
+    def scales(
+        self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor
+    ) -> tuple[Scales, Scales]:
         """Of the rows and of the weight."""
         return None, None
 
@@ -32,19 +35,34 @@ class GroupedProducts:
         return None
 
     def output(
-        self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor, x_scales: Scales, w_scales: Scales
+        self,
+        x_RK: torch.Tensor,
+        w_ENK: torch.Tensor,
+        offsets_E: torch.Tensor,
+        x_scales: Scales,
+        w_scales: Scales,
     ) -> torch.Tensor:
         """[R, N]: each row times its expert's weight, transposed."""
         return F.grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=offsets_E)
 
     def grad_input(
-        self, grad_RN: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor, grad_scales: Scales, w_scales: Scales
+        self,
+        grad_RN: torch.Tensor,
+        w_ENK: torch.Tensor,
+        offsets_E: torch.Tensor,
+        grad_scales: Scales,
+        w_scales: Scales,
     ) -> torch.Tensor:
         """[R, K]: each row times its expert's weight."""
         return F.grouped_mm(grad_RN, w_ENK, offs=offsets_E)
 
     def grad_weight(
-        self, grad_RN: torch.Tensor, x_RK: torch.Tensor, offsets_E: torch.Tensor, grad_scales: Scales, x_scales: Scales
+        self,
+        grad_RN: torch.Tensor,
+        x_RK: torch.Tensor,
+        offsets_E: torch.Tensor,
+        grad_scales: Scales,
+        x_scales: Scales,
     ) -> torch.Tensor:
         """[E, N, K]: grad.T times x over each expert's rows."""
         return F.grouped_mm(grad_RN.transpose(0, 1), x_RK, offs=offsets_E)
@@ -54,17 +72,28 @@ UNSCALED = GroupedProducts()
 
 
 class _GroupedExperts(torch.autograd.Function):
-    """probs * (down(activation(gate, up)) + down_proj_bias) of gathered rows; gate and up are one dim J here.
+    """probs * (down(activation(gate, up)) + down_proj_bias) of gathered rows; gate and up are one
+    dim J here.
 
-    Besides its arguments it keeps gate and up [R, J] for the backward, which gathers the rows [R, H] and computes the
-    activation [R, I] again.
+    Besides its arguments it keeps gate and up [R, J] for the backward, which gathers the rows [R,
+    H] and computes the activation [R, I] again.
     """
 
     @staticmethod
     def forward(
-        ctx, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_EJH, down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH,
-        activation: Activation, up: GroupedProducts, down: GroupedProducts,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx,
+        x_TH,
+        gather_idx_R,
+        offsets_E,
+        probs_R,
+        gate_up_proj_EJH,
+        down_proj_EHI,
+        gate_up_proj_bias_EJ,
+        down_proj_bias_EH,
+        activation: Activation,
+        up: GroupedProducts,
+        down: GroupedProducts,
+    ) -> torch.Tensor:
         ctx.activation, ctx.products = activation, (up, down)
         args = (
             x_TH,
@@ -79,9 +108,14 @@ class _GroupedExperts(torch.autograd.Function):
         rows_RH = x_TH.index_select(0, gather_idx_R)
         x_scales, up_scales = up.scales(rows_RH, gate_up_proj_EJH, offsets_E)
         if gather_idx_R.shape[0] == 0:
-            # No token for this rank. Kernels need not take empty operands, but the backward will still run.
-            act_scales, down_scales = down.scales(x_TH.new_empty(0, down_proj_EHI.shape[-1]), down_proj_EHI, offsets_E)
-            ctx.save_for_backward(*args, x_TH.new_empty(0), x_scales, up_scales, act_scales, down_scales)
+            # No token for this rank. Kernels need not take empty operands, but the backward will
+            # still run.
+            act_scales, down_scales = down.scales(
+                x_TH.new_empty(0, down_proj_EHI.shape[-1]), down_proj_EHI, offsets_E
+            )
+            ctx.save_for_backward(
+                *args, x_TH.new_empty(0), x_scales, up_scales, act_scales, down_scales
+            )
             return x_TH.new_empty(0, x_TH.shape[1])
         gate_up_RJ = up.output(rows_RH, gate_up_proj_EJH, offsets_E, x_scales, up_scales)
         del rows_RH
@@ -94,7 +128,9 @@ class _GroupedExperts(torch.autograd.Function):
         ctx.save_for_backward(*args, gate_up_RJ, x_scales, up_scales, act_scales, down_scales)
         out_RH = down.output(act_RI, down_proj_EHI, offsets_E, act_scales, down_scales)
         if down_proj_bias_EH is not None:
-            out_RH.addcmul_(repeat_by_expert(down_proj_bias_EH, offsets_E, out_RH.shape[0]), scale_R1)
+            out_RH.addcmul_(
+                repeat_by_expert(down_proj_bias_EH, offsets_E, out_RH.shape[0]), scale_R1
+            )
         return out_RH
 
     @staticmethod
@@ -119,7 +155,9 @@ class _GroupedExperts(torch.autograd.Function):
             return *zero_gradients(*args), None, None, None
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
 
-        grad_act_RI = down.grad_input(grad_out_RH, down_proj_EHI, offsets_E, grad_scales, down_scales)
+        grad_act_RI = down.grad_input(
+            grad_out_RH, down_proj_EHI, offsets_E, grad_scales, down_scales
+        )
         act_RI, grad_gate_up_RJ = torch.empty_like(grad_act_RI), torch.empty_like(gate_up_RJ)
         grad_probs_R = torch.empty_like(probs_R)
         read = *gate_up_RJ.chunk(2, dim=-1), scale_R1, grad_act_RI
@@ -128,12 +166,16 @@ class _GroupedExperts(torch.autograd.Function):
             ctx.activation.backward(*(tensor[block] for tensor in read + written))
         grad_w_gate_up_EJH = grad_w_down_EHI = None  # of frozen weights
         if ctx.needs_input_grad[5]:
-            grad_w_down_EHI = down.grad_weight(grad_out_RH, act_RI, offsets_E, grad_scales, act_scales)
+            grad_w_down_EHI = down.grad_weight(
+                grad_out_RH, act_RI, offsets_E, grad_scales, act_scales
+            )
         del act_RI, grad_act_RI, read, written
         grad_b_gate_up_EJ = grad_b_down_EH = None
         if down_proj_bias_EH is not None:
             grad_b_down_EH = sum_by_expert(grad_out_RH * scale_R1, offsets_E)
-            bias_grad_RH = grad_out_RH * repeat_by_expert(down_proj_bias_EH, offsets_E, grad_out_RH.shape[0])
+            bias_grad_RH = grad_out_RH * repeat_by_expert(
+                down_proj_bias_EH, offsets_E, grad_out_RH.shape[0]
+            )
             grad_probs_R += bias_grad_RH.sum(-1, dtype=probs_R.dtype)
             del bias_grad_RH
         if gate_up_proj_bias_EJ is not None:
@@ -142,9 +184,13 @@ class _GroupedExperts(torch.autograd.Function):
         grad_scales = up.grad_scales(grad_gate_up_RJ, offsets_E)
         if ctx.needs_input_grad[4]:
             rows_RH = x_TH.index_select(0, gather_idx_R)
-            grad_w_gate_up_EJH = up.grad_weight(grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales)
+            grad_w_gate_up_EJH = up.grad_weight(
+                grad_gate_up_RJ, rows_RH, offsets_E, grad_scales, x_scales
+            )
             del rows_RH
-        grad_rows_RH = up.grad_input(grad_gate_up_RJ, gate_up_proj_EJH, offsets_E, grad_scales, up_scales)
+        grad_rows_RH = up.grad_input(
+            grad_gate_up_RJ, gate_up_proj_EJH, offsets_E, grad_scales, up_scales
+        )
         grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)
         return (
             grad_x_TH, None, None, grad_probs_R, grad_w_gate_up_EJH, grad_w_down_EHI, grad_b_gate_up_EJ, grad_b_down_EH,
@@ -152,14 +198,20 @@ class _GroupedExperts(torch.autograd.Function):
         )  # fmt: skip
 
 
-def zero_gradients(x, gather_idx, offsets, probs, *weights: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Gradients of an expert function that computed no row: zeros, since all ranks must reduce the same gradients."""
-    zeros = [None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)]
+def zero_gradients(
+    x, gather_idx, offsets, probs, *weights: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Gradients of an expert function that computed no row: zeros, since all ranks must reduce the
+    same gradients."""
+    zeros = [
+        None if tensor is None else torch.zeros_like(tensor) for tensor in (x, probs, *weights)
+    ]
     return [zeros[0], None, None, *zeros[1:]]
 
 
 def repeat_by_expert(bias_EN: torch.Tensor, offsets_E: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[E, N] -> [R, N]: the entry of each row's expert; rows past the last offset get the last expert's."""
+    """[E, N] -> [R, N]: the entry of each row's expert; rows past the last offset get the last
+    expert's."""
     row_R = torch.arange(num_rows, dtype=offsets_E.dtype, device=offsets_E.device)
     expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=bias_EN.shape[0] - 1)
     return bias_EN.index_select(0, expert_R)
@@ -174,15 +226,23 @@ def sum_by_expert(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tenso
     num_cols = rows_RN.shape[1]
     if missing := -num_cols % step:  # else it would be a copy for nothing
         rows_RN = F.pad(rows_RN, (0, missing))
-    return grouped_mm(rows_RN.transpose(0, 1), rows_RN.new_ones(rows_RN.shape[0], step), offsets_E)[:, :num_cols, 0]
+    return grouped_mm(rows_RN.transpose(0, 1), rows_RN.new_ones(rows_RN.shape[0], step), offsets_E)[
+        :, :num_cols, 0
+    ]
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """``torch.nn.functional.grouped_mm``, and in float64, which it does not take, one product after the other.
+    """``torch.nn.functional.grouped_mm``, and in float64, which it does not take, one product after
+    the other.
 
-    a [R, K], b [E, K, N] -> [R, N], rows past the last offset may hold anything; a [M, R], b [R, N] -> [E, M, N].
+    a [R, K], b [E, K, N] -> [R, N], rows past the last offset may hold anything; a [M, R], b [R, N]
+    -> [E, M, N].
     """
-    return one_by_one(a, b, offsets_E) if a.dtype == torch.float64 else F.grouped_mm(a, b, offs=offsets_E)
+    return (
+        one_by_one(a, b, offsets_E)
+        if a.dtype == torch.float64
+        else F.grouped_mm(a, b, offs=offsets_E)
+    )
 
 
 def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
@@ -198,17 +258,38 @@ def one_by_one(a: torch.Tensor, b: torch.Tensor, offsets_E: torch.Tensor) -> tor
 
 
 def grouped_mm_experts(
-    x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
-    activation: Activation = SWIGLU, up: GroupedProducts = UNSCALED, down: GroupedProducts = UNSCALED,
-) -> torch.Tensor:  # fmt: skip
-    """Products of ``torch.nn.functional.grouped_mm``; float32, bfloat16 and float16, on CPU and GPU.
+    x_TH,
+    gather_idx_R,
+    offsets_E,
+    probs_R,
+    gate_up_proj_E2IH,
+    down_proj_EHI,
+    gate_up_proj_bias_E2I=None,
+    down_proj_bias_EH=None,
+    activation: Activation = SWIGLU,
+    up: GroupedProducts = UNSCALED,
+    down: GroupedProducts = UNSCALED,
+) -> torch.Tensor:
+    """Products of ``torch.nn.functional.grouped_mm``; float32, bfloat16 and float16, on CPU and
+    GPU.
 
-    Arguments and result as ``automoe.moe.experts`` says; ``up`` and ``down`` are the products of gate_up_proj and of
-    down_proj. Rows past the last offset are not computed: their output, and what they add to the gradients of x and
-    probs, is whatever memory held.
+    Arguments and result as ``automoe.moe.experts`` says; ``up`` and ``down`` are the products of
+    gate_up_proj and of down_proj. Rows past the last offset are not computed: their output, and
+    what they add to the gradients of x and probs, is whatever memory held.
     """
-    gate_up_proj_bias_EJ = None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2)
+    gate_up_proj_bias_EJ = (
+        None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2)
+    )
     return _GroupedExperts.apply(
-        x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH.flatten(1, 2), down_proj_EHI, gate_up_proj_bias_EJ, down_proj_bias_EH,
-        activation, up, down,
-    )  # fmt: skip
+        x_TH,
+        gather_idx_R,
+        offsets_E,
+        probs_R,
+        gate_up_proj_E2IH.flatten(1, 2),
+        down_proj_EHI,
+        gate_up_proj_bias_EJ,
+        down_proj_bias_EH,
+        activation,
+        up,
+        down,
+    )

@@ -1,4 +1,5 @@
-"""The MoE layer: tokens -> router -> dispatch -> experts -> combine, and shared experts in parallel to these.
+"""The MoE layer: tokens -> router -> dispatch -> experts -> combine, and shared experts in parallel
+to these.
 
 Shapes: B rows, S positions, T = B S tokens of this rank, H hidden, K top-k.
 """
@@ -67,13 +68,19 @@ class MoE(nn.Module):
 
     def run_experts(self, x_BSH: torch.Tensor, routing: Routing, tokens: Tokens) -> torch.Tensor:
         """Dispatch, experts and combine: [B, S, H]."""
-        x_TH, ids_TK, weights_TK = (x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores))
+        x_TH, ids_TK, weights_TK = (
+            x.flatten(0, 1) for x in (x_BSH, routing.topk_expert_ids, routing.topk_scores)
+        )
         if routing.kept is not None:
             ids_TK = ids_TK.masked_fill(~routing.kept.flatten(0, 1), self.num_experts)
         dispatcher = self.experts.dispatcher
         if routing.kept is not None and self.moe.pad_to_capacity:
-            capacity = rows_per_expert(self.moe, tokens, self.pg_collection, ids_TK.shape[1], self.num_experts)
-            y_TH = dispatch_padded(dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity)
+            capacity = rows_per_expert(
+                self.moe, tokens, self.pg_collection, ids_TK.shape[1], self.num_experts
+            )
+            y_TH = dispatch_padded(
+                dispatcher, x_TH, ids_TK, weights_TK, self.experts, self.num_experts, capacity
+            )
         else:
             y_TH = dispatcher(x_TH, ids_TK, weights_TK, self.experts)
         return y_TH.view(x_BSH.shape)
@@ -85,20 +92,25 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def run_on_side_stream(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start ``fn(x)`` on the side stream of x's CUDA device, in parallel to the current stream, in both passes.
+def run_on_side_stream(
+    fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Start ``fn(x)`` on the side stream of x's CUDA device, in parallel to the current stream, in
+    both passes.
 
-    Returns:
-        A function that makes the current stream wait for the result and returns it; to be called once.
+    Returns: A function that makes the current stream wait for the result and returns it; to be
+        called once.
     """
     main, side = torch.cuda.current_stream(x.device), side_stream(x.device)
     if x.requires_grad:
-        # In the backward autograd orders the gradient of x by itself, but not those of weights that are accumulated on
-        # the side stream: FSDP reads them on the current one as soon as the gradient of x is there.
+        # In the backward autograd orders the gradient of x by itself, but not those of weights that
+        # are accumulated on the side stream: FSDP reads them on the current one as soon as the
+        # gradient of x is there.
         x = x.view_as(x)
         x.register_hook(lambda grad: torch.cuda.current_stream(grad.device).wait_stream(side))
     side.wait_stream(main)
-    # Autograd keeps x for the backward on the side stream too: its memory is free when both streams are done.
+    # Autograd keeps x for the backward on the side stream too: its memory is free when both streams
+    # are done.
     x.record_stream(side)
     with torch.cuda.stream(side):
         out = fn(x)

@@ -1,9 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) of routed experts: grouped products beside those of the frozen weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of routed experts: grouped products beside those of
+the frozen weights.
 
-Of each expert ``x W.T`` becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the pair has rank r in
-a layout that keeps both in one tensor, as well as in one that keeps them apart.
-Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H hidden, I expert width, J = 2 I
-(gate, then up), r rank.
+Of each expert ``x W.T`` becomes ``x W.T + scale (x A.T) B.T``. Gate and up share one A, so that the
+pair has rank r in a layout that keeps both in one tensor, as well as in one that keeps them apart.
+Shapes: T rows to read from, R computed rows sorted by expert, E experts of this rank, H hidden, I
+expert width, J = 2 I (gate, then up), r rank.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from automoe.moe.grouped_mm import grouped_mm, one_by_one, repeat_by_expert
 from automoe.moe.local_shard import global_offset, local_shard
 from automoe.quantize.packed import unpack
 
-GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # the signature of ``grouped_mm``
-PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}  # of ``moe.experts``
+# the signature of ``grouped_mm``
+GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# of ``moe.experts``
+PRODUCTS: dict[str, GroupedMM] = {"grouped_mm": grouped_mm, "loop": one_by_one}
 
 
 class Adapter(nn.Module):
-    """The parameters A... and B... of one adapter. What it adds is multiplied by ``scale``, alpha / rank.
+    """The parameters A... and B... of one adapter. What it adds is multiplied by ``scale``, alpha /
+    rank.
 
-    Dropout (arXiv 2404.09610, of A's columns) leaves out input features for the length of a ``step``, whatever the
-    mesh: which ones says a counter. Tokens of a routed row are not known here, so it does not differ between tokens.
+    Dropout (arXiv 2404.09610, of A's columns) leaves out input features for the length of a
+    ``step``, whatever the mesh: which ones says a counter. Tokens of a routed row are not known
+    here, so it does not differ between tokens.
 
     Args:
         name: of the module that it belongs to, in the whole model.
@@ -47,7 +52,8 @@ class Adapter(nn.Module):
         return {name: "kept" for name, _ in self.named_parameters(recurse=False)}
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of the parameter ``name`` in ``dtype``; of an A in training what dropout leaves of it."""
+        """This rank's part of the parameter ``name`` in ``dtype``; of an A in training what dropout
+        leaves of it."""
         parameter = getattr(self, name)
         local = local_shard(parameter).to(dtype)
         if not (name.startswith("A") and self.dropout and self.training):
@@ -57,13 +63,15 @@ class Adapter(nn.Module):
         if local.dim() == 3:
             experts = torch.arange(local.shape[0], device=local.device) + first[0]
             index = (experts.unsqueeze(1) * parameter.shape[-1] + index).unsqueeze(1)
-        chance = uniform_from(bits_at(index, stream_key(f"dropout.{self.name}.{name}.{self.step}", self.seed)))
+        chance = uniform_from(
+            bits_at(index, stream_key(f"dropout.{self.name}.{name}.{self.step}", self.seed))
+        )
         return local * ((chance >= self.dropout) / (1 - self.dropout)).to(dtype)
 
 
 class ExpertLora(Adapter):
-    """Adapters of a layer's routed experts; A13 [E, r, H] and B13 [E, 2, I, r] of gate and up, A2 [E, r, I] and
-    B2 [E, H, r] of down; either pair may be missing.
+    """Adapters of a layer's routed experts; A13 [E, r, H] and B13 [E, 2, I, r] of gate and up, A2
+    [E, r, I] and B2 [E, H, r] of down; either pair may be missing.
 
     Args:
         shapes: of the parameters that there are, by their names.
@@ -71,20 +79,37 @@ class ExpertLora(Adapter):
     """
 
     def __init__(
-        self, name: str, lora: LoraConfig, seed: int, shapes: dict[str, tuple[int, ...]], product: GroupedMM
+        self,
+        name: str,
+        lora: LoraConfig,
+        seed: int,
+        shapes: dict[str, tuple[int, ...]],
+        product: GroupedMM,
     ) -> None:
         super().__init__(name, lora, seed)
         self.product = product
         for each in ("A13", "B13", "A2", "B2"):
-            self.register_parameter(each, nn.Parameter(torch.empty(shapes[each])) if each in shapes else None)
+            self.register_parameter(
+                each, nn.Parameter(torch.empty(shapes[each])) if each in shapes else None
+            )
 
     def forward(
-        self, x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I, down_proj_bias_EH,
+        self,
+        x_TH,
+        gather_idx_R,
+        offsets_E,
+        probs_R,
+        gate_up_proj_E2IH,
+        down_proj_EHI,
+        gate_up_proj_bias_E2I,
+        down_proj_bias_EH,
         activation: Activation,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """As an ``ExpertFn`` (``automoe.moe.experts``); weights and biases get no gradient."""
         names = ("A13", "B13", "A2", "B2")
-        a13, b13, a2, b2 = (None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names)
+        a13, b13, a2, b2 = (
+            None if getattr(self, n) is None else self.weight(n, x_TH.dtype) for n in names
+        )
         return _AdaptedExperts.apply(
             x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH.flatten(1, 2), down_proj_EHI,
             None if gate_up_proj_bias_E2I is None else gate_up_proj_bias_E2I.flatten(1, 2), down_proj_bias_EH,
@@ -93,9 +118,11 @@ class ExpertLora(Adapter):
 
 
 class _AdaptedExperts(torch.autograd.Function):
-    """``automoe.moe.grouped_mm._GroupedExperts`` with adapters, and without gradients of what they stand beside.
+    """``automoe.moe.grouped_mm._GroupedExperts`` with adapters, and without gradients of what they
+    stand beside.
 
-    Besides its arguments it keeps gate and up [R, J] and x A13.T [R, r]; packed weights are widened for each product.
+    Besides its arguments it keeps gate and up [R, J] and x A13.T [R, r]; packed weights are widened
+    for each product.
     """
 
     @staticmethod
@@ -104,7 +131,19 @@ class _AdaptedExperts(torch.autograd.Function):
         b2_EHr, scale: float, activation: Activation, mm: GroupedMM,
     ) -> torch.Tensor:  # fmt: skip
         ctx.scale, ctx.activation, ctx.mm = scale, activation, mm
-        args = (x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias2_EH, a13_ErH, b13_EJr, a2_ErI, b2_EHr)
+        args = (
+            x_TH,
+            gather_idx_R,
+            offsets_E,
+            probs_R,
+            w13_EJH,
+            w2_EHI,
+            bias2_EH,
+            a13_ErH,
+            b13_EJr,
+            a2_ErI,
+            b2_EHr,
+        )
         if gather_idx_R.shape[0] == 0:  # no token for this rank, but the backward will still run
             ctx.save_for_backward(*args, None, None)
             return x_TH.new_empty(0, x_TH.shape[1])
@@ -129,14 +168,28 @@ class _AdaptedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out_RH: torch.Tensor):
         *args, gate_up_RJ, low_Rr = ctx.saved_tensors
-        x_TH, gather_idx_R, offsets_E, probs_R, w13_EJH, w2_EHI, bias2_EH, a13_ErH, b13_EJr, a2_ErI, b2_EHr = args
+        (
+            x_TH,
+            gather_idx_R,
+            offsets_E,
+            probs_R,
+            w13_EJH,
+            w2_EHI,
+            bias2_EH,
+            a13_ErH,
+            b13_EJr,
+            a2_ErI,
+            b2_EHr,
+        ) = args
         mm, scale = ctx.mm, ctx.scale
         if gate_up_RJ is None:
             zeros = [None if t is None else torch.zeros_like(t) for t in (x_TH, probs_R, *args[7:])]
             return zeros[0], None, None, zeros[1], *[None] * 4, *zeros[2:], *[None] * 3
         grad_out_RH = grad_out_RH.contiguous()  # grouped_mm refuses expanded gradients
         scale_R1 = probs_R.unsqueeze(1).to(x_TH.dtype)
-        grad_act_RI = mm(grad_out_RH, unpack(w2_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype), offsets_E)
+        grad_act_RI = mm(
+            grad_out_RH, unpack(w2_EHI, gate_up_RJ.shape[1] // 2, x_TH.dtype), offsets_E
+        )
         if a2_ErI is not None:
             grad_low_Rr = mm(grad_out_RH, b2_EHr, offsets_E).mul_(scale)
             grad_act_RI += mm(grad_low_Rr, a2_ErI, offsets_E)
@@ -163,7 +216,9 @@ class _AdaptedExperts(torch.autograd.Function):
             grad_a13 = mm(grad_low_Rr.mT, x_TH.index_select(0, gather_idx_R), offsets_E)
         grad_x_TH = None
         if ctx.needs_input_grad[0]:  # not where nothing below is trained
-            grad_rows_RH = mm(grad_gate_up_RJ, unpack(w13_EJH, x_TH.shape[1], x_TH.dtype), offsets_E)
+            grad_rows_RH = mm(
+                grad_gate_up_RJ, unpack(w13_EJH, x_TH.shape[1], x_TH.dtype), offsets_E
+            )
             if a13_ErH is not None:
                 grad_rows_RH += mm(grad_low_Rr, a13_ErH, offsets_E)
             grad_x_TH = torch.zeros_like(x_TH).index_add_(0, gather_idx_R, grad_rows_RH)

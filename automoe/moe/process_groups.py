@@ -1,7 +1,8 @@
-"""The groups of ranks that a model's modules talk to, as objects that they are given when they are built.
+"""The groups of ranks that a model's modules talk to, as objects that they are given when they are
+built.
 
-Shapes: B rows, S positions of one rank, P ranks of the group. A model on one rank is given ``SINGLE_RANK`` alone,
-which sends nothing, so the modules read alike on every mesh.
+Shapes: B rows, S positions of one rank, P ranks of the group. A model on one rank is given
+``SINGLE_RANK`` alone, which sends nothing, so the modules read alike on every mesh.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 
 
 class Communicator:
-    """One group of ranks, of which this one is number ``rank``: this rank alone, where a subclass does not say more.
+    """One group of ranks, of which this one is number ``rank``: this rank alone, where a subclass
+    does not say more.
 
     Positions are dim 1 of what is sent.
     """
@@ -25,7 +27,8 @@ class Communicator:
         return x
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, P S, ...], this rank's term of a sum over ranks -> its shard [B, S, ...] of the sum."""
+        """[B, P S, ...], this rank's term of a sum over ranks -> its shard [B, S, ...] of the
+        sum."""
         return x
 
     def local_shard(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +40,8 @@ class Communicator:
         return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks; differentiable: the gradient is the sum of what reaches the result on each of them."""
+        """Sum over the ranks; differentiable: the gradient is the sum of what reaches the result on
+        each of them."""
         return x
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +53,8 @@ SINGLE_RANK = Communicator()
 
 
 def first_of_rank(comm: Communicator, total: int) -> int:
-    """Number of the first of ``total`` heads, key heads or vocabulary rows that this rank has a part of."""
+    """Number of the first of ``total`` heads, key heads or vocabulary rows that this rank has a
+    part of."""
     return comm.rank * total // comm.num_ranks
 
 
@@ -57,12 +62,12 @@ def first_of_rank(comm: Communicator, total: int) -> int:
 class ProcessGroupCollection:
     """Every group that a model's modules talk to; the default is a model on one rank.
 
-    Attributes:
-        sequence: tensor and sequence parallelism. Its ranks hold slices of one weight; between two blocks each
+    Attributes: sequence: tensor and sequence parallelism. Its ranks hold slices of one weight;
+        between two blocks each
             has its shard of the positions, which are gathered where the weights multiply them.
         context: the ranks that hold parts of the same rows.
-        keys: the ranks from which attention gathers keys and values: ``context``, or this one alone where the
-            attention kernel itself sends them round (ring attention).
+        keys: the ranks from which attention gathers keys and values: ``context``, or this one alone
+            where the attention kernel itself sends them round (ring attention).
         data: the ranks with other rows of the same micro-batch, one communicator an axis.
     """
 
@@ -77,7 +82,8 @@ class ProcessGroupCollection:
         return self.context.num_ranks * self.sequence.num_ranks
 
     def sum_over_row(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that share the tokens of a row between two blocks; not differentiable."""
+        """Sum over the ranks that share the tokens of a row between two blocks; not
+        differentiable."""
         return self.context.all_reduce(self.sequence.all_reduce(x))
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:

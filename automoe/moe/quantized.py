@@ -1,8 +1,9 @@
 """The ``grouped_mm`` expert backend with its products in 8 bits (``train.fp8``).
 
-On CUDA, operands with one scale go to torch's grouped product, and blocks to this project's kernels, which have not
-run on a GPU yet. Elsewhere dequantized operands are multiplied in float32, as in ``automoe.quantize.linear``.
-Shapes: R rows sorted by expert, E experts, N output and K input features.
+On CUDA, operands with one scale go to torch's grouped product, and blocks to this project's
+kernels, which have not run on a GPU yet. Elsewhere dequantized operands are multiplied in float32,
+as in ``automoe.quantize.linear``. Shapes: R rows sorted by expert, E experts, N output and K input
+features.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from automoe.quantize.scaling import GRAD, Blockwise, Scaling, W, X
 
 
 class QuantizedExperts(nn.Module):
-    """An ``ExpertFn`` with one scaling for the gate and up projection and another for the down projection.
+    """An ``ExpertFn`` with one scaling for the gate and up projection and another for the down
+    projection.
 
     Activation, routing weights and biases are applied in the dtype of x.
     """
@@ -35,14 +37,17 @@ class QuantizedExperts(nn.Module):
 class QuantizedGroupedProducts(nn.Module, GroupedProducts):
     """The products with each operand quantized.
 
-    Rows past the last offset belong to no expert and may hold anything: they are set to zero before a scale is found.
+    Rows past the last offset belong to no expert and may hold anything: they are set to zero before
+    a scale is found.
     """
 
     def __init__(self, scaling: Scaling) -> None:
         super().__init__()
         self.scaling = scaling
 
-    def scales(self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor) -> tuple[Scales, Scales]:
+    def scales(
+        self, x_RK: torch.Tensor, w_ENK: torch.Tensor, offsets_E: torch.Tensor
+    ) -> tuple[Scales, Scales]:
         return self._row_scales(x_RK, offsets_E, X), self.scaling.scales(w_ENK, W)
 
     def grad_scales(self, grad_RN: torch.Tensor, offsets_E: torch.Tensor) -> Scales:
@@ -56,33 +61,44 @@ class QuantizedGroupedProducts(nn.Module, GroupedProducts):
 
     def output(self, x_RK, w_ENK, offsets_E, x_scales: Scales, w_scales: Scales) -> torch.Tensor:
         rows = self.scaling.quantize(_zero_unowned(x_RK, offsets_E), x_scales, X)
-        return grouped_product(rows, self.scaling.quantize(w_ENK, w_scales, W), offsets_E, x_RK.dtype)
+        return grouped_product(
+            rows, self.scaling.quantize(w_ENK, w_scales, W), offsets_E, x_RK.dtype
+        )
 
-    def grad_input(self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales) -> torch.Tensor:
+    def grad_input(
+        self, grad_RN, w_ENK, offsets_E, grad_scales: Scales, w_scales: Scales
+    ) -> torch.Tensor:
         rows = self.scaling.quantize(_zero_unowned(grad_RN, offsets_E), grad_scales, GRAD)
         columns = transposed(self.scaling.quantize(w_ENK, w_scales, W))
         return grouped_product(rows, columns, offsets_E, grad_RN.dtype)
 
-    def grad_weight(self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales) -> torch.Tensor:
+    def grad_weight(
+        self, grad_RN, x_RK, offsets_E, grad_scales: Scales, x_scales: Scales
+    ) -> torch.Tensor:
         """[E, N, K] in the dtype of x."""
         place_R, ends_E, size = whole_tiles(offsets_E, x_RK.shape[0])
-        columns = self.scaling.gradient_transposed(_spread_rows(grad_RN, place_R, size), grad_scales)
-        # Transposed in 8 bits, as in a linear layer: of the numbers that the forward multiplied, not wider ones.
+        columns = self.scaling.gradient_transposed(
+            _spread_rows(grad_RN, place_R, size), grad_scales
+        )
+        # Transposed in 8 bits, as in a linear layer: of the numbers that the forward multiplied,
+        # not wider ones.
         rows = self.scaling.quantize(_spread_rows(x_RK, place_R, size), x_scales, X)
         return grouped_product(columns, transposed(rows), ends_E, x_RK.dtype)
 
 
 def whole_tiles(offsets_E: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where rows lie if every expert has whole tiles of 128 rows, and at least one tile. No host sync.
+    """Where rows lie if every expert has whole tiles of 128 rows, and at least one tile. No host
+    sync.
 
-    Each tile then has rows of one expert, and no expert is empty, so that kernels need not write zeros for it.
+    Each tile then has rows of one expert, and no expert is empty, so that kernels need not write
+    zeros for it.
 
     Args:
         offsets_E: int32, end of each expert's rows among ``num_rows``.
 
-    Returns:
-        [R] int64 place of each row, the last place for those past the last offset; [E] int32 end of each
-        expert's places; the number of places: the most that these counts can need, plus one tile.
+    Returns: [R] int64 place of each row, the last place for those past the last offset; [E] int32
+        end of each expert's places; the number of places: the most that these counts can need, plus
+        one tile.
     """
     num_experts, ends_E = offsets_E.numel(), offsets_E.long()
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
@@ -109,14 +125,15 @@ def _zero_unowned(rows: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     return rows.masked_fill(past_R.unsqueeze(1), 0)
 
 
-def grouped_product(a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Each row by its expert's weight, a [R, K] @ b[e] [E, N, K].T -> [R, N], rows past the last offset may hold
-    anything; or over each expert's columns, a [M, R] @ b [N, R].T -> [E, M, N].
+def grouped_product(
+    a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Each row by its expert's weight, a [R, K] @ b[e] [E, N, K].T -> [R, N], rows past the last
+    offset may hold anything; or over each expert's columns, a [M, R] @ b [N, R].T -> [E, M, N].
 
-    Args:
-        a: in lines, or with one scale.
-        b: in blocks, or with one scale an expert; over columns as ``a``.
-        offsets_E: int32, end of each expert's rows or columns. Of columns no expert is empty, and lines end there.
+    Args: a: in lines, or with one scale. b: in blocks, or with one scale an expert; over columns as
+        ``a``. offsets_E: int32, end of each expert's rows or columns. Of columns no expert is
+        empty, and lines end there.
     """
     if not a.codes.is_cuda:
         wide = torch.promote_types(dtype, torch.float32)
@@ -126,14 +143,27 @@ def grouped_product(a: Quantized, b: Quantized, offsets_E: torch.Tensor, dtype: 
         from automoe.kernels.fp8 import block_scaled_product
 
         return block_scaled_product(a.codes, a.scales, b.codes, b.scales, offsets_E, dtype)
-    # Torch's kernel for Hopper takes only one scale a row (here all rows have the same) and returns bfloat16.
+    # Torch's kernel for Hopper takes only one scale a row (here all rows have the same) and returns
+    # bfloat16.
     if b.codes.dim() == 3:
-        scale_a, scale_b = a.scales.view(1).expand(a.codes.shape[0]), b.scales.view(-1, 1).expand(b.codes.shape[:2])
+        scale_a, scale_b = (
+            a.scales.view(1).expand(a.codes.shape[0]),
+            b.scales.view(-1, 1).expand(b.codes.shape[:2]),
+        )
     else:
-        scale_a, scale_b = (q.scales.view(1).expand(offsets_E.numel() * q.codes.shape[0]) for q in (a, b))
+        scale_a, scale_b = (
+            q.scales.view(1).expand(offsets_E.numel() * q.codes.shape[0]) for q in (a, b)
+        )
     scale_a, scale_b = (s.clone(memory_format=torch.contiguous_format) for s in (scale_a, scale_b))
     of_rows, columns = F.ScalingType.RowWise, b.codes.transpose(-2, -1)
     out = F.scaled_grouped_mm(
-        a.codes, columns, scale_a, of_rows, scale_b, of_rows, offs=offsets_E, output_dtype=torch.bfloat16
+        a.codes,
+        columns,
+        scale_a,
+        of_rows,
+        scale_b,
+        of_rows,
+        offs=offsets_E,
+        output_dtype=torch.bfloat16,
     )
     return out.to(dtype)

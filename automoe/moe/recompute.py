@@ -1,8 +1,9 @@
-"""Results that a recomputation takes from the forward pass instead of computing them again (activation checkpointing).
+"""Results that a recomputation takes from the forward pass instead of computing them again
+(activation checkpointing).
 
-A recomputed layer must send every token to the experts that it went to, even if rounding changed a score, and
-must not count the tokens a second time. No result is kept on a module: with a pipeline, several micro-batches of one
-layer wait for their backward at the same time.
+A recomputed layer must send every token to the experts that it went to, even if rounding changed a
+score, and must not count the tokens a second time. No result is kept on a module: with a pipeline,
+several micro-batches of one layer wait for their backward at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 
 class _Context:
-    """Entered around one run of the function; the second context once more for each backward of a kept graph."""
+    """Entered around one run of the function; the second context once more for each backward of a
+    kept graph."""
 
     def __init__(self, saved: list, recomputes: bool) -> None:
         self.saved, self.recomputes, self.position = saved, recomputes, 0
@@ -29,7 +31,8 @@ class _Context:
 
 
 def recompute_contexts() -> tuple[_Context, _Context]:
-    """For one call of a checkpointed function, made anew: the contexts of its forward pass and of its recomputation."""
+    """For one call of a checkpointed function, made anew: the contexts of its forward pass and of
+    its recomputation."""
     saved: list = []
     return _Context(saved, False), _Context(saved, True)
 

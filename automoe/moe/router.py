@@ -1,8 +1,9 @@
-"""How tokens choose experts: jitter, score, select, weight, drop; the gates of benchmarks, which choose for them; and
-what was chosen, seen from outside: for files of routing, and to force one run's choices on another.
+"""How tokens choose experts: jitter, score, select, weight, drop; the gates of benchmarks, which
+choose for them; and what was chosen, seen from outside: for files of routing, and to force one
+run's choices on another.
 
-Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden, L MoE layers. Functions of scores alone take any
-leading dims in place of B and S.
+Shapes: B rows, S positions, E experts, K top-k, G groups, H hidden, L MoE layers. Functions of
+scores alone take any leading dims in place of B and S.
 """
 
 from __future__ import annotations
@@ -68,19 +69,28 @@ class Scores(NamedTuple):
 
     def shares(self) -> torch.Tensor:
         """Scores that sum to one: the P of balance losses."""
-        return self.scores if self.sum_to_one else self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
+        return (
+            self.scores
+            if self.sum_to_one
+            else self.scores / (self.scores.sum(-1, keepdim=True) + 1e-20)
+        )
 
 
 def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
     """Scores of the logits, by the family's score function."""
     if config.score == "softmax":
         probs_BSE = logits_BSE.softmax(-1)
-        return Scores(logits_BSE, probs_BSE, logits_BSE if config.softmax_after_topk else probs_BSE, sum_to_one=True)
+        return Scores(
+            logits_BSE,
+            probs_BSE,
+            logits_BSE if config.softmax_after_topk else probs_BSE,
+            sum_to_one=True,
+        )
     if config.score == "sigmoid":
         scores_BSE = logits_BSE.sigmoid()
     else:
-        # Below -80 the softplus may round to zero, where its root has no finite gradient. From the threshold on
-        # float64 cannot tell a softplus from its argument.
+        # Below -80 the softplus may round to zero, where its root has no finite gradient. From the
+        # threshold on float64 cannot tell a softplus from its argument.
         scores_BSE = F.softplus(logits_BSE.clamp_min(-80), threshold=40).sqrt()
     return Scores(logits_BSE, scores_BSE, scores_BSE, sum_to_one=False)
 
@@ -88,7 +98,8 @@ def score_experts(logits_BSE: torch.Tensor, config: RouterConfig) -> Scores:
 def topk_indices(x: torch.Tensor, k: int, exact_ties: bool) -> torch.Tensor:
     """Indices of the ``k`` largest of the last dim, in descending order.
 
-    ``topk`` breaks ties in any order; with ``exact_ties`` they go to the lowest index, on every device.
+    ``topk`` breaks ties in any order; with ``exact_ties`` they go to the lowest index, on every
+    device.
     """
     if exact_ties:
         return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
@@ -105,15 +116,20 @@ def select_experts(
     choice_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
     if config.num_groups > 1:
         grouped = choice_BSE.unflatten(-1, (config.num_groups, -1))
-        scores_BSG = grouped.topk(min(config.group_score_topk, grouped.shape[-1]), dim=-1).values.sum(-1)
+        scores_BSG = grouped.topk(
+            min(config.group_score_topk, grouped.shape[-1]), dim=-1
+        ).values.sum(-1)
         kept_BSG = torch.zeros_like(scores_BSG, dtype=torch.bool)
         kept_BSG.scatter_(-1, topk_indices(scores_BSG, config.topk_groups, config.exact_ties), True)
         choice_BSE = grouped.masked_fill(~kept_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
     return topk_indices(choice_BSE, top_k, config.exact_ties)
 
 
-def expert_weights(choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor, config: RouterConfig) -> torch.Tensor:
-    """[B, S, K] ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the family does it."""
+def expert_weights(
+    choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor, config: RouterConfig
+) -> torch.Tensor:
+    """[B, S, K] ``Scores.choice`` of the chosen experts, normalised over the K and scaled as the
+    family does it."""
     weights_BSK = choice_BSE.gather(-1, topk_ids_BSK)
     if config.softmax_after_topk:
         weights_BSK = weights_BSK.softmax(-1)
@@ -125,7 +141,8 @@ def expert_weights(choice_BSE: torch.Tensor, topk_ids_BSK: torch.Tensor, config:
 
 
 class _WideProduct(torch.autograd.Function):
-    """x @ weight.T in the dtype of the weight, the wider one; keeps x in its own dtype, as others keep it anyway."""
+    """x @ weight.T in the dtype of the weight, the wider one; keeps x in its own dtype, as others
+    keep it anyway."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -141,7 +158,8 @@ class _WideProduct(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if x.dtype == weight.dtype or torch.compiler.is_compiling():  # the compiler computes the cast again by itself
+    # the compiler computes the cast again by itself
+    if x.dtype == weight.dtype or torch.compiler.is_compiling():
         return F.linear(x.to(weight.dtype), weight)
     return _WideProduct.apply(x, weight)
 
@@ -149,8 +167,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Router(nn.Module):
     """Scores tokens against experts and picks K of them; holds the balance losses and counters.
 
-    Buffers: ``expert_bias`` [E] float32 (saved), ``load_fractions`` [E] float64 (saved: fractions of the
-    step before, for the lagged balance loss), and the step's counters (not saved).
+    Buffers: ``expert_bias`` [E] float32 (saved), ``load_fractions`` [E] float64 (saved: fractions
+    of the step before, for the lagged balance loss), and the step's counters (not saved).
     """
 
     expert_bias: torch.Tensor | None
@@ -166,8 +184,16 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         num_experts = config.num_experts
-        self.config, self.moe, self.pg_collection = config.router, moe, pg_collection or ProcessGroupCollection()
-        self.num_experts, self.top_k, self.moe_index = num_experts, config.num_experts_per_token, moe_index
+        self.config, self.moe, self.pg_collection = (
+            config.router,
+            moe,
+            pg_collection or ProcessGroupCollection(),
+        )
+        self.num_experts, self.top_k, self.moe_index = (
+            num_experts,
+            config.num_experts_per_token,
+            moe_index,
+        )
         self.seed = seed  # of the jitter
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if config.router.logit_bias else None
@@ -178,29 +204,40 @@ class Router(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Give buffers their first values; called again after a model built on meta gets its storage."""
+        """Give buffers their first values; called again after a model built on meta gets its
+        storage."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
         self.load_fractions.fill_(1.0 / self.num_experts)
 
     def forward(self, x_BSH: torch.Tensor, tokens: Tokens) -> Routing:
-        """In training mode the weights carry the auxiliary losses into the backward (every expert output is multiplied
-        by one, so they always have a gradient), and one micro-batch is counted.
+        """In training mode the weights carry the auxiliary losses into the backward (every expert
+        output is multiplied by one, so they always have a gradient), and one micro-batch is
+        counted.
         """
-        jitter_BSH = self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None
+        jitter_BSH = (
+            self._jitter(x_BSH, tokens) if self.training and self.moe.router_jitter else None
+        )
         scores = self.score(x_BSH, jitter_BSH)
         with torch.no_grad():
             topk_ids_BSK, plain_ids_BSK = save_for_recompute(self._choose, scores.choice, tokens)
         routing = Routing(topk_ids_BSK, self.weigh(scores.choice, topk_ids_BSK), plain_ids_BSK)
         if self.moe.capacity_factor:
-            args = topk_ids_BSK, routing.topk_scores, tokens, self.pg_collection, self.moe, self.num_experts
+            args = (
+                topk_ids_BSK,
+                routing.topk_scores,
+                tokens,
+                self.pg_collection,
+                self.moe,
+                self.num_experts,
+            )
             routing = routing._replace(kept=save_for_recompute(choose_kept, *args))
         if self.training and torch.is_grad_enabled():
             routing = self._balance(scores, routing, tokens)
         return routing
 
-    # The arithmetic: functions of their arguments and of what is alike in all layers, so that one compilation of
-    # each serves every layer.
+    # The arithmetic: functions of their arguments and of what is alike in all layers, so that one
+    # compilation of each serves every layer.
 
     def score(self, x_BSH: torch.Tensor, jitter_BSH: torch.Tensor | None) -> Scores:
         """Scores of all experts, for x times the jitter if there is one."""
@@ -225,20 +262,32 @@ class Router(nn.Module):
         return expert_weights(choice_BSE, topk_ids_BSK, self.config)
 
     def count(
-        self, scores: Scores, topk_ids_BSK: torch.Tensor, plain_ids_BSK: torch.Tensor, tokens: Tokens
+        self,
+        scores: Scores,
+        topk_ids_BSK: torch.Tensor,
+        plain_ids_BSK: torch.Tensor,
+        tokens: Tokens,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Counts [B, E] of ids and of plain_ids, and the losses in the order of ``balance.LOSSES``."""
+        """Counts [B, E] of ids and of plain_ids, and the losses in the order of
+        ``balance.LOSSES``."""
         chosen_BE = count_choices(topk_ids_BSK, tokens.valid, self.num_experts)
         same = topk_ids_BSK is plain_ids_BSK
-        plain_BE = chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
+        plain_BE = (
+            chosen_BE if same else count_choices(plain_ids_BSK, tokens.valid, self.num_experts)
+        )
         moe, shares_BSE = self.moe, scores.shares()
         off = shares_BSE.new_zeros(())
         terms = (
             (
                 moe.seq_balance_coef,
-                lambda: sequence_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k),
+                lambda: sequence_balance_loss(
+                    shares_BSE, plain_BE, tokens, self.pg_collection, self.top_k
+                ),
             ),
-            (moe.global_balance_coef, lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens)),
+            (
+                moe.global_balance_coef,
+                lambda: lagged_balance_loss(shares_BSE, self.load_fractions, tokens),
+            ),
             (
                 moe.micro_batch_balance_coef,
                 lambda: micro_batch_balance_loss(shares_BSE, plain_BE, tokens, self.pg_collection),
@@ -248,7 +297,8 @@ class Router(nn.Module):
         return chosen_BE, plain_BE, [coef * term() if coef else off for coef, term in terms]
 
     def _jitter(self, x_BSH: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index, dimension)."""
+        """Factors around one, [B, S, H], by (seed, layer, row of the training stream, index,
+        dimension)."""
         assert tokens.row_ids is not None
         key = stream_key(f"jitter.{self.moe_index}", self.seed)
         token = bits_at(tokens.index, bits_at(tokens.row_ids, key)).unsqueeze(-1)
@@ -256,19 +306,27 @@ class Router(nn.Module):
         uniform = uniform_from(bits, torch.promote_types(x_BSH.dtype, torch.float32))
         return 1 + self.moe.router_jitter * (2 * uniform - 1)
 
-    def _choose(self, choice_BSE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, choice_BSE: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if tokens.forced_ids is not None:
             forced = tokens.forced_ids[:, :, self.moe_index]
             return forced[:, :, 0], forced[:, :, 1]
         if self.moe.gate != "learned":
-            topk_ids_BSK = gate_ids(self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index)
+            topk_ids_BSK = gate_ids(
+                self.moe.gate, tokens.index, self.num_experts, self.top_k, self.moe_index
+            )
             return topk_ids_BSK, topk_ids_BSK
         return self.select(choice_BSE)
 
     def _balance(self, scores: Scores, routing: Routing, tokens: Tokens) -> Routing:
-        chosen_BE, plain_BE, losses = self.count(scores, routing.topk_expert_ids, routing.plain_ids, tokens)
+        chosen_BE, plain_BE, losses = self.count(
+            scores, routing.topk_expert_ids, routing.plain_ids, tokens
+        )
         if any(loss.requires_grad for loss in losses):
-            routing = routing._replace(topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum()))
+            routing = routing._replace(
+                topk_scores=attach_loss(routing.topk_scores, torch.stack(losses).sum())
+            )
         dropped_BSK = None if routing.kept is None else tokens.valid.unsqueeze(-1) & ~routing.kept
         self.load.add(chosen_BE, plain_BE, losses, dropped_BSK)
         return routing
@@ -277,15 +335,19 @@ class Router(nn.Module):
 GATES = ("balanced", "zipf", "one_hot", "empty")
 
 
-def gate_ids(gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, moe_index: int = 0) -> torch.Tensor:
-    """[B, S, K] int64 choices of a benchmark's gate: routing of a known shape, the same on every mesh, at every step.
+def gate_ids(
+    gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, moe_index: int = 0
+) -> torch.Tensor:
+    """[B, S, K] int64 choices of a benchmark's gate: routing of a known shape, the same on every
+    mesh, at every step.
 
         balanced  round robin over the row's (token, choice) pairs: every expert gets the same, up to one
         empty     balanced over all but the last expert, which gets nothing
         one_hot   the worst case: every token to experts 0 ... K-1, on as few ranks as hold them
         zipf      K different experts drawn with weights 1, 1/2, 1/3, ...; the heaviest is the layer's number mod E
 
-    Weights still come from the router's scores, so that everything else costs what it costs in training.
+    Weights still come from the router's scores, so that everything else costs what it costs in
+    training.
 
     Args:
         index_BS: of each token in its row.
@@ -297,7 +359,9 @@ def gate_ids(gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, mo
     if gate == "zipf":
         experts_E = torch.arange(num_experts, device=index_BS.device)
         rank_E = (experts_E - moe_index) % num_experts + 1
-        bits_BSE = bits_at(index_BS.unsqueeze(-1) * num_experts + experts_E, stream_key(f"zipf.{moe_index}", 0))
+        bits_BSE = bits_at(
+            index_BS.unsqueeze(-1) * num_experts + experts_E, stream_key(f"zipf.{moe_index}", 0)
+        )
         # Gumbel's trick: the K largest of log(weight) + noise are a draw without replacement.
         noisy_BSE = -rank_E.to(torch.float64).log() - (-uniform_from(bits_BSE).log()).log()
         return noisy_BSE.topk(top_k, dim=-1).indices
@@ -306,15 +370,20 @@ def gate_ids(gate: str, index_BS: torch.Tensor, num_experts: int, top_k: int, mo
 
 
 @contextmanager
-def watch_routing(modules: Iterable[nn.Module], keep: Callable[[Router, Tokens, Routing], object]) -> Iterator[None]:
-    """Call ``keep(router, tokens, routing)`` after every forward of a router in ``modules``, recomputation apart."""
+def watch_routing(
+    modules: Iterable[nn.Module], keep: Callable[[Router, Tokens, Routing], object]
+) -> Iterator[None]:
+    """Call ``keep(router, tokens, routing)`` after every forward of a router in ``modules``,
+    recomputation apart."""
 
     def hook(router: nn.Module, inputs: tuple, routing: Routing) -> None:
         if not is_recomputing():
             assert isinstance(router, Router)
             keep(router, inputs[1], routing)
 
-    routers = [module for part in modules for module in part.modules() if isinstance(module, Router)]
+    routers = [
+        module for part in modules for module in part.modules() if isinstance(module, Router)
+    ]
     handles = [router.register_forward_hook(hook) for router in routers]
     try:
         yield
@@ -325,13 +394,14 @@ def watch_routing(modules: Iterable[nn.Module], keep: Callable[[Router, Tokens, 
 
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
-    """Keep the choices of every router of ``model``, which holds all layers and whole rows (no pp, no cp).
+    """Keep the choices of every router of ``model``, which holds all layers and whole rows (no pp,
+    no cp).
 
-    Rounding can flip a top-k choice between two runs that are otherwise equal; with the choices of the first
-    forced on the second, what is left to compare is arithmetic.
+    Rounding can flip a top-k choice between two runs that are otherwise equal; with the choices of
+    the first forced on the second, what is left to compare is arithmetic.
 
-    Gives a function that returns them so far: [B, S, L, 2, K] int64, rows in the order they were seen; 2: chosen,
-    plain top-k.
+    Gives a function that returns them so far: [B, S, L, 2, K] int64, rows in the order they were
+    seen; 2: chosen, plain top-k.
     """
     seen: dict[int, list[torch.Tensor]] = {}
 
@@ -340,4 +410,6 @@ def recorded_choices(model: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
         seen.setdefault(router.moe_index, []).append(choices)
 
     with watch_routing([model], keep):
-        yield lambda: torch.stack([torch.cat(choices) for _, choices in sorted(seen.items())], dim=2)
+        yield lambda: torch.stack(
+            [torch.cat(choices) for _, choices in sorted(seen.items())], dim=2
+        )

@@ -18,7 +18,8 @@ IGNORE = -100  # label of a position that is not trained
 class TokenCounts:
     """Tokens of the whole global batch, int64 scalars: what a step's losses are divided by.
 
-    No tensor itself and no container that torch knows, so pipeline schedules hand it to every micro-batch as it is.
+    No tensor itself and no container that torch knows, so pipeline schedules hand it to every
+    micro-batch as it is.
 
     Attributes:
         trained: tokens with a label; the divisor of the cross-entropy.
@@ -43,13 +44,12 @@ def num_documents(labels: torch.Tensor, doc_ids: torch.Tensor | None) -> torch.T
 class Tokens:
     """Per-token tensors that every layer and every pipeline stage needs.
 
-    Attributes:
-        positions: [B, S] index within the document, for rotary embeddings.
-        index: [B, S] index within the row, for causality and for deterministic gates.
-        doc_ids: [B, S] document within the row, which attention stays inside; None: it does not.
-        num_tokens: scalar tensor, non-padding tokens of the whole global batch; normalises balance losses.
-        forced_ids: [B, S, moe layers, 2, K] routing of another run to repeat (``automoe.training.routing``).
-        row_ids: [B, S] number of the row in the whole training stream, for noise and recorded routing.
+    Attributes: positions: [B, S] index within the document, for rotary embeddings. index: [B, S]
+        index within the row, for causality and for deterministic gates. doc_ids: [B, S] document
+        within the row, which attention stays inside; None: it does not. num_tokens: scalar tensor,
+        non-padding tokens of the whole global batch; normalises balance losses. forced_ids: [B, S,
+        moe layers, 2, K] routing of another run to repeat (``automoe.training.routing``). row_ids:
+        [B, S] number of the row in the whole training stream, for noise and recorded routing.
         not_padding: [B, S] bool; None: doc_ids say it with -1, and without them there is none.
     """
 
@@ -65,8 +65,14 @@ class Tokens:
         """The same of this rank's shard of the positions."""
         if sequence.num_ranks == 1:
             return self
-        per_token = {name: value for name, value in vars(self).items() if name != "num_tokens" and value is not None}
-        return replace(self, **{name: sequence.local_shard(value) for name, value in per_token.items()})
+        per_token = {
+            name: value
+            for name, value in vars(self).items()
+            if name != "num_tokens" and value is not None
+        }
+        return replace(
+            self, **{name: sequence.local_shard(value) for name, value in per_token.items()}
+        )
 
     @property
     def valid(self) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""``moe.experts=triton``: this project's kernels as an expert backend, without a permuted copy of the tokens.
+"""``moe.experts=triton``: this project's kernels as an expert backend, without a permuted copy of
+the tokens.
 
-Besides its arguments it keeps gate and up before the activation, [R, 2I], for the backward. Shapes as in
-``automoe.moe.experts``. The kernels have compiled for Hopper and run in Triton's interpreter; they have not
-run on a GPU yet.
+Besides its arguments it keeps gate and up before the activation, [R, 2I], for the backward. Shapes
+as in ``automoe.moe.experts``. The kernels have compiled for Hopper and run in Triton's interpreter;
+they have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from automoe.kernels.tiling import row_tiles
 from automoe.moe.activation import SWIGLU, Activation, ClampedSwiGLU
 from automoe.moe.grouped_mm import repeat_by_expert, sum_by_expert, zero_gradients
 
-_CAPABILITIES = (9, 10)  # Hopper and datacenter Blackwell: the blocks need their 227 KB of shared memory
+# Hopper and datacenter Blackwell: the blocks need their 227 KB of shared memory
+_CAPABILITIES = (9, 10)
 
 
 def check_gpu() -> None:
@@ -30,13 +32,20 @@ def check_gpu() -> None:
 
 
 def triton_experts(
-    x_TH, gather_idx_R, offsets_E, probs_R, gate_up_proj_E2IH, down_proj_EHI, gate_up_proj_bias_E2I=None, down_proj_bias_EH=None,
+    x_TH,
+    gather_idx_R,
+    offsets_E,
+    probs_R,
+    gate_up_proj_E2IH,
+    down_proj_EHI,
+    gate_up_proj_bias_E2I=None,
+    down_proj_bias_EH=None,
     activation: Activation = SWIGLU,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Arguments and result as ``automoe.moe.experts`` says; bfloat16, float16 and float32, on CUDA.
 
-    Rows past the last offset are not computed: their output, and what they add to the gradient of probs, is
-    whatever memory held. They add nothing to the gradient of x.
+    Rows past the last offset are not computed: their output, and what they add to the gradient of
+    probs, is whatever memory held. They add nothing to the gradient of x.
 
     Raises:
         BackendError: tensors on the CPU, or of another dtype.
@@ -60,10 +69,29 @@ class _TritonExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, gather_idx, offsets, probs, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, activation
+        ctx,
+        x,
+        gather_idx,
+        offsets,
+        probs,
+        gate_up_proj,
+        down_proj,
+        gate_up_proj_bias,
+        down_proj_bias,
+        activation,
     ):
-        args = (x, gather_idx, offsets.int(), probs, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias)
-        args = [None if arg is None else arg.contiguous() for arg in args]  # kernels go by the shape
+        args = (
+            x,
+            gather_idx,
+            offsets.int(),
+            probs,
+            gate_up_proj,
+            down_proj,
+            gate_up_proj_bias,
+            down_proj_bias,
+        )
+        # kernels go by the shape
+        args = [None if arg is None else arg.contiguous() for arg in args]
         (
             x_TH,
             gather_idx_R,
@@ -74,15 +102,28 @@ class _TritonExperts(torch.autograd.Function):
             gate_up_proj_bias_E2I,
             down_proj_bias_EH,
         ) = args
-        ctx.clamp = (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
+        ctx.clamp = (
+            (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiGLU) else None
+        )
         if gather_idx_R.numel() == 0:  # an empty grid is an error, but the backward will still run
-            pre_RJ, out_RH = x_TH.new_empty(0, 2 * down_proj_EHI.shape[2]), x_TH.new_empty(0, x_TH.shape[1])
+            pre_RJ, out_RH = (
+                x_TH.new_empty(0, 2 * down_proj_EHI.shape[2]),
+                x_TH.new_empty(0, x_TH.shape[1]),
+            )
         else:
             tiles = row_tiles(offsets_E, gather_idx_R.numel())
             pre_RJ, act_RI = launches.gather_up_activate(
-                x_TH, gather_idx_R, gate_up_proj_E2IH, gate_up_proj_bias_E2I, probs_R, tiles, ctx.clamp
+                x_TH,
+                gather_idx_R,
+                gate_up_proj_E2IH,
+                gate_up_proj_bias_E2I,
+                probs_R,
+                tiles,
+                ctx.clamp,
             )
-            out_RH = launches.rows_times_weights("down", act_RI, down_proj_EHI, tiles, down_proj_bias_EH, probs_R)
+            out_RH = launches.rows_times_weights(
+                "down", act_RI, down_proj_EHI, tiles, down_proj_bias_EH, probs_R
+            )
         ctx.save_for_backward(*args, pre_RJ)
         return out_RH
 
@@ -108,17 +149,23 @@ class _TritonExperts(torch.autograd.Function):
             grad_out_RH, down_proj_EHI, probs_R, pre_RJ, tiles, ctx.clamp
         )
         grad_probs_R = shares.sum(1)
-        grad_w_down = launches.grad_weights(grad_out_RH, act_RI, None, offsets_E, torch.empty_like(down_proj_EHI))
+        grad_w_down = launches.grad_weights(
+            grad_out_RH, act_RI, None, offsets_E, torch.empty_like(down_proj_EHI)
+        )
         grad_w_gate_up = torch.empty_like(gate_up_proj_E2IH)
         launches.grad_weights(grad_pre_RJ, x_TH, gather_idx_R, offsets_E, grad_w_gate_up)
         grad_b_gate_up = grad_b_down = None
         if gate_up_proj_bias_E2I is not None:
             grad_b_gate_up = sum_by_expert(grad_pre_RJ, offsets_E).view_as(gate_up_proj_bias_E2I)
         if down_proj_bias_EH is not None:
-            grad_b_down = sum_by_expert(grad_out_RH * probs_R.unsqueeze(1).to(x_TH.dtype), offsets_E)
+            grad_b_down = sum_by_expert(
+                grad_out_RH * probs_R.unsqueeze(1).to(x_TH.dtype), offsets_E
+            )
             bias_RH = repeat_by_expert(down_proj_bias_EH, offsets_E, gather_idx_R.numel())
             grad_probs_R += (grad_out_RH * bias_RH).sum(-1, dtype=torch.float32)
-        grad_rows_RH = launches.rows_times_weights("grad_rows", grad_pre_RJ, gate_up_proj_E2IH.flatten(1, 2), tiles)
+        grad_rows_RH = launches.rows_times_weights(
+            "grad_rows", grad_pre_RJ, gate_up_proj_E2IH.flatten(1, 2), tiles
+        )
         grad_x_TH = launches.sum_of_tokens(grad_rows_RH, gather_idx_R, offsets_E, x_TH)
         return (
             grad_x_TH, None, None, grad_probs_R.to(probs_R.dtype), grad_w_gate_up, grad_w_down,

@@ -39,7 +39,10 @@ COLUMNS = (  # heading, width; the step column grows with the number of steps
     ("time", 8),
     ("left", 9),
 )
-MFU = ("MFU", 8)  # in the place of the time, which tokens/s says too, where the peak of the device is known
+MFU = (
+    "MFU",
+    8,
+)  # in the place of the time, which tokens/s says too, where the peak of the device is known
 # Of a loss over preferences: by how much, and how often, the preferred answer is; in the place of two columns.
 REWARDS = {"memory": ("margin", "rewards/margins"), "load": ("right", "rewards/accuracies")}
 
@@ -56,7 +59,9 @@ class Console:
         file: where to; standard output by default.
     """
 
-    def __init__(self, config: Config, mesh: MeshShape, *, enabled: bool = True, file: IO[str] | None = None) -> None:
+    def __init__(
+        self, config: Config, mesh: MeshShape, *, enabled: bool = True, file: IO[str] | None = None
+    ) -> None:
         self.config, self.mesh, self.enabled = config, mesh, enabled
         self._lines = 0
         self._last: tuple[int, float] | None = None  # step and clock of the previous record
@@ -95,7 +100,13 @@ class Console:
         finite = math.isfinite(float(record["loss"])) and math.isfinite(float(record["grad_norm"]))
         validates = record.get("val_loss") is not None
         first = self._lines == 0
-        if not (first or step == steps or validates or not finite or step % max(1, self.config.observe.log_every) == 0):
+        if not (
+            first
+            or step == steps
+            or validates
+            or not finite
+            or step % max(1, self.config.observe.log_every) == 0
+        ):
             return
         mfu = record["mfu"]
         cells = [
@@ -104,11 +115,15 @@ class Console:
             f"{record['lr']:.2e}",
             short_number(record["tokens_per_second"]),
             bytes_text(record["peak_memory_bytes"]),
-            f"{number(record['expert_max_load'], 2)}x" if record["expert_max_load"] else "-",  # dense models
+            f"{number(record['expert_max_load'], 2)}x"
+            if record["expert_max_load"]
+            else "-",  # dense models
             seconds_text(record.get("step_seconds")) if mfu is None else f"{100 * mfu:.1f}%",
             duration(left) if step < steps else "-",
         ]
-        columns = [MFU if name == "time" and mfu is not None else (name, width) for name, width in COLUMNS]
+        columns = [
+            MFU if name == "time" and mfu is not None else (name, width) for name, width in COLUMNS
+        ]
         for place, (name, width) in enumerate(COLUMNS):
             heading, key = REWARDS.get(name, ("", ""))
             if key in record:
@@ -121,13 +136,19 @@ class Console:
             if "val_perplexity" in record:
                 text += f"   perplexity {perplexity_text(record['val_loss'])}"
             for heading, key in REWARDS.values():
-                text += f"   {heading} {float(record[f'val_{key}']):.3g}" if f"val_{key}" in record else ""
+                text += (
+                    f"   {heading} {float(record[f'val_{key}']):.3g}"
+                    if f"val_{key}" in record
+                    else ""
+                )
             if (averaged := record.get("val_loss_ema")) is not None:
                 text += f"   ema {loss_text(averaged)}"
             self._print(text, "bold green")
             for name, loss in losses_by_source(record):
                 numbers = f"{loss_text(loss):>{COLUMNS[0][1]}}"
-                numbers += f"   perplexity {perplexity_text(loss)}" if "val_perplexity" in record else ""
+                numbers += (
+                    f"   perplexity {perplexity_text(loss)}" if "val_perplexity" in record else ""
+                )
                 self._print(f"{'':>{self._step_width}}{numbers}   {name}", "green")
 
     def note(self, text: str) -> None:
@@ -146,7 +167,9 @@ class Console:
         """What the model answered, ``prompt`` and ``text`` of each, in two lines of the terminal."""
         for sample in samples if self.enabled else ():
             for text, style in ((f"> {sample['prompt']}", "dim"), (f"  {sample['text']}", "green")):
-                shown = "".join(char if char.isprintable() else " " for char in text.replace("\n", "⏎"))
+                shown = "".join(
+                    char if char.isprintable() else " " for char in text.replace("\n", "⏎")
+                )
                 self._print(f"{'':>{self._step_width}}  {shown}"[:80].rstrip(), style)
         self.note(f"answered in {seconds_text(seconds)}")
 
@@ -165,7 +188,9 @@ class Console:
         self._print()
         self._print_facts(facts)
 
-    def _line(self, step: str, columns: list[tuple[str, int]], cells: list[str], style: str | None) -> None:
+    def _line(
+        self, step: str, columns: list[tuple[str, int]], cells: list[str], style: str | None
+    ) -> None:
         if self._lines % HEADER_EVERY == 0:
             names = "".join(f"{name:>{width}}" for name, width in columns)
             self._print(f"{'step':>{self._step_width}}{names}", "dim")
@@ -176,7 +201,9 @@ class Console:
     def _time_left(self, record: Mapping[str, Any]) -> float:
         """Seconds to the last step at the recent pace of the wall clock, which counts validation too."""
         step, now = record["step"], time.monotonic()
-        if self._last is None:  # warm-up makes the first step slow: a guess for one line, then forgotten
+        if (
+            self._last is None
+        ):  # warm-up makes the first step slow: a guess for one line, then forgotten
             pace = float(record.get("step_seconds") or math.nan)
         else:
             pace = (now - self._last[1]) / max(1, step - self._last[0])

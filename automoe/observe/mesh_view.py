@@ -20,7 +20,12 @@ STAGE_GAP = 0.3  # between pipeline stages, in cells
 MAX_ROWS = 12
 MAX_STRIP_CELLS = 8  # parts of an axis drawn one by one in the schematic
 CENTRED = {"ha": "center", "va": "center"}
-SHORT = {"dp_replicate": "rep", "dp_shard": "dp", "ep_replicate": "rep", "ep_shard": "shard"}  # axes, within a cell
+SHORT = {
+    "dp_replicate": "rep",
+    "dp_shard": "dp",
+    "ep_replicate": "rep",
+    "ep_shard": "shard",
+}  # axes, within a cell
 
 
 @rc_context(RC)
@@ -39,7 +44,10 @@ def draw_mesh(mesh: MeshShape) -> Figure:
         figure, axes = new_figure(width, 2 * height, rows=2)
     else:
         figure, axes = new_figure(2 * width, height, columns=2)
-    readers, expert_group = mesh.cp * mesh.tp, mesh.ep * mesh.etp  # ranks of the same rows; that exchange tokens
+    readers, expert_group = (
+        mesh.cp * mesh.tp,
+        mesh.ep * mesh.etp,
+    )  # ranks of the same rows; that exchange tokens
     read_by = [rank % per_stage // readers for rank in range(mesh.world_size)]
     experts_of = [rank % expert_group // mesh.etp for rank in range(mesh.world_size)]
     default_note, moe_note = _notes(mesh)
@@ -75,7 +83,9 @@ def _colour(group: int) -> tuple[float, float, float]:
     return (shade * red, shade * green, shade * blue)
 
 
-def _draw_view(axis: Axes, mesh: MeshShape, view: str, groups: list[int], frame: int, note: str) -> None:
+def _draw_view(
+    axis: Axes, mesh: MeshShape, view: str, groups: list[int], frame: int, note: str
+) -> None:
     """One view: ``groups`` gives every rank's colour, and ``frame`` consecutive ranks stand in a frame."""
     per_stage = mesh.world_size // mesh.pp
     columns = largest_divisor(per_stage, MAX_COLUMNS)
@@ -89,22 +99,34 @@ def _draw_view(axis: Axes, mesh: MeshShape, view: str, groups: list[int], frame:
     names = [] if small else [name for name, _ in mesh.active_axes(view) if name != "pp"]
     for rank, group in enumerate(groups):
         x, y = place(rank)
-        axis.add_patch(Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, facecolor=_colour(group), edgecolor="none"))
+        axis.add_patch(
+            Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, facecolor=_colour(group), edgecolor="none")
+        )
         middle = y + 0.30 + 0.04 * (2 - min(len(names), 2)) if names else y + 0.5
-        axis.text(x + 0.5, middle, str(rank), fontweight="bold", fontsize=8 if small else 11, **CENTRED)
+        axis.text(
+            x + 0.5, middle, str(rank), fontweight="bold", fontsize=8 if small else 11, **CENTRED
+        )
         position = mesh.coordinates(rank, view)
         for line, name in enumerate(names[:3]):
             label = f"{SHORT.get(name, name)} {position[name]}"
             axis.text(x + 0.5, y + 0.56 + 0.15 * line, label, fontsize=6.4, color=FRAME, **CENTRED)
-    if max(frame, columns) % min(frame, columns) == 0:  # else groups do not end where rows do; colours alone show them
+    if (
+        max(frame, columns) % min(frame, columns) == 0
+    ):  # else groups do not end where rows do; colours alone show them
         size = min(frame, columns) - 0.08, max(1, frame // columns) - 0.08
-        lines = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": "none", "edgecolor": FRAME}
+        lines = {
+            "boxstyle": "round,pad=0,rounding_size=0.08",
+            "facecolor": "none",
+            "edgecolor": FRAME,
+        }
         for x, y in map(place, range(0, mesh.world_size, frame)):
             axis.add_patch(FancyBboxPatch((x + 0.04, y + 0.04), *size, linewidth=1.4, **lines))
     if mesh.pp > 1:
         for stage in range(mesh.pp):
             middle = stage * (rows + STAGE_GAP) + rows / 2
-            axis.text(-0.18, middle, f"pp {stage}", ha="right", va="center", color=MUTED, fontsize=9)
+            axis.text(
+                -0.18, middle, f"pp {stage}", ha="right", va="center", color=MUTED, fontsize=9
+            )
     total = mesh.pp * rows + STAGE_GAP * (mesh.pp - 1)
     left = -0.9 if mesh.pp > 1 else -0.1
     axis.set(xlim=(left, columns + 0.1), ylim=(total + 0.1, -0.1), aspect="equal", anchor="N")
@@ -119,7 +141,15 @@ def _title(axis: Axes, mesh: MeshShape, view: str) -> None:
     product = mesh.describe(view).replace(" x ", " × ")
     if mesh.world_size > 1:
         product += f"  =  {mesh.world_size:,} ranks"
-    axis.annotate(product, (0, 1), (0, 9), "axes fraction", textcoords="offset points", color=MUTED, fontsize=9)
+    axis.annotate(
+        product,
+        (0, 1),
+        (0, 9),
+        "axes fraction",
+        textcoords="offset points",
+        color=MUTED,
+        fontsize=9,
+    )
 
 
 def _draw_schematic(mesh: MeshShape) -> Figure:
@@ -137,7 +167,11 @@ def _draw_schematic(mesh: MeshShape) -> Figure:
 
 def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> None:
     """The parts of one mesh axis, and the funnel from its first part to the strip below if there is one."""
-    drawn = list(range(size)) if size <= MAX_STRIP_CELLS else [*range(MAX_STRIP_CELLS - 2), None, size - 1]
+    drawn = (
+        list(range(size))
+        if size <= MAX_STRIP_CELLS
+        else [*range(MAX_STRIP_CELLS - 2), None, size - 1]
+    )
     width = 1.0 / len(drawn)
     for place, position in enumerate(drawn):
         left, middle = place * width + 0.004, (place + 0.5) * width
@@ -145,7 +179,11 @@ def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> No
             axis.text(middle, top + 0.5, "…", color=MUTED, fontsize=13, **CENTRED)
             continue
         colour = CELLS[position % len(CELLS)]
-        axis.add_patch(Rectangle((left, top), width - 0.008, 1.0, facecolor=colour, edgecolor=FRAME, linewidth=0.8))
+        axis.add_patch(
+            Rectangle(
+                (left, top), width - 0.008, 1.0, facecolor=colour, edgecolor=FRAME, linewidth=0.8
+            )
+        )
         first = position * stride
         ranks = str(first) if stride == 1 else f"{first}–{first + stride - 1}"
         axis.text(middle, top + 0.36, str(position), fontweight="bold", **CENTRED)
@@ -155,5 +193,10 @@ def _draw_strip(axis: Axes, top: float, name: str, size: int, stride: int) -> No
     parts = f"{size} × {stride}" if stride > 1 else f"{size} ranks"
     axis.text(-0.02, top + 0.72, parts, color=MUTED, fontsize=8, **label)
     if stride > 1:
-        funnel = [(0.004, top + 1.0), (width - 0.004, top + 1.0), (0.996, top + 1.5), (0.004, top + 1.5)]
+        funnel = [
+            (0.004, top + 1.0),
+            (width - 0.004, top + 1.0),
+            (0.996, top + 1.5),
+            (0.004, top + 1.5),
+        ]
         axis.add_patch(Polygon(funnel, facecolor="#e9edf1", edgecolor="none"))

@@ -54,7 +54,16 @@ OTHER_KEYS = (
 VALIDATION_KEYS = ("val_loss", "val_loss_ema", "val_perplexity", "val_bits_per_byte")
 MAX_LOAD_SNAPSHOTS = 200
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("torch", "transformers", "safetensors", "torchtitan", "triton", "numpy", "hydra-core", "wandb")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "torchtitan",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "wandb",
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -104,7 +113,9 @@ def jsonable(value: Any) -> Any:
 
 def is_taken(name: str) -> bool:
     """Whether some step's record has ``name`` for a number of its own, so that no other number may have it."""
-    return name in (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL) or name.startswith("val_loss.")
+    return name in (*REQUIRED_KEYS, *OTHER_KEYS, *VALIDATION_KEYS, SEAL) or name.startswith(
+        "val_loss."
+    )
 
 
 class AppendLog:
@@ -121,7 +132,11 @@ class AppendLog:
     """
 
     def __init__(
-        self, path: Path, resume_step: int | None, every_step: bool = False, warn: Callable[[str], object] | None = None
+        self,
+        path: Path,
+        resume_step: int | None,
+        every_step: bool = False,
+        warn: Callable[[str], object] | None = None,
     ) -> None:
         self.path = path
         self.num_records = 0
@@ -170,7 +185,10 @@ class AppendLog:
         good = {line.step: line for line in lines if line.step is not None and line.step <= step}
         kept = [good[number] for number in sorted(good)]
         missing = _without_record(lines, kept, step) if every_step else []
-        end = next((line.number for line in lines if line.step is not None and line.step > step), len(lines) + 1)
+        end = next(
+            (line.number for line in lines if line.step is not None and line.step > step),
+            len(lines) + 1,
+        )
         if every_step and not missing:  # what is damaged behind the last one is run again
             end = max((line.number for line in kept), default=0)
         damaged = [line.number for line in lines[: end - 1] if line.step is None and line.whole]
@@ -226,7 +244,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             replace_json(self.run_dir / ENVIRONMENT_FILE, describe_environment())
             for name in (METRICS_FILE, LOAD_FILE) if resume_step is not None else ():
                 os.close(os.open(self.run_dir / name, _APPEND, 0o644))  # both, before one is cut
-            self._metrics = AppendLog(self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn)
+            self._metrics = AppendLog(
+                self.run_dir / METRICS_FILE, resume_step, every_step=True, warn=warn
+            )
             self._load = AppendLog(self.run_dir / LOAD_FILE, resume_step, warn=warn)
             # Made with the first sample; one that is there is cut back like the others.
             samples = self.run_dir / SAMPLES_FILE
@@ -236,11 +256,20 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             sampled = np.diff(steps[1:])
             self._stride = statistics.mode(sampled.tolist()) if len(sampled) else 1
             if steps and steps[-1] < (due := (resume_step or 0) // self._stride * self._stride):
-                (warn or _to_stderr)(f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least")
-            self._last_load: dict[str, Any] | None = None  # newest counts, written at the end if not sampled
+                (warn or _to_stderr)(
+                    f"{self._load.path}: it ends after step {steps[-1]} and went to {due} at least"
+                )
+            self._last_load: dict[str, Any] | None = (
+                None  # newest counts, written at the end if not sampled
+            )
         except OSError as error:
-            path, remedy = error.filename2 or error.filename, "Mend its permissions, or move it away"
-            raise ConfigError("run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy) from None
+            path, remedy = (
+                error.filename2 or error.filename,
+                "Mend its permissions, or move it away",
+            )
+            raise ConfigError(
+                "run_dir", run_dir, f"{path} cannot be opened: {error.strerror}", remedy
+            ) from None
 
     def write(self, record: Mapping[str, Any], counts: Any = None) -> None:
         """Append one step.
@@ -323,7 +352,9 @@ def _lines(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             whole, record = raw.endswith(b"\n"), {}
-            with contextlib.suppress(ValueError):  # a machine that lost power can leave zeros inside the file
+            with contextlib.suppress(
+                ValueError
+            ):  # a machine that lost power can leave zeros inside the file
                 record = unsealed(raw) if whole else {}
             if type(record.get("step")) is not int:
                 record = {}
@@ -362,7 +393,9 @@ def damaged_lines(path: str | os.PathLike[str]) -> str:
     """Numbers of the lines that ``read_jsonl`` leaves out, the one apart that a kill cut; empty where there is none."""
     if not os.path.exists(path):
         return ""
-    return _numbers([line.number for line, _ in _lines(Path(path)) if line.whole and line.step is None])
+    return _numbers(
+        [line.number for line, _ in _lines(Path(path)) if line.whole and line.step is None]
+    )
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -408,13 +441,17 @@ def rank_balance(counts: np.ndarray, ep: int) -> float | None:
     """
     if not counts.size or not counts.sum():
         return None
-    ranks = counts.reshape(*counts.shape[:2], ep, -1).sum(axis=3)  # a rank's experts lie side by side
+    ranks = counts.reshape(*counts.shape[:2], ep, -1).sum(
+        axis=3
+    )  # a rank's experts lie side by side
     return float(np.median((ranks.max(axis=2) / ranks.mean(axis=2).clip(1e-9)).mean(axis=1)))
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of the records that have ``key``; NaN and infinities come back as floats."""
-    pairs = [(record["step"], float(record[key])) for record in records if record.get(key) is not None]
+    pairs = [
+        (record["step"], float(record[key])) for record in records if record.get(key) is not None
+    ]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 

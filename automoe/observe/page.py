@@ -8,7 +8,9 @@ from typing import Any
 
 from automoe.storage.files import replace_file
 
-MESH_CAPTION = "The same ranks in both views: each keeps its place, and the colours show who works with whom"
+MESH_CAPTION = (
+    "The same ranks in both views: each keeps its place, and the colours show who works with whom"
+)
 
 
 def render(template: str, **values: Any) -> str:
@@ -30,4 +32,9 @@ def picture(png: bytes, caption: str, wide: bool = False) -> dict[str, Any]:
     """A PNG as the templates take it."""
     # One scale for all pictures, so that their text is of one size: the PNG header's width in CSS pixels.
     width = round(int.from_bytes(png[16:20], "big") / 1.4)
-    return {"caption": caption, "width": width, "base64": base64.b64encode(png).decode(), "wide": wide}
+    return {
+        "caption": caption,
+        "width": width,
+        "base64": base64.b64encode(png).decode(),
+        "wide": wide,
+    }

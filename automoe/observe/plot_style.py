@@ -25,7 +25,9 @@ DPI = 150
 
 RC: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so every machine draws the same picture
+    "font.sans-serif": [
+        "DejaVu Sans"
+    ],  # ships with matplotlib, so every machine draws the same picture
     "font.size": 9.5,
     "text.color": INK,
     "axes.labelcolor": MUTED,
@@ -58,7 +60,9 @@ def new_figure(
     Args:
         plain: it has nothing beside its axes, such as a colour bar: laid out in half the time.
     """
-    layout = TightLayoutEngine(pad=1.0) if plain else ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
+    layout = (
+        TightLayoutEngine(pad=1.0) if plain else ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12)
+    )
     figure = Figure(figsize=(width, height), layout=layout)
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
@@ -73,7 +77,9 @@ def save(figure: Figure, path: Path, *, crop: bool = False) -> Path:
 
 def say_empty(axis: Axes, text: str) -> None:
     """Say in the middle of an empty plot why there is nothing to see."""
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11)
+    axis.text(
+        0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED, fontsize=11
+    )
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     axis.grid(False)

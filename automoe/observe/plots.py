@@ -38,13 +38,18 @@ WIDE, NARROW = 9.0, 4.6  # inches
 SWEEP_PLOT = "sweep.png"
 MAX_LINES = 8  # layers drawn as lines of their own with a legend
 # Colours of a load from below to above an equal share, and of no load.
-BALANCE = LinearSegmentedColormap.from_list("balance", ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"])
+BALANCE = LinearSegmentedColormap.from_list(
+    "balance", ["#5b93c9", "#a9c9e6", "#f6f7f8", "#f3bd94", "#dd7a3c"]
+)
 BALANCE = BALANCE.with_extremes(bad="#d7dbe0")
 
 
 @rc_context(RC)
 def draw_plots(
-    records: Records, load: tuple[np.ndarray, np.ndarray], directory: Path, config: Config | None = None
+    records: Records,
+    load: tuple[np.ndarray, np.ndarray],
+    directory: Path,
+    config: Config | None = None,
 ) -> list[tuple[Path, str]]:
     """Write every plot but the mesh to ``directory``; returns (path, caption) in reading order.
 
@@ -53,7 +58,9 @@ def draw_plots(
         load: as ``read_expert_load`` returns it.
         config: gives the first layer with experts its number, and the gradient norm a line where it is clipped.
     """
-    grad_clip, first_moe_layer = (config.train.grad_clip, config.model.first_k_dense) if config else (0.0, 0)
+    grad_clip, first_moe_layer = (
+        (config.train.grad_clip, config.model.first_k_dense) if config else (0.0, 0)
+    )
     figures = [
         ("loss", "Cross-entropy per trained token; bits per byte of held-out text", _loss(records)),
         ("throughput", "Tokens per second over all ranks", _throughput(records)),
@@ -61,15 +68,30 @@ def draw_plots(
         ("learning_rate", "Learning rate of the schedule", _learning_rate(records)),
     ]
     # Balance losses that were ever on: the others are recorded as 0.
-    if keys := sorted({key for record in records for key in record if key.endswith("balance_loss") and record[key]}):
-        figures.append(("balance_loss", "Balance losses, with their coefficients", _balance_losses(records, keys)))
+    if keys := sorted(
+        {
+            key
+            for record in records
+            for key in record
+            if key.endswith("balance_loss") and record[key]
+        }
+    ):
+        figures.append(
+            (
+                "balance_loss",
+                "Balance losses, with their coefficients",
+                _balance_losses(records, keys),
+            )
+        )
     steps, counts = load
     dense = len(steps) > 0 and counts.shape[1] == 0
     if not dense:
         caption = "Load of every expert: 1 is an equal share of its layer's tokens"
         figures.append(("expert_load", caption, _load_heat_map(steps, counts, first_moe_layer)))
         caption = "Busiest expert over the mean expert, per layer: 1 is balanced"
-        figures.append(("expert_balance", caption, _load_over_time(records, steps, counts, first_moe_layer)))
+        figures.append(
+            ("expert_balance", caption, _load_over_time(records, steps, counts, first_moe_layer))
+        )
     return [(save(figure, directory / f"{name}.png"), caption) for name, caption, figure in figures]
 
 
@@ -81,7 +103,9 @@ def _small(title: str, ylabel: str = "") -> tuple[Figure, Axes]:
 
 
 def _loss(records: Records) -> Figure:
-    training, validation, bits = (series(records, key) for key in ("loss", "val_loss", "val_bits_per_byte"))
+    training, validation, bits = (
+        series(records, key) for key in ("loss", "val_loss", "val_bits_per_byte")
+    )
     has_bits = len(bits[0]) > 0
     ratios = [2, 1] if has_bits else [1]
     figure, axes = new_figure(WIDE, 3.7, columns=len(ratios), plain=True, width_ratios=ratios)
@@ -106,7 +130,9 @@ def _throughput(records: Records) -> Figure:
             label += f", MFU {100 * mfu:.1f}%"
         axis.axhline(middle, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+        axis.yaxis.set_major_formatter(
+            lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
+        )
     _legend(axis)
     return figure
 
@@ -120,7 +146,13 @@ def _grad_norm(records: Records, grad_clip: float) -> Figure:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
     if grad_clip > 0 and len(finite) and grad_clip < 20 * finite.max():
-        axis.axhline(grad_clip, color=ORANGE, linewidth=1.2, linestyle="--", label=f"clipped above {grad_clip:g}")
+        axis.axhline(
+            grad_clip,
+            color=ORANGE,
+            linewidth=1.2,
+            linestyle="--",
+            label=f"clipped above {grad_clip:g}",
+        )
     _legend(axis)
     return figure
 
@@ -137,7 +169,9 @@ def _learning_rate(records: Records) -> Figure:
 def _balance_losses(records: Records, keys: list[str]) -> Figure:
     figure, axis = _small("Balance losses", "added to the loss")
     for key, colour in zip(keys, (BLUE, ORANGE, GREEN, RED), strict=False):
-        _line(axis, series(records, key), colour, key.removesuffix("_balance_loss").replace("_", " "))
+        _line(
+            axis, series(records, key), colour, key.removesuffix("_balance_loss").replace("_", " ")
+        )
     axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     _legend(axis)
     return figure
@@ -165,7 +199,9 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     titles = (f"Step {steps[-1]}", f"Mean of {len(steps)} steps from {steps[0]} to {steps[-1]}")
     for axis, load_LE, title in zip(axes, (load_NLE[-1], mean_LE), titles, strict=False):
         colours = {"norm": LogNorm(1 / limit, limit), "cmap": BALANCE}
-        axis.imshow(np.clip(load_LE, 1 / limit, limit), aspect="auto", interpolation="nearest", **colours)
+        axis.imshow(
+            np.clip(load_LE, 1 / limit, limit), aspect="auto", interpolation="nearest", **colours
+        )
         axis.set(title=title, xlabel="expert")
         axis.grid(False)
         axis.set_yticks(*_ticks(num_layers, first_moe_layer, at_most=20))
@@ -179,14 +215,19 @@ def _load_heat_map(steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) 
     axes[0].set_ylabel("layer")
     bar = figure.colorbar(axes[0].images[0], ax=axes, pad=0.01, aspect=30)
     marks = [1 / limit, 1 / limit**0.5, 1, limit**0.5, limit]
-    bar.set_ticks(marks, labels=[f"≤ {1 / limit:.2g}", *[f"{mark:.2g}" for mark in marks[1:-1]], f"≥ {limit:g}"])
+    bar.set_ticks(
+        marks,
+        labels=[f"≤ {1 / limit:.2g}", *[f"{mark:.2g}" for mark in marks[1:-1]], f"≥ {limit:g}"],
+    )
     bar.minorticks_off()
     bar.set_label("load over equal share")
     bar.outline.set_visible(False)
     return figure
 
 
-def _load_over_time(records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int) -> Figure:
+def _load_over_time(
+    records: Records, steps: np.ndarray, counts: np.ndarray, first_moe_layer: int
+) -> Figure:
     figure, (axis,) = new_figure(WIDE, 3.6)
     _line(axis, series(records, "expert_max_load"), "#d5dbe1", "worst layer", width=5.0)
     num_layers = counts.shape[1] if len(counts) else 0
@@ -199,7 +240,8 @@ def _load_over_time(records: Records, steps: np.ndarray, counts: np.ndarray, fir
             axis.plot(steps, load_NL[:, layer], color=colours[layer], label=label, **style)
         if num_layers > MAX_LINES:
             scale = ScalarMappable(
-                Normalize(first_moe_layer, first_moe_layer + num_layers - 1), ListedColormap(colours)
+                Normalize(first_moe_layer, first_moe_layer + num_layers - 1),
+                ListedColormap(colours),
             )
             bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=30, label="layer")
             bar.outline.set_visible(False)
@@ -221,7 +263,9 @@ def _ticks(size: int, first: int, at_most: int) -> tuple[list[int], list[str]]:
     return places, [str(first + place) for place in places]
 
 
-def _line(axis: Axes, curve: Curve, colour: str, label: str, *, smooth: bool = False, width: float = 1.6) -> None:
+def _line(
+    axis: Axes, curve: Curve, colour: str, label: str, *, smooth: bool = False, width: float = 1.6
+) -> None:
     """A line with gaps at NaN, dots when it is short, marks where a value was not finite, its trend when long."""
     steps, values = curve
     if not len(steps):
@@ -237,7 +281,13 @@ def _line(axis: Axes, curve: Curve, colour: str, label: str, *, smooth: bool = F
     else:
         axis.plot(steps, shown, color=colour, linewidth=width, marker=marker, label=label)
     if not finite.all():
-        marks = {"linestyle": "none", "marker": "x", "color": RED, "clip_on": False, "label": "not finite"}
+        marks = {
+            "linestyle": "none",
+            "marker": "x",
+            "color": RED,
+            "clip_on": False,
+            "label": "not finite",
+        }
         at_the_bottom = np.full((~finite).sum(), 0.02)
         axis.plot(steps[~finite], at_the_bottom, transform=axis.get_xaxis_transform(), **marks)
     axis.margins(x=0.02)
@@ -248,7 +298,15 @@ def _points(axis: Axes, curve: Curve, colour: str, label: str) -> None:
     steps, values = curve
     finite = np.isfinite(values)
     if finite.any():
-        axis.plot(steps[finite], values[finite], color=colour, marker="o", markersize=4.5, linewidth=1.2, label=label)
+        axis.plot(
+            steps[finite],
+            values[finite],
+            color=colour,
+            marker="o",
+            markersize=4.5,
+            linewidth=1.2,
+            label=label,
+        )
         _whole_steps(axis)
 
 
@@ -305,7 +363,9 @@ def _label_last(axis: Axes, curve: Curve) -> None:
 def _legend(axis: Axes, *, outside: bool = False) -> None:
     """A legend where it covers no line, or at the right of the axes."""
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(**({"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {"loc": "best"}))
+        axis.legend(
+            **({"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {"loc": "best"})
+        )
 
 
 @rc_context(RC)
@@ -320,10 +380,19 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     """
     runs = [(job, records) for job in jobs if (records := read_metrics(directory / job["name"]))]
     labels = [textwrap.wrap(job["label"], 72) for job, _ in runs]
-    others = [key for key in COMPARED if any((job.get("measured") or {}).get(key) is not None for job, _ in runs)]
+    others = [
+        key
+        for key in COMPARED
+        if any((job.get("measured") or {}).get(key) is not None for job, _ in runs)
+    ]
     others = [key for key in others if key != "tokens_per_second"]
-    height, widths = max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels))), [5, 5, *(2 for _ in others)]
-    figure, (loss, speed, *rest) = new_figure(1.1 * sum(widths), height, columns=len(widths), width_ratios=widths)
+    height, widths = (
+        max(3.8, 1.2 + 0.3 * len(runs) + 0.19 * sum(map(len, labels))),
+        [5, 5, *(2 for _ in others)],
+    )
+    figure, (loss, speed, *rest) = new_figure(
+        1.1 * sum(widths), height, columns=len(widths), width_ratios=widths
+    )
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token")
     speed.set(title="Tokens per second, median of a job", xlabel="tokens per second")
     if not runs:
@@ -336,22 +405,33 @@ def draw_sweep(directory: Path, jobs: list[dict[str, Any]]) -> Path:
     for i, ((job, records), lines) in enumerate(zip(runs, labels, strict=True)):
         colour = colours(i if len(runs) <= 10 else i / (len(runs) - 1))
         # Thinner from job to job, so that curves which lie on each other can all be seen.
-        loss.plot(*series(records, "loss"), color=colour, linewidth=max(1.0, 4.5 - 0.5 * i), alpha=0.8)
+        loss.plot(
+            *series(records, "loss"), color=colour, linewidth=max(1.0, 4.5 - 0.5 * i), alpha=0.8
+        )
         # The label above its bar has the whole width, and the colour is the curve's.
         speed.text(0, place, "\n".join(lines), va="top", fontsize=8.5)
         place += 0.62 * len(lines) + 0.28
-        measured = {"tokens_per_second": job.get("tokens_per_second"), **(job.get("measured") or {})}
+        measured = {
+            "tokens_per_second": job.get("tokens_per_second"),
+            **(job.get("measured") or {}),
+        }
         for key, axis in panels.items():
             value, predicted = measured.get(key) or 0.0, (job.get("predicted") or {}).get(key)
             axis.barh(place, value, height=0.44, color=colour)
             text = f"{value:,.0f}" if axis is speed else COMPARED[key][1](measured.get(key))
             axis.text(value, place, f" {text}", va="center", fontsize=8.5, color=MUTED)
             if predicted is not None:
-                axis.plot([predicted] * 2, [place - 0.34, place + 0.34], color="black", linewidth=1.6)
+                axis.plot(
+                    [predicted] * 2, [place - 0.34, place + 0.34], color="black", linewidth=1.6
+                )
             most[key] = max(most[key], value, predicted or 0.0)
         place += 0.6
     for key, axis in panels.items():
-        axis.set(yticks=[], ylim=(place, -0.2), xlim=(0, (1.2 if axis is speed else 1.6) * most[key] or 1.0))
+        axis.set(
+            yticks=[],
+            ylim=(place, -0.2),
+            xlim=(0, (1.2 if axis is speed else 1.6) * most[key] or 1.0),
+        )
         axis.grid(axis="y", visible=False)
         if axis is not speed:
             axis.set(title=COMPARED[key][0], xticks=[])

@@ -70,8 +70,13 @@ def build_report(run_dir: str | os.PathLike[str]) -> Path:
     config, mesh, config_problem = _read_config(run_dir)
     if config is not None and status.get("state") == "done":
         for name in (METRICS_FILE, LOAD_FILE)[: 2 if config.model.num_moe_layers else 1]:
-            if (last := max((one["step"] for one in read_jsonl(run_dir / name)), default=0)) < config.train.steps:
-                _warn(run_dir / name, f"it ends after step {last}, and the run is done after {config.train.steps}")
+            if (
+                last := max((one["step"] for one in read_jsonl(run_dir / name)), default=0)
+            ) < config.train.steps:
+                _warn(
+                    run_dir / name,
+                    f"it ends after step {last}, and the run is done after {config.train.steps}",
+                )
     pictures, meshes = _draw(run_dir, records, config, mesh)
     config_file = run_dir / CONFIG_FILE
     page = render(
@@ -113,9 +118,15 @@ def _samples(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """Each of the newest prompts with what the model said to it: (step, text), the newest first, some of many steps."""
     records = read_jsonl(run_dir / SAMPLES_FILE)[::-1]
     shown = records[:: len(records) // MAX_SAMPLES + 1]
-    said = [(f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]}) for one in shown]
+    said = [
+        (f"step {one['step']:,}", {pair["prompt"]: pair["text"] for pair in one["samples"]})
+        for one in shown
+    ]
     prompts = said[0][1] if said else {}
-    return [(prompt, [(step, texts[prompt]) for step, texts in said if prompt in texts]) for prompt in prompts]
+    return [
+        (prompt, [(step, texts[prompt]) for step, texts in said if prompt in texts])
+        for prompt in prompts
+    ]
 
 
 def _first_error(status: dict[str, Any]) -> dict[str, Any] | None:
@@ -153,7 +164,8 @@ def _warn(path: Path, problem: object) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m automoe.observe.report", description="Write report.html and plots/*.png of a run directory."
+        prog="python -m automoe.observe.report",
+        description="Write report.html and plots/*.png of a run directory.",
     )
     parser.add_argument("run_dir", help="the run_dir of a training run, finished or not")
     try:

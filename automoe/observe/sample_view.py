@@ -16,7 +16,11 @@ Line = tuple[str, bool]  # its text, and whether it is trained
 
 
 def describe_row(
-    tokens: np.ndarray, labels: np.ndarray, doc_ids: np.ndarray, tokenizer: Tokenizer, width: int = 80
+    tokens: np.ndarray,
+    labels: np.ndarray,
+    doc_ids: np.ndarray,
+    tokenizer: Tokenizer,
+    width: int = 80,
 ) -> list[Line]:
     """A row's first samples, part after part, in lines of at most ``width`` columns; line ends in the text are ``⏎``.
 
@@ -48,7 +52,9 @@ def _spell(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 def _part(text: str, trained: bool, width: int) -> list[Line]:
-    shown = "".join("�" if steers(char) else char for char in text.replace("\n", "⏎").replace("\t", " "))
+    shown = "".join(
+        "�" if steers(char) else char for char in text.replace("\n", "⏎").replace("\t", " ")
+    )
     room = width - len(_MARKS[trained])
     lines = textwrap.wrap(shown, room, drop_whitespace=False, break_on_hyphens=False)
     if len(lines) > _MOST_LINES:

@@ -29,9 +29,15 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
     """(name, text) of model, parameters, meshes, batch arithmetic, data and optimizer."""
     model, train, optim = config.model, config.train, config.optim
     params, batch = count_params(model), plan_batch(config, mesh)
-    source = f"{config.data.kind} {written(config.data.path)}" if config.data.path else config.data.kind
+    source = (
+        f"{config.data.kind} {written(config.data.path)}" if config.data.path else config.data.kind
+    )
     shared = f" + {model.num_shared_experts} shared" if model.num_shared_experts else ""
-    shared = f" + one shared of width {model.shared_intermediate_size}" if model.shared_intermediate_size else shared
+    shared = (
+        f" + one shared of width {model.shared_intermediate_size}"
+        if model.shared_intermediate_size
+        else shared
+    )
     layers = ((model.first_k_dense, "dense"), (model.num_moe_layers, "MoE"))
     kinds = " + ".join(f"{count} {kind}" for count, kind in layers if count)
     facts = {
@@ -46,7 +52,9 @@ def describe_run(config: Config, mesh: MeshShape) -> Facts:
         f"{_count(train.micro_batch_size, 'row')}",
         "training": f"{train.steps:,} steps, {short_number(train.steps * batch.tokens_per_step)} tokens, {train.dtype}",
         "optimizer": f"AdamW, lr {optim.lr:g}, {optim.schedule} after {optim.warmup_steps} warm-up steps",
-        "data": SYNTHETIC if config.data.is_synthetic else f"{source}, {written(tokenizer_of(config))} tokenizer",
+        "data": SYNTHETIC
+        if config.data.is_synthetic
+        else f"{source}, {written(tokenizer_of(config))} tokenizer",
         "MoE layer": f"{config.moe.dispatcher} dispatcher, {config.moe.experts} experts",
     }
     if not model.num_moe_layers:
@@ -60,13 +68,17 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         return []
     last, mfu = records[-1], median(records, "mfu")
     keys = ("val_loss", "val_bits_per_byte", "peak_memory_bytes", "step_seconds")
-    validated = next((record for record in reversed(records) if record.get("val_loss") is not None), {})
+    validated = next(
+        (record for record in reversed(records) if record.get("val_loss") is not None), {}
+    )
     averaged = validated.get("val_loss_ema")
     val_loss, bits, memory, seconds = (series(records, key)[1] for key in keys)
     facts = {
         "training loss": number(last.get("loss"), 4),
         "validation loss": number(val_loss[-1], 4) if len(val_loss) else None,
-        "validation perplexity": perplexity_text(val_loss[-1]) if "val_perplexity" in validated else None,
+        "validation perplexity": perplexity_text(val_loss[-1])
+        if "val_perplexity" in validated
+        else None,
         "validation bits per byte": number(bits[-1], 3) if len(bits) else None,
         "validation loss, averages": number(averaged, 4) if averaged is not None else None,
         **{
@@ -78,7 +90,9 @@ def final_numbers(records: list[dict[str, Any]]) -> Facts:
         "tokens per second, median": short_number(median(records, "tokens_per_second")),
         "MFU, median": None if mfu is None else f"{100 * mfu:.1f}%",
         "peak memory per rank": bytes_text(memory.max()) if len(memory) else None,
-        "busiest / mean expert": None if last.get("expert_max_load") == 0 else number(last.get("expert_max_load"), 2),
+        "busiest / mean expert": None
+        if last.get("expert_max_load") == 0
+        else number(last.get("expert_max_load"), 2),
         "slowest rank": _slowest_rank(records),
         "time in steps": duration(float(seconds.sum())) if len(seconds) else None,
     }
@@ -94,7 +108,9 @@ def _slowest_rank(records: list[dict[str, Any]]) -> str | None:
     ((rank, host), times) = who.most_common(1)[0]
     mine = [one for one in timed if (one["slowest_rank"], one["slowest_host"]) == (rank, host)]
     behind = np.median([one["probe_seconds_max"] / one["probe_seconds_median"] for one in mine])
-    return f"{rank} on {host}, in {times} of {len(timed)} timings, {behind:.2f} times the median rank"
+    return (
+        f"{rank} on {host}, in {times} of {len(timed)} timings, {behind:.2f} times the median rank"
+    )
 
 
 def from_here(text: str) -> str:
@@ -107,15 +123,21 @@ def fact_lines(facts: Facts, width: int) -> list[tuple[str, str]]:
     names = max((len(name) for name, _ in facts), default=0) + 4
     lines = []
     for name, text in facts:
-        parts = textwrap.wrap(text, max(width - names, 20), break_long_words=False, break_on_hyphens=False) or [""]
-        lines += [(f"  {name if i == 0 else '':<{names - 2}}", part) for i, part in enumerate(parts)]
+        parts = textwrap.wrap(
+            text, max(width - names, 20), break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        lines += [
+            (f"  {name if i == 0 else '':<{names - 2}}", part) for i, part in enumerate(parts)
+        ]
     return lines
 
 
 def losses_by_source(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     """(name, validation loss) of each of several sources, in a record that validates."""
     prefix = "val_loss."
-    return [(key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)]
+    return [
+        (key.removeprefix(prefix), value) for key, value in record.items() if key.startswith(prefix)
+    ]
 
 
 def median(records: list[dict[str, Any]], key: str) -> float | None:
@@ -260,18 +282,27 @@ def _print_predicted(jobs: list[dict[str, Any]], console: Any) -> None:
     """The plan's numbers beside those measured, of jobs that have both."""
     from rich.table import Table
 
-    both = [job for job in jobs if job.get("predicted") and any((job.get("measured") or {}).values())]
+    both = [
+        job for job in jobs if job.get("predicted") and any((job.get("measured") or {}).values())
+    ]
     if not both:
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("measured, predicted", overflow="fold")
-    shown = {key for key in COMPARED if any(job[side].get(key) for job in both for side in ("measured", "predicted"))}
+    shown = {
+        key
+        for key in COMPARED
+        if any(job[side].get(key) for job in both for side in ("measured", "predicted"))
+    }
     columns = [(key, *COMPARED[key]) for key in COMPARED if key in shown]
     for _, heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for job in both:
         sides = job["measured"], job["predicted"]
-        table.add_row(job["label"], *(", ".join(write(side.get(key)) for side in sides) for key, _, write in columns))
+        table.add_row(
+            job["label"],
+            *(", ".join(write(side.get(key)) for side in sides) for key, _, write in columns),
+        )
     console.print()
     console.print(table)
 
@@ -291,7 +322,9 @@ def print_sweep(jobs: list[dict[str, Any]]) -> None:
     for heading in meshes:
         table.add_column(heading)
     for job in jobs:
-        objective, speed, seconds = (job.get(key) for key in ("objective", "tokens_per_second", "seconds"))
+        objective, speed, seconds = (
+            job.get(key) for key in ("objective", "tokens_per_second", "seconds")
+        )
         numbers = ((objective, ".4f"), (speed, ",.0f"), (seconds, ".1f"))
         cells = ["-" if value is None else f"{value:{how}}" for value, how in numbers]
         table.add_row(job["label"], job["state"], *cells, *(job.get(mesh, "-") for mesh in meshes))

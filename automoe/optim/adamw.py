@@ -1,4 +1,5 @@
-"""AdamW over parameters that live on different meshes, and its learning rate as a pure function of the step."""
+"""AdamW over parameters that live on different meshes, and its learning rate as a pure function of
+the step."""
 
 from __future__ import annotations
 
@@ -16,22 +17,26 @@ from automoe.optim.ema import KEY, first_average
 from automoe.optim.stochastic import StochasticAdamW
 
 
-def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
+def build_optimizer(
+    model_parts: Iterable[nn.Module], optim: OptimConfig, seed: int = 0
+) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) with one parameter group per device mesh and weight decay.
 
-    A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to mix
-    meshes in an operation: experts and everything else are in different groups. ``automoe.model.params`` says which
-    parameters decay; one that a recipe adds to the model decays if it has two dims or more. Groups and their parameters
-    are in the order of ``named_parameters`` over the parts, so every rank that holds the same parameters builds the
-    same groups. Parameters that do not require gradients are left out, and a parameter that two parts or names
-    share is updated once.
+    A multi-tensor (``foreach``) update is one operation over a whole group, and DTensor refuses to
+    mix meshes in an operation: experts and everything else are in different groups.
+    ``automoe.model.params`` says which parameters decay; one that a recipe adds to the model decays
+    if it has two dims or more. Groups and their parameters are in the order of ``named_parameters``
+    over the parts, so every rank that holds the same parameters builds the same groups. Parameters
+    that do not require gradients are left out, and a parameter that two parts or names share is
+    updated once.
 
-    Every parameter has its state, zeros, from the beginning, so the first checkpoint has the same tensors as
-    every later one. With ``optim.ema_decay`` so has its average (``automoe.optim.ema``).
-    Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and ``names``.
+    Every parameter has its state, zeros, from the beginning, so the first checkpoint has the same
+    tensors as every later one. With ``optim.ema_decay`` so has its average (``automoe.optim.ema``).
+    Each group carries ``mesh``, the axes its parameters are sharded over, as text for logs, and
+    ``names``.
 
-    Args:
-        seed: of the roundings of ``optim.master_weights=stochastic`` and ``optim.moments=bfloat16``.
+    Args: seed: of the roundings of ``optim.master_weights=stochastic`` and
+        ``optim.moments=bfloat16``.
     """
     groups: dict[tuple[object, bool], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -48,7 +53,9 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
                     "params": [],
                     "names": [],
                     "weight_decay": optim.weight_decay if decays else 0.0,
-                    "mesh": " x ".join(mesh.mesh_dim_names or ("unnamed",)) if mesh is not None else "local",
+                    "mesh": " x ".join(mesh.mesh_dim_names or ("unnamed",))
+                    if mesh is not None
+                    else "local",
                 }
             groups[mesh, decays]["params"].append(parameter)
             groups[mesh, decays]["names"].append(name)
@@ -64,7 +71,11 @@ def build_optimizer(model_parts: Iterable[nn.Module], optim: OptimConfig, seed: 
         optimizer = torch.optim.AdamW(given, **options, fused=True)
     for group in given:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            dtype = torch.promote_types(parameter.dtype, torch.float32) if stochastic else parameter.dtype
+            dtype = (
+                torch.promote_types(parameter.dtype, torch.float32)
+                if stochastic
+                else parameter.dtype
+            )
             if narrow_moments and ".router." not in name:  # whose weights are wide, too
                 dtype = torch.bfloat16
             optimizer.state[parameter] = {  # as a fused AdamW lays it out
@@ -87,15 +98,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step ``step``, counted from 0, of ``total_steps``.
 
-    The first ``warmup_steps`` steps climb in a line, never from zero: step 0 takes ``lr / warmup_steps``
-    and step ``warmup_steps - 1`` takes ``lr``. After that:
+    The first ``warmup_steps`` steps climb in a line, never from zero: step 0 takes ``lr /
+    warmup_steps`` and step ``warmup_steps - 1`` takes ``lr``. After that:
 
     - ``constant``: ``lr``.
     - ``cosine``: half a cosine from ``lr`` to ``min_lr_ratio * lr``, which the last step takes.
     - ``wsd``: ``lr`` until the last ``decay_steps`` steps, which descend in a line to
       ``min_lr_ratio * lr`` (warm-up, stable, decay: arXiv 2404.06395).
 
-    A warm-up that does not end before the run does leaves no room for the decay and is simply cut off.
+    A warm-up that does not end before the run does leaves no room for the decay and is simply cut
+    off.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -112,4 +124,5 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         if into_decay <= 0 or decay_steps <= 0:
             return optim.lr
         return optim.lr - (optim.lr - lowest) * min(1.0, into_decay / decay_steps)
-    raise AssertionError(f"unknown schedule {optim.schedule}")  # the configuration is validated before
+    # the configuration is validated before
+    raise AssertionError(f"unknown schedule {optim.schedule}")

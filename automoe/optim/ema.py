@@ -1,8 +1,9 @@
 """An exponential moving average of the weights, kept in the optimizer's state beside the moments.
 
-``average = decay * average + (1 - decay) * weight`` after every step that is taken, beginning with the first weights,
-as ``torch.optim.swa_utils`` has it. A shard's average is a shard of the average: nothing here talks to other ranks, and
-what saves, loads and reshards moments does the same for averages.
+``average = decay * average + (1 - decay) * weight`` after every step that is taken, beginning with
+the first weights, as ``torch.optim.swa_utils`` has it. A shard's average is a shard of the average:
+nothing here talks to other ranks, and what saves, loads and reshards moments does the same for
+averages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ KEY = "ema"  # in the optimizer's state of a parameter
 
 
 def first_average(parameter: torch.Tensor) -> torch.Tensor:
-    """The average that ``parameter`` begins with, laid out like it, in at least float32: bfloat16 would not move."""
+    """The average that ``parameter`` begins with, laid out like it, in at least float32: bfloat16
+    would not move."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(parameter.detach())
 
@@ -33,7 +35,8 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
     if alike:
         average(*map(list, zip(*alike, strict=True)), None)
     for ema, weight in pairs:
-        if ema.dtype != weight.dtype:  # widened one by one: all at once would be another copy of the model
+        # widened one by one: all at once would be another copy of the model
+        if ema.dtype != weight.dtype:
             average([ema], [weight.to(ema.dtype)], None)
 
 
@@ -46,7 +49,8 @@ def take_averages(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Parameters have the values of their averages inside, and their own again, to the bit, after it.
+    """Parameters have the values of their averages inside, and their own again, to the bit, after
+    it.
 
     Costs a copy of this rank's trained parameters, at a moment at which there are no gradients.
     """

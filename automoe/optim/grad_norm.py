@@ -1,8 +1,9 @@
 """The one gradient norm: over DTensors of every mesh and all pipeline stages.
 
-A norm that sums local shards over a group of ranks counts replicated tensors once per replica; one that
-leaves the sum to each mesh alone differs between the ranks of another mesh. Here squares are summed over
-exactly those axes that a tensor is sharded on, so every rank gets the norm of the whole model.
+A norm that sums local shards over a group of ranks counts replicated tensors once per replica; one
+that leaves the sum to each mesh alone differs between the ranks of another mesh. Here squares are
+summed over exactly those axes that a tensor is sharded on, so every rank gets the norm of the whole
+model.
 """
 
 from __future__ import annotations
@@ -17,28 +18,33 @@ from torch.distributed.tensor import DTensor
 from automoe.interop.torch_private import foreach_mul_, foreach_norm
 
 _BLOCK = 1 << 15  # numbers that the CPU widens at a time: 256 KiB, which stay in its cache
-_Sharding = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh and the axes of it that hold different parts
+# a mesh and the axes of it that hold different parts
+_Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def global_grad_norm(
+    parameters: Iterable[torch.Tensor], pp_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """L2 norm of all gradients of the model as one vector, the same on every rank.
 
     Squares are accumulated in float64 and all-reduced over the sharded axes: one scalar for each
-    combination of mesh and sharded axes, then one over the stages. Replicated DTensors and plain tensors
-    count once; a parameter without a gradient counts as zeros, so ranks agree on the collectives even if
-    an expert on one of them saw no token. A gradient that is not finite gives a norm that is not.
+    combination of mesh and sharded axes, then one over the stages. Replicated DTensors and plain
+    tensors count once; a parameter without a gradient counts as zeros, so ranks agree on the
+    collectives even if an expert on one of them saw no token. A gradient that is not finite gives a
+    norm that is not.
 
-    Args:
-        parameters: this rank's parameters; the other ranks of its stage pass the same ones. A tensor
-            given twice counts once. Copies of a tied tensor on two stages are two tensors: pass one.
+    Args: parameters: this rank's parameters; the other ranks of its stage pass the same ones. A
+        tensor
+            given twice counts once. Copies of a tied tensor on two stages are two tensors: pass
+            one.
         pp_group: the stages of the model; each adds its own parameters.
 
     Returns:
         A float64 scalar on the gradients' device (float32 where the device has no float64).
 
-    Raises:
-        ValueError: a gradient whose layout differs from its parameter's, such as a Partial one, whose
+    Raises: ValueError: a gradient whose layout differs from its parameter's, such as a Partial one,
+        whose
             sum over ranks is still to be made: a norm of the terms is not the norm of the sum.
     """
     by_sharding: dict[_Sharding, list[torch.Tensor]] = {}
@@ -78,10 +84,12 @@ def _sum_of_squares(gradients: list[torch.Tensor], wide: torch.dtype) -> torch.T
 
 @torch.no_grad()
 def clip_(parameters: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale every gradient by ``min(1, max_norm / norm)``, in place and without waiting for the device.
+    """Scale every gradient by ``min(1, max_norm / norm)``, in place and without waiting for the
+    device.
 
-    ``norm`` is what ``global_grad_norm`` returned. ``max_norm=0`` switches clipping off. A norm that is
-    not finite leaves the gradients as they are: skipping such a step is the caller's decision.
+    ``norm`` is what ``global_grad_norm`` returned. ``max_norm=0`` switches clipping off. A norm
+    that is not finite leaves the gradients as they are: skipping such a step is the caller's
+    decision.
     """
     if max_norm == 0:
         return
@@ -131,4 +139,6 @@ def _layout(tensor: torch.Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "a local tensor"
     names = tensor.device_mesh.mesh_dim_names or ("?",) * tensor.device_mesh.ndim
-    return " ".join(f"{name}:{placement!r}" for name, placement in zip(names, tensor.placements, strict=True))
+    return " ".join(
+        f"{name}:{placement!r}" for name, placement in zip(names, tensor.placements, strict=True)
+    )

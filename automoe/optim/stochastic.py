@@ -1,9 +1,10 @@
 """AdamW on bfloat16 parameters that have no wider copy: each update is rounded stochastically.
 
-An update far below half a unit in the last place would be lost every time by plain rounding. Rounded up with
-the probability of its share of a unit, it moves the parameter by as much in the mean (arXiv 1502.02551,
-section 3; for training in bfloat16, arXiv 2010.06192). Chance comes from a counter over the parameter's name,
-its step and the element's global index: every mesh rounds alike, and so does a run that goes on after a kill.
+An update far below half a unit in the last place would be lost every time by plain rounding.
+Rounded up with the probability of its share of a unit, it moves the parameter by as much in the
+mean (arXiv 1502.02551, section 3; for training in bfloat16, arXiv 2010.06192). Chance comes from a
+counter over the parameter's name, its step and the element's global index: every mesh rounds alike,
+and so does a run that goes on after a kill.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         bits: int64 in the shape of x, of which 16 random bits are used.
     """
     dropped = (1 << _DROPPED_BITS) - 1
-    # In sign and magnitude, as a float is stored: what is added to the dropped bits may carry into those kept.
+    # In sign and magnitude, as a float is stored: what is added to the dropped bits may carry into
+    # those kept.
     raised = (x.view(torch.int32) + (bits & dropped).to(torch.int32)) & ~dropped
     return torch.where(x.isfinite(), raised.view(torch.float32), x).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an update needs besides a parameter and its state: P parameters of a group, of which this is one.
+    """What an update needs besides a parameter and its state: P parameters of a group, of which
+    this is one.
 
     Attributes:
         steps: int64 [P], this step's number, on the device as the two that follow from it.
@@ -59,21 +62,27 @@ class Numbers:
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101), computed in float32; parameters and moments in bfloat16 are rounded stochastically.
+    """AdamW (arXiv 1711.05101), computed in float32; parameters and moments in bfloat16 are rounded
+    stochastically.
 
     Those of wider dtypes are updated as they are. On a GPU a kernel makes a parameter's update
-    (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers to the bit, given
-    the same bias corrections, whose powers differ in the last bit between libraries.
+    (``automoe.kernels.stochastic_adamw``), on the CPU plain torch: on one device the same numbers
+    to the bit, given the same bias corrections, whose powers differ in the last bit between
+    libraries.
 
     ``build_optimizer`` makes it, and its state.
 
-    Args:
-        groups: parameter groups, each with ``names``, the global names of its ``params`` in their order.
-        seed: of the roundings.
+    Args: groups: parameter groups, each with ``names``, the global names of its ``params`` in their
+        order. seed: of the roundings.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, seed: int
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
     ) -> None:
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.seed = seed
@@ -97,14 +106,18 @@ class StochasticAdamW(torch.optim.Optimizer):
         kept = 1 - group["lr"] * group["weight_decay"]
         for place, (name, parameter) in enumerate(updated):
             key = stream_key(f"rounding.{name}", self.seed)
-            numbers = Numbers(steps, rates, second_scales, place, key, beta1, beta2, group["eps"], kept)
+            numbers = Numbers(
+                steps, rates, second_scales, place, key, beta1, beta2, group["eps"], kept
+            )
             if parameter.device.type == "cpu":
                 update_in_torch(parameter, self.state[parameter], numbers)
             else:
                 update_in_triton(parameter, self.state[parameter], numbers)
 
 
-def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
+def update_in_triton(
+    parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers
+) -> None:
     """``update_in_torch`` of a parameter in bfloat16 or float32 in one kernel, on CUDA."""
     from automoe.kernels.stochastic_adamw import update_in_one_pass
 
@@ -113,8 +126,11 @@ def update_in_triton(parameter: torch.Tensor, state: dict[str, torch.Tensor], nu
     update_in_one_pass(local_tensors(parameter, state), first_index, runs, numbers)
 
 
-def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers) -> None:
-    """Move ``parameter`` and its moments by its gradient; every operation's result is the float32 nearest to it."""
+def update_in_torch(
+    parameter: torch.Tensor, state: dict[str, torch.Tensor], numbers: Numbers
+) -> None:
+    """Move ``parameter`` and its moments by its gradient; every operation's result is the float32
+    nearest to it."""
     place, (beta1, beta2) = numbers.place, (numbers.beta1, numbers.beta2)
     key = bits_at(numbers.steps[place], numbers.key)
     values, grads, firsts, seconds = local_tensors(parameter, state)
@@ -127,9 +143,16 @@ def update_in_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], num
         root = (second * numbers.second_scales[place]).to(torch.float64).sqrt_().to(wide)
         value = values[block].to(wide) * numbers.kept
         value -= first * numbers.rates[place] / root.add_(numbers.eps)
-        bits = bits_at(index, key) if torch.bfloat16 in (values.dtype, firsts.dtype) else index  # which nobody reads
-        for stored, x, first_bit in ((values, value, 0), (firsts, first, 16), (seconds, second, 32)):
-            stored[block] = round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
+        # which nobody reads
+        bits = bits_at(index, key) if torch.bfloat16 in (values.dtype, firsts.dtype) else index
+        for stored, x, first_bit in (
+            (values, value, 0),
+            (firsts, first, 16),
+            (seconds, second, 32),
+        ):
+            stored[block] = (
+                round_stochastically(x, bits >> first_bit) if stored.dtype == torch.bfloat16 else x
+            )
 
 
 def local_tensors(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """Recomputation (activation checkpointing, arXiv 1604.06174) of whole layers or of parts of them.
 
-A region keeps its inputs and runs again when its backward pass begins. Regions lie inside the FSDP units
-of their layers, whose weights are then gathered; experts are a unit of their own and run whole, hooks and
-all, both times. Collectives inside a region run again too, in the same order on all ranks.
+A region keeps its inputs and runs again when its backward pass begins. Regions lie inside the FSDP
+units of their layers, whose weights are then gathered; experts are a unit of their own and run
+whole, hooks and all, both times. Collectives inside a region run again too, in the same order on
+all ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ from automoe.parallel.discard_outputs import discard_outputs, discard_scope
 
 
 class Recomputed:
-    """``fn`` with its intermediate results dropped after the forward pass; same arguments, same result.
+    """``fn`` with its intermediate results dropped after the forward pass; same arguments, same
+    result.
 
-    Args:
-        to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP unit
-            inside ``fn`` wants it: left in the middle, it would still believe itself in its forward pass.
+    Args: to_end: run again to the end, not just as far as the last tensor that is needed. An FSDP
+        unit
+            inside ``fn`` wants it: left in the middle, it would still believe itself in its forward
+                pass.
         saves: ``fn`` saves results for its recomputation (``automoe.moe.recompute``).
     """
 
-    def __init__(self, fn: Callable[..., torch.Tensor], to_end: bool = False, saves: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., torch.Tensor], to_end: bool = False, saves: bool = False
+    ) -> None:
         self.fn, self.to_end, self.saves = fn, to_end, saves
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # of the parts that are compiled none has an FSDP unit or saves
+        # of the parts that are compiled none has an FSDP unit or saves
+        if torch.compiler.is_compiling():
             return checkpoint(self.fn, *args, use_reentrant=False)
         return checkpoint(
             self.fn,
@@ -53,7 +59,8 @@ class Recomputed:
 def apply_recompute(model: Decoder, parallel: ParallelConfig) -> None:
     """Put regions around what ``parallel.recompute`` names in the layers that it names.
 
-    After the axes, whose collectives belong into the regions, and before FSDP, whose hooks stay outside.
+    After the axes, whose collectives belong into the regions, and before FSDP, whose hooks stay
+    outside.
     """
     for name, block in model.layers.items():
         modules = recomputed_modules(parallel, int(name))
@@ -90,8 +97,9 @@ def _discard_norms(block: nn.Module) -> None:
 
 
 def _keep_on_one_stream(block: nn.Module) -> None:
-    # Autograd runs a region again on the stream of whichever node asks first, and nodes on the other would not
-    # wait for it. So a layer whose shared experts read what is made again is on one stream.
+    # Autograd runs a region again on the stream of whichever node asks first, and nodes on the
+    # other would not wait for it. So a layer whose shared experts read what is made again is on one
+    # stream.
     if isinstance(block.mlp, MoE):
         block.mlp.moe = replace(block.mlp.moe, overlap_shared_experts=False)
 

@@ -1,7 +1,7 @@
 """Work that ranks do each by themselves, with one outcome for all of them.
 
-A disk can be full on one rank alone. The others must hear of it, or they would wait for that rank in the
-next collective, or take for saved what is not.
+A disk can be full on one rank alone. The others must hear of it, or they would wait for that rank
+in the next collective, or take for saved what is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | RuntimeError:
-    """What an action raised on one rank, as an error that travels (not all pickle) and says the same on every rank."""
+    """What an action raised on one rank, as an error that travels (not all pickle) and says the
+    same on every rank."""
     if isinstance(error, OSError):
         file = f" ({error.filename})" if error.filename else ""
         return OSError(error.errno or errno.EIO, f"{error.strerror or error}{file} on rank {rank}")
@@ -32,24 +33,27 @@ def for_all(rank: int, error: BaseException) -> OSError | CheckpointError | Runt
 
 
 def worst(errors: Iterable[Exception]) -> Exception:
-    """Of the errors of some ranks, in their order, the one that decides for all: the first that is no write error."""
+    """Of the errors of some ranks, in their order, the one that decides for all: the first that is
+    no write error."""
     return min(errors, key=lambda error: isinstance(error, OSError))
 
 
 def dcp_error(error: CheckpointException) -> Exception:
-    """What torch.distributed.checkpoint wraps (not in an ``Exception``), as one error, the same on every rank."""
+    """What torch.distributed.checkpoint wraps (not in an ``Exception``), as one error, the same on
+    every rank."""
     return worst(for_all(rank, error.failures[rank][0]) for rank in sorted(error.failures))
 
 
 class Ranks:
     """All ranks of the run; every one of them makes it and calls its methods, in the same order.
 
-    An action that a disk fails for a moment is tried again (``retried``), so it can be called twice.
+    An action that a disk fails for a moment is tried again (``retried``), so it can be called
+    twice.
 
-    Args:
-        timeout_s: longest wait for another rank, which may have a large file to write or to check, over a gloo
-            group that training's own collectives never use: a save in the background talks over it while training
-            talks over the others. None: over the default group.
+    Args: timeout_s: longest wait for another rank, which may have a large file to write or to
+        check, over a gloo
+            group that training's own collectives never use: a save in the background talks over it
+            while training talks over the others. None: over the default group.
         alone: this process for itself, whatever other ranks do; so is one without other ranks.
     """
 
@@ -65,8 +69,8 @@ class Ranks:
     def all(self, action: Callable[[], T]) -> list[T]:
         """What ``action`` returned on each rank, in rank order, on every rank.
 
-        Raises:
-            OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every rank. One process
+        Raises: OSError, CheckpointError, RuntimeError: it raised somewhere; the same error on every
+            rank. One process
                 alone sees the error itself.
         """
         if self.size == 1:
@@ -81,12 +85,12 @@ class Ranks:
     def lead(self, action: Callable[[], T], again: bool = True) -> T:
         """What ``action`` returns on rank 0, the only one that runs it, on every rank.
 
-        Args:
-            again: it is tried again where a disk fails for a moment. Not what renames, and not what flushes: Linux
+        Args: again: it is tried again where a disk fails for a moment. Not what renames, and not
+            what flushes: Linux
                 reports a failed flush once, and the next one succeeds over pages that are lost.
 
-        Raises:
-            OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as ``all``.
+        Raises: OSError, CheckpointError, RuntimeError: it raised; the same error on every rank, as
+            ``all``.
         """
         if self.size == 1:
             return retried(action) if again else action()
@@ -109,7 +113,9 @@ class Ranks:
         return mine
 
 
-def _attempt(rank: int, action: Callable[[], T], again: bool = True) -> tuple[T | Exception, Exception | None]:
+def _attempt(
+    rank: int, action: Callable[[], T], again: bool = True
+) -> tuple[T | Exception, Exception | None]:
     try:
         return retried(action) if again else action(), None
     except Exception as error:  # the others wait for an answer, whatever it is
@@ -117,7 +123,8 @@ def _attempt(rank: int, action: Callable[[], T], again: bool = True) -> tuple[T 
 
 
 def save_error(error: OSError, step: int, newest: str | None) -> SaveError:
-    """A write error in a save as what the user reads; ``newest`` is the newest step that is there now."""
+    """A write error in a save as what the user reads; ``newest`` is the newest step that is there
+    now."""
     reason = error.strerror or os.strerror(error.errno or errno.EIO)
     if newest == f"step-{step}":
         outcome = f"the checkpoint of step {step} was written, but LATEST was not or older ones not deleted: {reason}"

@@ -1,7 +1,7 @@
 """Differentiable collectives under one name each.
 
-Results may be torch's asynchronous tensors, which wait when an
-operation of torch first reads them. They have no storage for kernels that read by pointer, which need ``wait_tensor``.
+Results may be torch's asynchronous tensors, which wait when an operation of torch first reads them.
+They have no storage for kernels that read by pointer, which need ``wait_tensor``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from automoe.moe.process_groups import SINGLE_RANK, Communicator
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` is gloo's, whose reduce-scatter is an all-reduce and whose gather goes round a ring.
+    """Whether ``group`` is gloo's, whose reduce-scatter is an all-reduce and whose gather goes
+    round a ring.
 
     An all-to-all and a sum take half the CPU-seconds, and the sum's order is that of the ranks.
     """
@@ -41,28 +42,38 @@ class _ExchangeParts(torch.autograd.Function):
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate every rank's ``x`` (equal shapes) along ``dim``; the gradient is a reduce-scatter."""
+    """Concatenate every rank's ``x`` (equal shapes) along ``dim``; the gradient is a
+    reduce-scatter."""
     if x.requires_grad and over_gloo(group):
         parts = _ExchangeParts.apply(x.expand(dist.get_world_size(group), *x.shape), group)
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
     if x.requires_grad:
         return torch_private.all_gather(x.contiguous(), dim, group)
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for _ in range(dist.get_world_size(group))
+    ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; the gradient is an all-gather."""
+    """Sum ``x`` over ranks and keep this rank's equal part of ``dim``; the gradient is an
+    all-gather."""
     if over_gloo(group):
-        return _ExchangeParts.apply(torch.stack(x.chunk(dist.get_world_size(group), dim)), group).sum(0)
+        return _ExchangeParts.apply(
+            torch.stack(x.chunk(dist.get_world_size(group), dim)), group
+        ).sum(0)
     return torch_private.reduce_scatter(x.contiguous(), dim, group)
 
 
 class GlooReduceScatter:
-    """FSDP's reduce-scatter over gloo (``FSDPModule.set_custom_reduce_scatter``): an all-to-all and a sum."""
+    """FSDP's reduce-scatter over gloo (``FSDPModule.set_custom_reduce_scatter``): an all-to-all and
+    a sum."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -75,7 +86,9 @@ class GlooReduceScatter:
     ) -> None:
         """input [P * N], the r-th N for rank r -> output [N], done on return."""
         if op != dist.ReduceOp.SUM or async_op:
-            raise NotImplementedError(f"{op}, async_op={async_op}: it sums, and its result is there on return")
+            raise NotImplementedError(
+                f"{op}, async_op={async_op}: it sums, and its result is there on return"
+            )
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(-1, output_tensor.numel()), dim=0, out=output_tensor)
@@ -92,7 +105,8 @@ class _Wait(torch.autograd.Function):
 
 
 def wait_tensor(x: Any) -> Any:
-    """The plain tensor of one of torch's asynchronous tensors, waited for, differentiable; anything else as it is."""
+    """The plain tensor of one of torch's asynchronous tensors, waited for, differentiable; anything
+    else as it is."""
     return _Wait.apply(x) if isinstance(x, AsyncTensor) else x
 
 
@@ -156,7 +170,9 @@ class ProcessGroupDispatch:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return reduce_scatter(x, 0, self.group)
 
-    def all_to_all(self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> torch.Tensor:
         return torch_private.all_to_all(x.contiguous(), output_splits, input_splits, self.group)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:

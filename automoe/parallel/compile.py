@@ -1,10 +1,11 @@
 """``train.compile``: torch.compile of the parts of a layer that have the same shapes in every step.
 
-Attention with both norms, FFNs, the router's arithmetic, the last norm and a chunk of the loss are compiled
-whole (no graph break: one is an error), each once for all layers that are alike, as torchtitan compiles its
-transformer blocks. Dispatch and experts stay as they are: the tokens that an expert gets change with every
-step, on some ranks the sizes come from the host, and the products have kernels of their own. Nothing that is
-compiled sees those sizes, so nothing is compiled again because of them.
+Attention with both norms, FFNs, the router's arithmetic, the last norm and a chunk of the loss are
+compiled whole (no graph break: one is an error), each once for all layers that are alike, as
+torchtitan compiles its transformer blocks. Dispatch and experts stay as they are: the tokens that
+an expert gets change with every step, on some ranks the sizes come from the host, and the products
+have kernels of their own. Nothing that is compiled sees those sizes, so nothing is compiled again
+because of them.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from automoe.model.norm import RMSNorm
 from automoe.moe.router import Router
 from automoe.parallel.collectives import wait_tensor
 
-# The router's choice of experts is between ``score`` and ``weigh``, in Python: recomputation repeats it.
+# The router's choice of experts is between ``score`` and ``weigh``, in Python: recomputation
+# repeats it.
 COMPILED: dict[type[nn.Module], tuple[str, ...]] = {
     Block: ("mix",),
     MLP: ("forward",),
     Router: ("score", "select", "weigh", "count"),
 }
 
-# Versions of one function in a process: each kind of layer, recomputed or not, with and without gradients, for each
-# dtype and shape. torch's default of 8 is enough for one dtype only.
+# Versions of one function in a process: each kind of layer, recomputed or not, with and without
+# gradients, for each dtype and shape. torch's default of 8 is enough for one dtype only.
 VERSIONS = 256
 
 
 def apply_compile(model: Decoder, backend: str = "inductor") -> None:
-    """Compile, at their first call, the methods ``COMPILED`` of the model's modules and its last norm.
+    """Compile, at their first call, the methods ``COMPILED`` of the model's modules and its last
+    norm.
 
-    Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks stay outside. The
-    loss is in the model's backend, compiled when that was built.
+    Before recomputation, which runs a compiled part again as it is, and before FSDP, whose hooks
+    stay outside. The loss is in the model's backend, compiled when that was built.
     """
     for module in model.modules():
         for name in COMPILED.get(type(module), ()):
@@ -53,7 +56,8 @@ def _compile_method(module: nn.Module, name: str, backend: str) -> None:
     method = compiled(getattr(type(module), name), backend)
 
     def call(*args: Any) -> Any:
-        # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen in torch 2.13).
+        # Given one of torch's asynchronous tensors, compiled code returns no gradient for it (seen
+        # in torch 2.13).
         return method(module, *map(wait_tensor, args))
 
     setattr(module, name, call)
@@ -61,14 +65,16 @@ def _compile_method(module: nn.Module, name: str, backend: str) -> None:
 
 @functools.cache  # one for all modules: torch keeps what it has compiled by function
 def compiled(fn: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """``fn`` compiled at its first call: whole, and once for each dtype and shape of its arguments."""
+    """``fn`` compiled at its first call: whole, and once for each dtype and shape of its
+    arguments."""
     import torch.compiler.config as limits
 
     # Shapes are constants: they do not change, and a kernel that knows them is better.
     code = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     def call(*args: Any) -> Any:
-        # At every call: the limit is one of the thread, and autograd recomputes in threads of its own.
+        # At every call: the limit is one of the thread, and autograd recomputes in threads of its
+        # own.
         if limits.recompile_limit < VERSIONS:
             limits.recompile_limit = VERSIONS
         return code(*args)

@@ -1,9 +1,10 @@
 """Context parallelism: each rank of the cp axis holds a part of every row.
 
-Attention gathers keys and values (for MLA, latents) of all ranks (``ProcessGroupCollection.keys``), puts them in the order of
-the row, and computes for each chunk of queries the keys before its end (``automoe.config.context.query_blocks``).
-With ``parallel.context=ring`` keys and values travel instead and softmaxes are merged: torch's own ring attention, on
-CUDA. It knows causality and head-tail balanced shards (its load balancer cuts rows as ``head_tail_index`` does) but no
+Attention gathers keys and values (for MLA, latents) of all ranks (``ProcessGroupCollection.keys``),
+puts them in the order of the row, and computes for each chunk of queries the keys before its end
+(``automoe.config.context.query_blocks``). With ``parallel.context=ring`` keys and values travel
+instead and softmaxes are merged: torch's own ring attention, on CUDA. It knows causality and
+head-tail balanced shards (its load balancer cuts rows as ``head_tail_index`` does) but no
 documents; validation refuses the rest.
 
 Letters: R positions of the whole row, and those of ``automoe.model.attention``.
@@ -33,14 +34,17 @@ def head_tail_index(seq_len: int, cp: int, rank: int) -> torch.Tensor:
 
 
 def ring_attention(mesh: DeviceMesh) -> AttentionFn:
-    """Attention over all ranks of the cp axis ``mesh``, by torch's ring attention; plain causality, no sinks."""
+    """Attention over all ranks of the cp axis ``mesh``, by torch's ring attention; plain causality,
+    no sinks."""
     # From here on SDPA over DTensors that are cut along the sequence runs torch's ring, in
     # backward too, so it stays on; nothing else in this project hands SDPA a DTensor.
     use_ring_attention()
 
     def attend(q, k, v, mask, scale: float, sinks=None) -> torch.Tensor:
         """q [B, S, N, D], k [B, S, G, D], v [B, S, G, Dv] of this rank -> [B, S, N, Dv]."""
-        assert mask is None and sinks is None, "torch's ring attention has no mask but causality, and no sinks"
+        assert mask is None and sinks is None, (
+            "torch's ring attention has no mask but causality, and no sinks"
+        )
         value_dim, repeats = v.shape[-1], q.shape[2] // k.shape[2]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)

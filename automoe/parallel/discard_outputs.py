@@ -1,9 +1,10 @@
-"""Output-discarding recompute: outputs are freed once they are read, and recomputed when a backward pass asks for them.
+"""Output-discarding recompute: outputs are freed once they are read, and recomputed when a backward
+pass asks for them.
 
-In place of such an output its readers save the function and its inputs, which are kept anyway. The first backward
-formula that needs the output recomputes it, once for all readers, and the last one frees it. Gradients take the path
-they always took. Only values are recomputed, so gradients are equal to the bit; the function should keep nothing but
-its inputs for its own backward pass.
+In place of such an output its readers save the function and its inputs, which are kept anyway. The
+first backward formula that needs the output recomputes it, once for all readers, and the last one
+frees it. Gradients take the path they always took. Only values are recomputed, so gradients are
+equal to the bit; the function should keep nothing but its inputs for its own backward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from automoe.interop.torch_private import innermost_saved_tensor_hooks, storage_
 
 
 def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` as a scope in which outputs of ``discard_outputs`` are discarded; same arguments, same result."""
+    """``fn`` as a scope in which outputs of ``discard_outputs`` are discarded; same arguments, same
+    result."""
 
     def call(*args: Any) -> Any:
         with _Hooks() if torch.is_grad_enabled() else nullcontext():
@@ -35,8 +37,8 @@ def discard_scope(fn: Callable[..., Any]) -> Callable[..., Any]:
 def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, whose outputs are discarded where it is called straight in a ``discard_scope``.
 
-    Args:
-        fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares storage with
+    Args: fn: of tensors and other arguments, to a tensor or a tuple of them, none of which shares
+        storage with
             an argument. Run again, it must give the same numbers.
     """
 
@@ -44,7 +46,11 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
         outputs = fn(*args)
         hooks = _CURRENT.get()
         # A checkpointed part of the scope keeps nothing, and has hooks of its own.
-        if torch.is_grad_enabled() and hooks is not None and innermost_saved_tensor_hooks() == hooks.pair:
+        if (
+            torch.is_grad_enabled()
+            and hooks is not None
+            and innermost_saved_tensor_hooks() == hooks.pair
+        ):
             hooks.discard(_Recompute(fn, args), outputs)
         return outputs
 
@@ -52,7 +58,8 @@ def discard_outputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Hooks(saved_tensors_hooks):
-    """Saves the way to recompute what is discarded, and the rest as it would have been saved without them."""
+    """Saves the way to recompute what is discarded, and the rest as it would have been saved
+    without them."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, operator.call)
@@ -68,7 +75,8 @@ class _Hooks(saved_tensors_hooks):
     def __exit__(self, *exc: object) -> None:
         _CURRENT.reset(self._token)
         super().__exit__(*exc)
-        self.discarded.clear()  # saved tensors hold on to these hooks, and so would recomputes to each other
+        # saved tensors hold on to these hooks, and so would recomputes to each other
+        self.discarded.clear()
 
     def discard(self, recompute: _Recompute, outputs: Any) -> None:
         for i, tensor in enumerate(_as_tuple(outputs)):
@@ -82,7 +90,8 @@ class _Hooks(saved_tensors_hooks):
         if self.outer is not None:
             pack, unpack = self.outer
             return partial(unpack, pack(tensor))
-        kept = tensor.detach()  # itself, it would be in a cycle with the node that saves its own output
+        # itself, it would be in a cycle with the node that saves its own output
+        kept = tensor.detach()
         return lambda: kept
 
 
@@ -94,14 +103,18 @@ def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 class _Recompute:
-    """How to recompute the outputs of ``fn(*args)``, and while some of their readers still wait, the outputs."""
+    """How to recompute the outputs of ``fn(*args)``, and while some of their readers still wait,
+    the outputs."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
         self.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        # Saved as an operation saves its inputs, so that one which is discarded itself is not kept either.
-        self.inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *(args[i] for i in self.tensors))
+        # Saved as an operation saves its inputs, so that one which is discarded itself is not kept
+        # either.
+        self.inputs = _SaveInputs.apply(
+            torch.empty(0, requires_grad=True), *(args[i] for i in self.tensors)
+        )
         self.readers = self.waiting = self.times = 0
         self.recomputed: tuple[torch.Tensor, ...] | None = None
 

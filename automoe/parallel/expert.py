@@ -1,4 +1,5 @@
-"""Expert parallelism as a ``ParallelStyle``: experts sharded over ranks, and a dispatcher that brings tokens to them.
+"""Expert parallelism as a ``ParallelStyle``: experts sharded over ranks, and a dispatcher that
+brings tokens to them.
 
 Shapes: T tokens of this rank, K top-k, H hidden, E experts, R rows that this rank computes.
 """
@@ -48,11 +49,14 @@ def _hierarchical(
     return HierarchicalDispatcher(num_experts, [ProcessGroupDispatch(group) for group in groups])
 
 
-def node_levels(ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None) -> list[dist.ProcessGroup]:
-    """Split the ep group into two: the ranks with this rank's place on every node, and the ranks of this node.
+def node_levels(
+    ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | None
+) -> list[dist.ProcessGroup]:
+    """Split the ep group into two: the ranks with this rank's place on every node, and the ranks of
+    this node.
 
-    Returns the ep group alone if either of them would have one rank. Collective over the world, since NCCL makes
-    groups by splitting the world's.
+    Returns the ep group alone if either of them would have one rank. Collective over the world,
+    since NCCL makes groups by splitting the world's.
 
     Raises:
         ConfigError: the nodes hold unequal numbers of the group's ranks.
@@ -74,7 +78,9 @@ def node_levels(ep: dist.ProcessGroup, gpus_per_node: int, timeout: timedelta | 
         place = ranks.index(dist.get_rank())
         first = place - place % per_node
         levels = [
-            dist.new_group(group, timeout=timeout, use_local_synchronization=True, group_desc=description)
+            dist.new_group(
+                group, timeout=timeout, use_local_synchronization=True, group_desc=description
+            )
             for group, description in (
                 (ranks[place % per_node :: per_node], "mesh_ep_nodes"),
                 (ranks[first : first + per_node], "mesh_ep_node"),
@@ -109,22 +115,24 @@ DISPATCHERS: dict[str, Callable[..., Dispatcher]] = {
 
 
 class ExpertParallel(ParallelStyle):
-    """Shards the experts of a module over the ranks of a mesh, and routes its calls through a dispatcher.
+    """Shards the experts of a module over the ranks of a mesh, and routes its calls through a
+    dispatcher.
 
         parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
-    The module is automoe's ``GroupedExperts``, or any module whose parameters all have the experts as dim 0, whose
-    attribute ``num_experts`` is their number, and which is called with rows [T, H], chosen experts [T, K] and their
-    weights [T, K], as those of transformers are. Its parameters become DTensors on the mesh; its own code computes
-    this rank's experts. Gradients of experts are summed over the tokens of all ranks, those of other parameters are
-    not: average or sum these as for data parallelism. Every rank applies the
-    style, and makes every call, with or without tokens.
+    The module is automoe's ``GroupedExperts``, or any module whose parameters all have the experts
+    as dim 0, whose attribute ``num_experts`` is their number, and which is called with rows [T, H],
+    chosen experts [T, K] and their weights [T, K], as those of transformers are. Its parameters
+    become DTensors on the mesh; its own code computes this rank's experts. Gradients of experts are
+    summed over the tokens of all ranks, those of other parameters are not: average or sum these as
+    for data parallelism. Every rank applies the style, and makes every call, with or without
+    tokens.
 
     The mesh has one axis, or the axes ep and etp; the latter shards the width of ``GroupedExperts``
     (``WIDTH_DIMS``). ``fully_shard`` may follow, over another axis of the same mesh.
 
-    Args:
-        dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical, deepep, or the name of
+    Args: dispatcher: alltoall, allgather (equal numbers of tokens on all ranks), hierarchical,
+        deepep, or the name of
             a plugin.
         gpus_per_node: consecutive ranks that hierarchical takes for a node.
         timeout: of the groups that hierarchical makes; None is torch's default.
@@ -142,7 +150,9 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         dispatchers = DISPATCHERS | registered("moe.dispatcher")
         if dispatcher not in dispatchers:
-            raise BackendError(f"moe.dispatcher={dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}")
+            raise BackendError(
+                f"moe.dispatcher={dispatcher}: no such dispatcher. There are: {', '.join(dispatchers)}"
+            )
         self._make = dispatchers[dispatcher]
         hierarchical = self._make is _hierarchical
         self._options = {"gpus_per_node": gpus_per_node, "timeout": timeout} if hierarchical else {}
@@ -166,21 +176,31 @@ class ExpertParallel(ParallelStyle):
             module.dispatcher = dispatcher
         else:
             module.forward = _RoutedCall(module, dispatcher).route
-            module.num_experts = num_experts // device_mesh.size()  # the module's own code counts its local experts
+            # the module's own code counts its local experts
+            module.num_experts = num_experts // device_mesh.size()
         return module
 
     def dispatcher(self, group: dist.ProcessGroup, num_experts: int) -> Dispatcher:
-        """The dispatcher over ``group`` of all layers with ``num_experts``, made at the first call."""
+        """The dispatcher over ``group`` of all layers with ``num_experts``, made at the first
+        call."""
         key = group.group_name, num_experts
         if key not in self._dispatchers:
-            self._dispatchers[key] = self._make(num_experts, ProcessGroupDispatch(group), **self._options)
+            self._dispatchers[key] = self._make(
+                num_experts, ProcessGroupDispatch(group), **self._options
+            )
         return self._dispatchers[key]
 
-    def _shard(self, module: nn.Module, device_mesh: DeviceMesh, meshes: dict[str, DeviceMesh]) -> None:
+    def _shard(
+        self, module: nn.Module, device_mesh: DeviceMesh, meshes: dict[str, DeviceMesh]
+    ) -> None:
         shards: dict[nn.Parameter, nn.Parameter] = {}  # a parameter with two names stays one
         for name, whole in list(module.named_parameters(remove_duplicate=False)):
             width = module.WIDTH_DIMS[name] if isinstance(module, GroupedExperts) else None
-            dims = {axis: dim for axis, dim in (("ep", 0), ("etp", width)) if axis in meshes and dim is not None}
+            dims = {
+                axis: dim
+                for axis, dim in (("ep", 0), ("etp", width))
+                if axis in meshes and dim is not None
+            }
             for axis, dim in dims.items():
                 _check_divides(axis, meshes[axis].size(), name, whole, dim)
             if not dims:
@@ -188,7 +208,9 @@ class ExpertParallel(ParallelStyle):
             if whole not in shards:
                 mesh = device_mesh if len(dims) == device_mesh.ndim else device_mesh[tuple(dims)]
                 placements = [Shard(dim) for dim in dims.values()]
-                shard = distribute_tensor(whole.data, mesh, placements, src_data_rank=self.src_data_rank)
+                shard = distribute_tensor(
+                    whole.data, mesh, placements, src_data_rank=self.src_data_rank
+                )
                 shards[whole] = nn.Parameter(shard, whole.requires_grad)
             parent, _, last = name.rpartition(".")
             module.get_submodule(parent).register_parameter(last, shards[whole])
@@ -218,10 +240,18 @@ def _check_module(module: nn.Module) -> int:
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     num_experts = getattr(module, "num_experts", None)
     arguments = list(inspect.signature(module.forward).parameters)
-    other = [f"{name} {list(shape)}" for name, shape in shapes.items() if len(shape) < 2 or shape[0] != num_experts]
-    remedy = "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
+    other = [
+        f"{name} {list(shape)}"
+        for name, shape in shapes.items()
+        if len(shape) < 2 or shape[0] != num_experts
+    ]
+    remedy = (
+        "Apply ExpertParallel to the module that holds the stacked weights of a layer's experts"
+    )
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        rule = "its parameters are sharded already, and ExpertParallel shards those of a module once"
+        rule = (
+            "its parameters are sharded already, and ExpertParallel shards those of a module once"
+        )
         remedy = "Apply it once to each module, before fully_shard; one that several layers share is one module"
     elif not shapes:
         rule = "it has no parameters to shard"
@@ -242,7 +272,9 @@ def _check_module(module: nn.Module) -> int:
 def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim: int) -> None:
     number = parameter.shape[dim]
     if number % size:
-        what = f"{number} experts" if axis == "ep" else f"dim {dim} of {name} {list(parameter.shape)}"
+        what = (
+            f"{number} experts" if axis == "ep" else f"dim {dim} of {name} {list(parameter.shape)}"
+        )
         raise ConfigError(
             axis,
             size,
@@ -252,7 +284,8 @@ def _check_divides(axis: str, size: int, name: str, parameter: torch.Tensor, dim
 
 
 class _RoutedCall(nn.Module):
-    """The call of an experts module that knows no ranks, routed through a dispatcher to its code on local shards.
+    """The call of an experts module that knows no ranks, routed through a dispatcher to its code on
+    local shards.
 
     The module's hooks, those of ``fully_shard`` for example, run once, around the routed call.
     """
@@ -270,8 +303,15 @@ class _RoutedCall(nn.Module):
             ConfigError: the arguments are not rows, chosen experts and their weights.
         """
         given = self.signature.bind(*args, **kwargs).args
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in given]
-        if len(given) != 3 or len(shapes[0]) != 2 or shapes[1] != shapes[2] or given[1].is_floating_point():
+        shapes = [
+            tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in given
+        ]
+        if (
+            len(given) != 3
+            or len(shapes[0]) != 2
+            or shapes[1] != shapes[2]
+            or given[1].is_floating_point()
+        ):
             raise ConfigError(
                 "module",
                 type(self.module).__name__,
@@ -288,14 +328,21 @@ class _RoutedCall(nn.Module):
 
         return self.dispatcher(x_TH, topk_ids_TK.to(torch.int64), weights_TK.to(wide), experts)
 
-    def _run_local(self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
-        shards = {f"module.{name}": local_shard(parameter) for name, parameter in self.module.named_parameters()}
+    def _run_local(
+        self, rows_RH: torch.Tensor, offsets_E: torch.Tensor, probs_R: torch.Tensor
+    ) -> torch.Tensor:
+        shards = {
+            f"module.{name}": local_shard(parameter)
+            for name, parameter in self.module.named_parameters()
+        }
         if not len(rows_RH):
-            # Modules may skip experts without rows, and other ranks wait for this one in the backward pass. Empty
-            # slices give every input a gradient of zeros.
+            # Modules may skip experts without rows, and other ranks wait for this one in the
+            # backward pass. Empty slices give every input a gradient of zeros.
             nothing = sum(shard[:0].sum() for shard in shards.values())
             return rows_RH * (probs_R.unsqueeze(1) + nothing).to(rows_RH.dtype)
-        expert_R = torch.searchsorted(offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True)
+        expert_R = torch.searchsorted(
+            offsets_E, torch.arange(len(rows_RH), device=rows_RH.device), right=True
+        )
         return functional_call(self, shards, (rows_RH, expert_R.unsqueeze(1), probs_R.unsqueeze(1)))
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
@@ -303,10 +350,12 @@ class _RoutedCall(nn.Module):
 
 
 def expert_parallel_style(meshes: Meshes, config: Config) -> ExpertParallel:
-    """The style that the configuration names; one object serves all parts of a rank. Collective over the world."""
+    """The style that the configuration names; one object serves all parts of a rank. Collective
+    over the world."""
     style = ExpertParallel(config.moe.dispatcher, config.cluster.gpus_per_node, meshes.timeout)
     if (ep := meshes.group("ep")) is not None:
-        # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts take part.
+        # NCCL makes groups by splitting the world's, so ranks of a pipeline stage without experts
+        # take part.
         style.dispatcher(ep, config.model.num_experts)
     return style
 

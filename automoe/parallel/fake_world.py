@@ -1,4 +1,5 @@
-"""One rank of a large world, built in this process without the others: real meshes, real shards, no storage.
+"""One rank of a large world, built in this process without the others: real meshes, real shards, no
+storage.
 
 torch's fake process group answers every collective at once without moving data, and parameters stay
 on the meta device, so a rank of 1,024 costs seconds and no memory.
@@ -37,7 +38,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def local_shards(config: Config, shape: MeshShape, rank: int) -> dict[str, tuple[tuple[int, ...], int]]:
+def local_shards(
+    config: Config, shape: MeshShape, rank: int
+) -> dict[str, tuple[tuple[int, ...], int]]:
     """What ``rank`` of a run would store: {parameter: (shape of its shard, bytes)}.
 
     A tied embedding held by two of the rank's stages is counted in both, as ``stage.name`` from the

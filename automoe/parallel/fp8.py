@@ -1,8 +1,8 @@
 """Products in 8 bits (``train.fp8``): their scales, and what these have to ask other ranks.
 
-``ParamSpec.fp8`` says which products: linear layers of attention and of dense and shared FFNs, and the routed experts.
-Everything else keeps its precision: embedding, head, router, norms, the scores of attention, a shared expert's output
-gate, and the small projection to a delta net's decays.
+``ParamSpec.fp8`` says which products: linear layers of attention and of dense and shared FFNs, and
+the routed experts. Everything else keeps its precision: embedding, head, router, norms, the scores
+of attention, a shared expert's output gate, and the small projection to a delta net's decays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from automoe.parallel.collectives import communicator
 from automoe.parallel.mesh import Meshes
 from automoe.quantize.formats import E4M3, E5M2
 from automoe.quantize.linear import QuantizedProduct
-from automoe.quantize.scaling import AmaxReduce, Blockwise, Delayed, Scaling, Tensorwise, clipped_share
+from automoe.quantize.scaling import (
+    AmaxReduce,
+    Blockwise,
+    Delayed,
+    Scaling,
+    Tensorwise,
+    clipped_share,
+)
 
 
 def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
@@ -40,7 +47,8 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
     tp, etp = meshes.group("tp"), meshes.group("etp")
     stage = None if mode == "blockwise" else meshes.stage_group()
     for linear in list(_linears(model)):
-        # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole one.
+        # Ranks of tp use different rows or columns of the weight: shards, or some rows of a whole
+        # one.
         differs = isinstance(linear.weight, DTensor) or linear.rows is not None
         linear.product = QuantizedProduct(_scaling(mode, E5M2, stage, tp if differs else None))
         if linear.rows is not None:
@@ -52,11 +60,14 @@ def apply_fp8(model: Decoder, meshes: Meshes, config: Config) -> None:
         layer.experts.backend = QuantizedExperts(up, down)
 
 
-def _sum_of_terms(rows: slice, num_rows: int, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of the gradient of a product with ``rows`` of a weight of ``num_rows``, which other ranks of the group may use.
+def _sum_of_terms(
+    rows: slice, num_rows: int, group: dist.ProcessGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of the gradient of a product with ``rows`` of a weight of ``num_rows``, which other ranks of
+    the group may use.
 
-    Each has a term of the gradient, from queries of its own. One rank would round their sum to 8 bits, so the first of
-    them gets it, and the others, for whose rows it then counts once, zeros.
+    Each has a term of the gradient, from queries of its own. One rank would round their sum to 8
+    bits, so the first of them gets it, and the others, for whose rows it then counts once, zeros.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     shared_by = size * (rows.stop - rows.start) // num_rows  # neighbours, as tp deals out heads
@@ -78,9 +89,13 @@ def _linears(model: Decoder) -> Iterator[Linear]:
 
 
 def _scaling(
-    mode: str, gradients: torch.dtype, stage: dist.ProcessGroup | None, shards: dist.ProcessGroup | None
+    mode: str,
+    gradients: torch.dtype,
+    stage: dist.ProcessGroup | None,
+    shards: dist.ProcessGroup | None,
 ) -> Scaling:
-    """``stage``: the ranks with the rows of a micro-batch; ``shards``: those with other parts of the weight."""
+    """``stage``: the ranks with the rows of a micro-batch; ``shards``: those with other parts of
+    the weight."""
     if mode == "blockwise":
         return Blockwise()
     if mode == "delayed":
@@ -105,13 +120,15 @@ def _check_gpu(capability: tuple[int, int]) -> None:
 def update_scales(model_parts: Iterable[Decoder], meshes: Meshes, stepped: bool) -> float:
     """Once a step: delayed scales remember what any rank of their stage has seen. Collective.
 
-    Returns the share of the stage's scales that numbers of this step went beyond (of this rank's numbers, if the step
-    is skipped), for which the host waits; 0 without delayed scales.
+    Returns the share of the stage's scales that numbers of this step went beyond (of this rank's
+    numbers, if the step is skipped), for which the host waits; 0 without delayed scales.
 
-    Args:
-        stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps, is forgotten.
+    Args: stepped: the step changed the weights. What a skipped one saw, infinite numbers perhaps,
+        is forgotten.
     """
-    delayed = [module for part in model_parts for module in part.modules() if isinstance(module, Delayed)]
+    delayed = [
+        module for part in model_parts for module in part.modules() if isinstance(module, Delayed)
+    ]
     if not delayed:
         return 0.0
     seen = torch.stack([scaling.seen for scaling in delayed])

@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2 and HSDP, experts on their own axis, sums instead of averages.
 
-The loss is already divided by the global batch's token count, so gradients are summed over ranks and
-nothing depends on how many there are (the reason for the divide factor of one).
+The loss is already divided by the global batch's token count, so gradients are summed over ranks
+and nothing depends on how many there are (the reason for the divide factor of one).
 """
 
 from __future__ import annotations
@@ -26,31 +26,44 @@ COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16"
 
 
 def _row_shards(experts: GroupedExperts) -> Callable[[nn.Parameter], Shard]:
-    """Where FSDP cuts each parameter of ``experts``: by rows, I of gate_up_proj [E, 2, I, H] and H of down_proj [E, H, I].
+    """Where FSDP cuts each parameter of ``experts``: by rows, I of gate_up_proj [E, 2, I, H] and H
+    of down_proj [E, H, I].
 
     A row shard of one expert's matrix is contiguous in a HuggingFace checkpoint; and dim 0 already
     belongs to the ep axis.
     """
-    shards = {parameter: Shard(experts.ROW_DIMS[name]) for name, parameter in experts.named_parameters()}
+    shards = {
+        parameter: Shard(experts.ROW_DIMS[name]) for name, parameter in experts.named_parameters()
+    }
     return lambda parameter: shards[parameter]
 
 
-def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig, dtype: str) -> None:
+def apply_data_parallel(
+    model: Decoder, meshes: Meshes, parallel: ParallelConfig, dtype: str
+) -> None:
     """Wrap experts, layers and the model itself with ``fully_shard``, in that order.
 
     The root is wrapped too, so that a pipeline stage is an ``FSDPModule`` and torch defers gradient
     reduction and resharding over its micro-batches.
     """
     compute, reduce = COMPUTE_DTYPES[dtype], PARAM_DTYPES[dtype]
-    # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not here.
-    as_is = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    # Routing weights must reach the experts in full precision, so inputs are cast at the layer, not
+    # here.
+    as_is = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
+    )
     wide = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
     dense = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     shard = partial(fully_shard, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard != "step")
     for block in model.layers.values():
         if isinstance(block.mlp, MoE):
             experts, router = block.mlp.experts, block.mlp.router
-            shard(experts, mesh=meshes.expert_fsdp, mp_policy=as_is, shard_placement_fn=_row_shards(experts))
+            shard(
+                experts,
+                mesh=meshes.expert_fsdp,
+                mp_policy=as_is,
+                shard_placement_fn=_row_shards(experts),
+            )
             if compute != reduce:
                 # The router multiplies in float32; in a unit of its own its weight stays unrounded.
                 shard(router, mp_policy=wide)
@@ -68,8 +81,8 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, parallel: ParallelConfig
 def _gather_ahead(model: Decoder) -> None:
     """Each unit asks for the next one's weights before its own forward pass.
 
-    Left to itself FSDP asks when the host gets there, and the host waits in every MoE layer for the dispatch's sizes.
-    Backward passes ask ahead by themselves, in the opposite order.
+    Left to itself FSDP asks when the host gets there, and the host waits in every MoE layer for the
+    dispatch's sizes. Backward passes ask ahead by themselves, in the opposite order.
     """
     units = []
     for block in model.layers.values():
@@ -85,10 +98,12 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 
 
 def defer(model: nn.Module, parallel: ParallelConfig, last: bool) -> None:
-    """Before a micro-batch without pipelining: reduce and free now, or leave it to the step's last one.
+    """Before a micro-batch without pipelining: reduce and free now, or leave it to the step's last
+    one.
 
     Deferred, weights and gradients stay whole on the rank for the length of the step; that is the
-    price of one gather and one reduction a step, and the plan counts it. A model without FSDP has nothing to reduce.
+    price of one gather and one reduction a step, and the plan counts it. A model without FSDP has
+    nothing to reduce.
     """
     if not isinstance(model, FSDPModule):
         return

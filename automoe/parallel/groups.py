@@ -1,4 +1,5 @@
-"""Every process group of this rank: opened together before the first step, and how long its collectives wait."""
+"""Every process group of this rank: opened together before the first step, and how long its
+collectives wait."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from automoe.interop.torch_private import process_groups, set_group_timeout
 
 SAVES = "checkpoint"  # description of the group over which saves and loads talk
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")  # DeviceMesh's groups over which tokens travel
+# DeviceMesh's groups over which tokens travel
+_DISPATCH = ("mesh_ep", "mesh_ep_nodes", "mesh_ep_node", "mesh_etp")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What opening the groups took on this rank; ``num_bytes`` of a GPU's memory outside of torch's allocator."""
+    """What opening the groups took on this rank; ``num_bytes`` of a GPU's memory outside of torch's
+    allocator."""
 
     count: int
     seconds: float
@@ -32,9 +35,9 @@ class Opened:
 def open_groups() -> Opened:
     """Make each group's connections now, by a sum of ones over each of its backends. Collective.
 
-    Backends connect with the first collective: left to the steps, that is in the middle of one, and with memory that
-    nobody has counted. An all-to-all connects more (1.06 GB a GPU before, 4.34 after: nccl#1685), so groups that
-    dispatch have one.
+    Backends connect with the first collective: left to the steps, that is in the middle of one, and
+    with memory that nobody has counted. An all-to-all connects more (1.06 GB a GPU before, 4.34
+    after: nccl#1685), so groups that dispatch have one.
 
     Raises:
         RuntimeError: a group's sum is not its number of ranks.
@@ -44,20 +47,26 @@ def open_groups() -> Opened:
         torch.cuda.synchronize()
     free, began = torch.cuda.mem_get_info()[0] if cuda else 0, time.perf_counter()
     for group in process_groups():
-        backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"; of gloo alone also "cuda:gloo"
+        # "cpu:gloo,cuda:nccl"; of gloo alone also "cuda:gloo"
+        backends = dist.get_backend_config(group)
         for device in [one for one in ("cpu", "cuda") if f"{one}:{_BACKENDS[one]}" in backends]:
             ones = torch.ones(group.size(), device=device)  # on CUDA the current one
             dist.all_reduce(ones, group=group)
             if group.group_desc in _DISPATCH and device == ("cuda" if cuda else "cpu"):
                 dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
             if (total := ones[0].item()) != group.size():
-                raise RuntimeError(f"{total:.0f} of the {group.size()} ranks of {group.group_desc} answered")
+                raise RuntimeError(
+                    f"{total:.0f} of the {group.size()} ranks of {group.group_desc} answered"
+                )
     seconds = time.perf_counter() - began
-    return Opened(len(process_groups()), seconds, max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0)
+    return Opened(
+        len(process_groups()), seconds, max(free - torch.cuda.mem_get_info()[0], 0) if cuda else 0
+    )
 
 
 def set_timeouts(seconds: float) -> None:
-    """From now on collectives fail after ``seconds``, but those of saves and loads, which have their own."""
+    """From now on collectives fail after ``seconds``, but those of saves and loads, which have
+    their own."""
     for group in process_groups():
         if group.group_desc != SAVES:
             set_group_timeout(group, timedelta(seconds=seconds))

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape
-from automoe.interop.torch_private import concatenate_meshes, flatten_mesh, process_groups, set_group_timeout
+from automoe.interop.torch_private import (
+    concatenate_meshes,
+    flatten_mesh,
+    process_groups,
+    set_group_timeout,
+)
 
 # FSDP needs a mesh even where it has nothing to cut, for mixed precision and deferred reduction.
 _ALWAYS_PRESENT = ("dp_shard", "ep_shard")
@@ -52,7 +57,8 @@ class Meshes:
         return self.shape.coordinates(dist.get_rank(), view)[axis]
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """All ranks with the layers of this one, which hold the rows of a micro-batch; None if it is alone."""
+        """All ranks with the layers of this one, which hold the rows of a micro-batch; None if it
+        is alone."""
         axes = [axis for axis in DEFAULT_AXES if axis != "pp" and self.group(axis) is not None]
         if len(axes) < 2:
             return self.group(axes[0]) if axes else None
@@ -68,11 +74,13 @@ class Meshes:
         return self.coordinate("dp_replicate") * self.shape.dp_shard + self.coordinate("dp_shard")
 
 
-def build_meshes(shape: MeshShape, device: torch.device, timeout: timedelta | None = None) -> Meshes:
+def build_meshes(
+    shape: MeshShape, device: torch.device, timeout: timedelta | None = None
+) -> Meshes:
     """Both DeviceMeshes of the initialised process group.
 
-    Args:
-        timeout: after which a collective of any of their groups fails. Groups do not take the world's:
+    Args: timeout: after which a collective of any of their groups fails. Groups do not take the
+        world's:
             left alone they wait for torch's default of half an hour.
 
     Raises:
@@ -87,7 +95,9 @@ def build_meshes(shape: MeshShape, device: torch.device, timeout: timedelta | No
 
     def view(axes: tuple[str, ...]) -> DeviceMesh:
         kept = [axis for axis in axes if getattr(shape, axis) > 1 or axis in _ALWAYS_PRESENT]
-        return init_device_mesh(device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept))
+        return init_device_mesh(
+            device.type, tuple(getattr(shape, axis) for axis in kept), mesh_dim_names=tuple(kept)
+        )
 
     default, moe = view(DEFAULT_AXES), view(MOE_AXES)
     fsdp = flatten_mesh(default["dp_shard", "cp"], "fsdp") if shape.cp > 1 else default["dp_shard"]

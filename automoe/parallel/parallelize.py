@@ -1,4 +1,5 @@
-"""How a model meets the meshes: one function that orders the stages, and the builder that calls it."""
+"""How a model meets the meshes: one function that orders the stages, and the builder that calls
+it."""
 
 from __future__ import annotations
 
@@ -29,15 +30,18 @@ from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import checked_loss
 from automoe.parallel.tensor import apply_tensor_parallel
 
-FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}  # what makes them, for ``moe.experts``
+# what makes them, for ``moe.experts``
+FOREIGN_EXPERTS = {"te": transformer_engine.experts, "quack": quack.experts}
 
 
 def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertParallel) -> None:
-    """Apply every axis but pp, compilation and recomputation to one part, in the only order that composes.
+    """Apply every axis but pp, compilation and recomputation to one part, in the only order that
+    composes.
 
-    Collectives of tp, ep and cp belong to what is compiled and to what is recomputed. A recomputed region
-    runs compiled code again as it is, but for ``core_attn``, which lies within a compiled part and is recomputed by
-    the compiler. FSDP comes last: its hooks stay outside both, on modules, whose weights are then gathered.
+    Collectives of tp, ep and cp belong to what is compiled and to what is recomputed. A recomputed
+    region runs compiled code again as it is, but for ``core_attn``, which lies within a compiled
+    part and is recomputed by the compiler. FSDP comes last: its hooks stay outside both, on
+    modules, whose weights are then gathered.
     """
     apply_tensor_parallel(part, meshes)
     apply_expert_parallel(part, meshes, style)
@@ -50,23 +54,36 @@ def parallelize(part: Decoder, meshes: Meshes, config: Config, style: ExpertPara
 
 
 def build_backend(config: Config, meshes: Meshes | None = None) -> BackendConfig:
-    """What the meshes (None: one rank) and the configuration decide about every part before it is built.
+    """What the meshes (None: one rank) and the configuration decide about every part before it is
+    built.
 
-    Raises:
-        BackendError: an implementation whose package is missing, or that this machine does not serve.
-        ConfigError: as ``checked_loss``.
+    Raises: BackendError: an implementation whose package is missing, or that this machine does not
+        serve. ConfigError: as ``checked_loss``.
     """
-    kernels, ring = config.kernels, None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp")
+    kernels, ring = (
+        config.kernels,
+        None if meshes is None or config.parallel.context != "ring" else meshes.axis("cp"),
+    )
     named = config.train.loss
-    attend = transformer_engine.attention() if kernels.attention == "te" else attention_fn(kernels.attention)
+    attend = (
+        transformer_engine.attention()
+        if kernels.attention == "te"
+        else attention_fn(kernels.attention)
+    )
     return BackendConfig(
-        pg_collection=ProcessGroupCollection() if meshes is None else _build_communicators(meshes, config.parallel),
-        experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS) if config.model.num_moe_layers else None,
+        pg_collection=ProcessGroupCollection()
+        if meshes is None
+        else _build_communicators(meshes, config.parallel),
+        experts=expert_backend(config.moe.experts, FOREIGN_EXPERTS)
+        if config.model.num_moe_layers
+        else None,
         attend=attend if ring is None else ring_attention(ring),
         rope=rope_fns(kernels.rope),
         norm=transformer_engine.norm() if kernels.norm == "te" else RMSNorm,
         chunk_loss=compiled(chunk_loss) if config.train.compile else chunk_loss,
-        loss=None if named == "cross_entropy" else checked_loss(registered("train.loss")[named], named),
+        loss=None
+        if named == "cross_entropy"
+        else checked_loss(registered("train.loss")[named], named),
         always_masked=config.train.compile,
         seed=config.train.seed,
     )
@@ -113,7 +130,9 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
     """This rank's pipeline stages, parallelized, still on the meta device: {stage number: part}."""
     shape: MeshShape = meshes.shape
     stages = split_layers(
-        config.model.num_layers, shape.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
+        config.model.num_layers,
+        shape.pp * config.parallel.stages_per_rank,
+        config.parallel.layers_per_stage,
     )
     mine = stage_of_rank(shape.pp, config.parallel.stages_per_rank)[meshes.coordinate("pp")]
     backend, style = build_backend(config, meshes), expert_parallel_style(meshes, config)
@@ -138,7 +157,8 @@ def build_parts(config: Config, meshes: Meshes) -> dict[int, Decoder]:
 
 
 def allocate(model_parts: dict[int, Decoder], device: torch.device) -> None:
-    """Give this rank's shards storage: adapters and buffers at their first values, parameters not yet filled."""
+    """Give this rank's shards storage: adapters and buffers at their first values, parameters not
+    yet filled."""
     for part in model_parts.values():
         part.to_empty(device=device)
         reset_buffers(part)

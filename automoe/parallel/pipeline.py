@@ -39,17 +39,23 @@ from automoe.parallel.mesh import Meshes
 
 SENDS_KEPT = 2  # of each stage and direction, that may still be on their way
 
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+SCHEDULES = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
 
 unshard_every_stage_once()  # parallel.reshard=step frees them once a step
 
-Inputs = dict[str, Any]  # keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
+# keyword arguments of ``Decoder.forward``: tensors of M B rows, and the step's counts
+Inputs = dict[str, Any]
 
 
 def counted_parameters(model_parts: Iterable[Decoder]) -> Iterator[nn.Parameter]:
     """Parameters of these parts, each of the model's once over all stages."""
     for part in model_parts:
-        copies = part.embed_tokens is not None and not part.embeds  # it only predicts with the embedding
+        # it only predicts with the embedding
+        copies = part.embed_tokens is not None and not part.embeds
         skipped = {id(p) for p in part.embed_tokens.parameters()} if copies else set()
         yield from (parameter for parameter in part.parameters() if id(parameter) not in skipped)
 
@@ -57,24 +63,35 @@ def counted_parameters(model_parts: Iterable[Decoder]) -> Iterator[nn.Parameter]
 class SharedGradients:
     """Gradients of which several ranks hold a term each, summed once at the end of a step.
 
-    Three kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms, routers, latent
-    projections) while it sees only its shard of the tokens; under expert tensor parallelism, adapters that its ranks
-    keep whole while each has a part of the width; under a pipeline with tied embeddings, the first and the last stage's
-    copies of one parameter. Copies start equal, since initialisation and checkpoints go by name, and stay equal, since
-    all of them take the sum. Every rank builds it: all ranks make groups together.
+    Three kinds: under tensor parallelism, parameters that every tp rank keeps whole (norms,
+    routers, latent projections) while it sees only its shard of the tokens; under expert tensor
+    parallelism, adapters that its ranks keep whole while each has a part of the width; under a
+    pipeline with tied embeddings, the first and the last stage's copies of one parameter. Copies
+    start equal, since initialisation and checkpoints go by name, and stay equal, since all of them
+    take the sum. Every rank builds it: all ranks make groups together.
     """
 
     def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes) -> None:
         self._by_group: list[tuple[dist.ProcessGroup, list[torch.Tensor]]] = []
         if (tp := meshes.group("tp")) is not None:
-            whole = [p for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)]
+            whole = [
+                p for part in model_parts.values() for p in part.parameters() if _whole_over_tp(p)
+            ]
             self._by_group.append((tp, whole))
         if (etp := meshes.group("etp")) is not None:
-            experts = [layer.experts for part in model_parts.values() for _, layer in part.moe_layers()]
-            whole = [p for e in experts for name, p in e.named_parameters() if e.WIDTH_DIMS[name] is None]
+            experts = [
+                layer.experts for part in model_parts.values() for _, layer in part.moe_layers()
+            ]
+            whole = [
+                p for e in experts for name, p in e.named_parameters() if e.WIDTH_DIMS[name] is None
+            ]
             self._by_group.append((etp, whole))
         if meshes.shape.pp > 1 and any(part.config.tie_embeddings for part in model_parts.values()):
-            tied = [part.embed_tokens.weight for part in model_parts.values() if part.embed_tokens is not None]
+            tied = [
+                part.embed_tokens.weight
+                for part in model_parts.values()
+                if part.embed_tokens is not None
+            ]
             for stages in meshes.shape.groups("default", "pp"):
                 ends = [stages[0], stages[-1]]
                 group = dist.new_group(ends, timeout=meshes.timeout)
@@ -84,21 +101,27 @@ class SharedGradients:
     def sum(self) -> None:
         """Replace every shared gradient by its sum over the ranks that hold a term of it.
 
-        The ranks of a group shard a parameter alike, so local shards are summed, all in one collective.
+        The ranks of a group shard a parameter alike, so local shards are summed, all in one
+        collective.
         """
         for group, parameters in self._by_group:
             gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
             if not gradients:
                 continue
             # Terms may be bfloat16 (optim.master_weights=stochastic); their sum is not.
-            flat = torch.cat([g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients])
+            flat = torch.cat(
+                [g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+            )
             dist.all_reduce(flat, group=group)
-            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            for gradient, total in zip(
+                gradients, flat.split([g.numel() for g in gradients]), strict=True
+            ):
                 gradient.copy_(total.view_as(gradient))
 
 
 def _whole_over_tp(parameter: torch.Tensor) -> bool:
-    """Whether every tp rank keeps all of it: not sharded over tp, and not an expert's (those live on the moe mesh)."""
+    """Whether every tp rank keeps all of it: not sharded over tp, and not an expert's (those live
+    on the moe mesh)."""
     axes = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     dense = all(axis in (*DEFAULT_AXES, "fsdp") for axis in axes)
     return dense and "tp" not in axes
@@ -107,16 +130,25 @@ def _whole_over_tp(parameter: torch.Tensor) -> bool:
 def checked_loss(loss: Loss | None, name: str) -> Loss | None:
     """``loss``, whose numbers have names that no other number of a step or a validation has.
 
-    Raises:
-        ConfigError: one that is taken, is listed twice or begins with ``val_``; or another ``mean_over``.
+    Raises: ConfigError: one that is taken, is listed twice or begins with ``val_``; or another
+        ``mean_over``.
     """
     names = [*getattr(loss, "metrics", ())]
     for one in names:
-        if is_taken(one) or is_taken(f"val_{one}") or one.startswith("val_") or names.count(one) > 1:
+        if (
+            is_taken(one)
+            or is_taken(f"val_{one}")
+            or one.startswith("val_")
+            or names.count(one) > 1
+        ):
             rule = f"it reports {one!r}, and the record has that name, or its val_ form, for another number"
-            raise ConfigError("train.loss", name, rule, "Name it otherwise in its metrics and where it reports")
+            raise ConfigError(
+                "train.loss", name, rule, "Name it otherwise in its metrics and where it reports"
+            )
     if (over := getattr(loss, "mean_over", "tokens")) not in ("tokens", "documents"):
-        raise ConfigError("train.loss", name, f"mean_over={over!r}", "A loss is a mean over tokens or documents")
+        raise ConfigError(
+            "train.loss", name, f"mean_over={over!r}", "A loss is a mean over tokens or documents"
+        )
     return loss
 
 
@@ -127,7 +159,9 @@ class StepRunner(ABC):
         model_parts: this rank's stages.
     """
 
-    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes, device: torch.device) -> None:
+    def __init__(
+        self, model_parts: dict[int, Decoder], meshes: Meshes, device: torch.device
+    ) -> None:
         self.model_parts, self.device = model_parts, device
         self.shared = SharedGradients(model_parts, meshes)
         self.reports_loss = meshes.coordinate("tp") == 0
@@ -147,12 +181,13 @@ class StepRunner(ABC):
     def train(self, inputs: Inputs) -> torch.Tensor:
         """Forward and backward; gradients are summed over the global batch when it returns.
 
-        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and on
-        all tp ranks but the first, which have the same.
+        Returns the sum of this rank's shares of the loss: zero on ranks without the last stage, and
+        on all tp ranks but the first, which have the same.
         """
 
     def evaluate(self, inputs: Inputs) -> torch.Tensor:
-        """Run a forward pass without gradients or counting; returns this rank's share of the loss, as ``train``."""
+        """Run a forward pass without gradients or counting; returns this rank's share of the loss,
+        as ``train``."""
         shares = self.outputs(inputs)
         if shares is None or not self.reports_loss:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -162,23 +197,34 @@ class StepRunner(ABC):
     def outputs(self, inputs: Inputs) -> torch.Tensor | None:
         """Run a forward pass without gradients or counting.
 
-        Returns what the last stage returns, joined over micro-batches; None on ranks without the last stage.
+        Returns what the last stage returns, joined over micro-batches; None on ranks without the
+        last stage.
         """
 
     def take_reported(self) -> dict[str, torch.Tensor]:
-        """This rank's shares of what the loss has reported since the last call, by every name that it may report."""
-        zero, found = torch.zeros((), dtype=torch.float64, device=self.device), dict[str, torch.Tensor]()
+        """This rank's shares of what the loss has reported since the last call, by every name that
+        it may report."""
+        zero, found = (
+            torch.zeros((), dtype=torch.float64, device=self.device),
+            dict[str, torch.Tensor](),
+        )
         for part in self.model_parts.values():
             for name in getattr(part.loss, "metrics", ()):
-                found[name] = found.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
-            assert not part.reported, f"a loss lists in metrics what it reports: {sorted(part.reported)}"
+                found[name] = (
+                    found.get(name, zero) + part.reported.pop(name, zero) * self.reports_loss
+                )
+            assert not part.reported, (
+                f"a loss lists in metrics what it reports: {sorted(part.reported)}"
+            )
         return found
 
 
 class SingleStageRunner(StepRunner):
     """The whole model on this rank: a loop over micro-batches."""
 
-    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
+    def __init__(
+        self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
+    ) -> None:
         super().__init__(model_parts, meshes, device)
         self.part, self.config = model_parts[0], config
 
@@ -196,7 +242,10 @@ class SingleStageRunner(StepRunner):
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> torch.Tensor:
         self.part.eval()
-        found = [self.part(micro_batch.pop("tokens"), **micro_batch) for micro_batch in self._split(inputs)]
+        found = [
+            self.part(micro_batch.pop("tokens"), **micro_batch)
+            for micro_batch in self._split(inputs)
+        ]
         self.part.train()
         _reshard([self.part])
         return torch.cat(found)
@@ -205,16 +254,20 @@ class SingleStageRunner(StepRunner):
         size = self.config.train.micro_batch_size
         counts = {"token_counts": inputs["token_counts"]}
         chunks = {name: value.split(size) for name, value in inputs.items() if name not in counts}
-        return [counts | {name: tensors[i] for name, tensors in chunks.items()} for i in range(len(chunks["tokens"]))]
+        return [
+            counts | {name: tensors[i] for name, tensors in chunks.items()}
+            for i in range(len(chunks["tokens"]))
+        ]
 
 
 class Stage(BufferlessStage):
     """A stage that keeps few of its sends waiting.
 
-    Attributes:
-        sends_itself: under a schedule that starts sends one by one and waits for them at the end of the step, which
-            keeps all that was sent: they are started here, and waited for after a few more. The other side posts the
-            receive in the order of the schedule, and needs nothing of this rank for it that comes later.
+    Attributes: sends_itself: under a schedule that starts sends one by one and waits for them at
+        the end of the step, which
+            keeps all that was sent: they are started here, and waited for after a few more. The
+            other side posts the receive in the order of the schedule, and needs nothing of this
+            rank for it that comes later.
     """
 
     sends_itself = False
@@ -233,7 +286,9 @@ class Stage(BufferlessStage):
     def _send(self, ops: list[dist.P2POp], sent: deque[list[dist.Work]]) -> list[dist.P2POp]:
         if not self.sends_itself:
             return ops
-        works = (dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops)
+        works = (
+            dist.isend(op.tensor, group=op.group, group_dst=op.group_peer, tag=op.tag) for op in ops
+        )
         sent.append([work for work in works if work is not None])
         _wait_for_sends(sent, SENDS_KEPT)
         return []
@@ -257,7 +312,8 @@ def wait_for_ranks(works: list[dist.Work], timeout: timedelta) -> None:
 
 @contextmanager
 def receives_in_time(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Make gloo's sends and receives honour the current timeout of ``group``, not the one that it was made with.
+    """Make gloo's sends and receives honour the current timeout of ``group``, not the one that it
+    was made with.
 
     NCCL's watchdog ends both, and a wait that is given a time would hold the host.
     """
@@ -276,13 +332,17 @@ class PipelineRunner(StepRunner):
     uninitialised activations and pollute the expert counts.
     """
 
-    def __init__(self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> None:
+    def __init__(
+        self, model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
+    ) -> None:
         super().__init__(model_parts, meshes, device)
         num_stages, train = meshes.shape.pp * config.parallel.stages_per_rank, config.train
         rows, seq = train.micro_batch_size, train.seq_len // meshes.shape.cp
 
         def meta(*size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+            return torch.empty(
+                size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point
+            )
 
         compute = COMPUTE_DTYPES[train.dtype]
         tokens = meta(rows, seq, dtype=torch.int64)
@@ -324,7 +384,10 @@ class PipelineRunner(StepRunner):
 
     def _run(self, run, inputs: Inputs, losses: list[torch.Tensor]) -> torch.Tensor | None:
         kwargs = {name: tensor for name, tensor in inputs.items() if name != "tokens"}
-        tokens, labels = [inputs["tokens"]] if self.first else [], inputs["labels"] if self.last else None
+        tokens, labels = (
+            [inputs["tokens"]] if self.first else [],
+            inputs["labels"] if self.last else None,
+        )
         with receives_in_time(self.stages[0].group, self.device):
             found = run(*tokens, target=labels, losses=losses, **kwargs)
             for stage in self.stages:
@@ -333,13 +396,16 @@ class PipelineRunner(StepRunner):
 
 
 def _reshard(model_parts) -> None:
-    # A forward without a backward leaves gathered weights behind, and a checkpoint would save those.
+    # A forward without a backward leaves gathered weights behind, and a checkpoint would save
+    # those.
     for part in model_parts:
         for module in fsdp_modules(part):
             module.reshard()
 
 
-def build_runner(model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device) -> StepRunner:
+def build_runner(
+    model_parts: dict[int, Decoder], meshes: Meshes, config: Config, device: torch.device
+) -> StepRunner:
     """The runner for this rank's stages."""
     if meshes.shape.pp == 1:
         return SingleStageRunner(model_parts, meshes, config, device)

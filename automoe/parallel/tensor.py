@@ -1,9 +1,11 @@
-"""Tensor parallelism with sequence parallelism: weights sharded over the tp axis, positions sharded between blocks.
+"""Tensor parallelism with sequence parallelism: weights sharded over the tp axis, positions sharded
+between blocks.
 
-The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053), with the norms' positions
-sharded as in arXiv 2205.05198: tokens are gathered before, sums reduce-scattered after. MLA gathers its latents, which
-are narrower than the hidden state. The router therefore sees other tokens on every tp rank, and experts folded over tp
-need no communication of their own for it.
+The first weights of a block are colwise and the last rowwise (Megatron-LM, arXiv 1909.08053), with
+the norms' positions sharded as in arXiv 2205.05198: tokens are gathered before, sums
+reduce-scattered after. MLA gathers its latents, which are narrower than the hidden state. The
+router therefore sees other tokens on every tp rank, and experts folded over tp need no
+communication of their own for it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from automoe.parallel.mesh import Meshes
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int) -> None:
-    """Make parameter ``name`` of ``module`` a DTensor, sharded over each axis of ``mesh`` on one of ``dims``."""
+    """Make parameter ``name`` of ``module`` a DTensor, sharded over each axis of ``mesh`` on one of
+    ``dims``."""
     placements = [Shard(dim) for dim in dims]
     whole = getattr(module, name)
     sharded = distribute_tensor(whole.data, mesh, placements, src_data_rank=None)
@@ -36,7 +39,11 @@ def apply_tensor_parallel(model: Decoder, meshes: Meshes) -> None:
     assert model.backend.pg_collection.sequence.num_ranks == mesh.size(), "built for another mesh"
     for name, _ in list(model.named_parameters()):
         spec = find_spec(name)
-        if spec is None or spec.tp is None or (spec.per_kv_head and model.config.attention.num_kv_heads < mesh.size()):
+        if (
+            spec is None
+            or spec.tp is None
+            or (spec.per_kv_head and model.config.attention.num_kv_heads < mesh.size())
+        ):
             continue
         path, _, last = name.rpartition(".")
         shard_parameter(model.get_submodule(path), last, mesh, spec.tp)

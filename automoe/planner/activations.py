@@ -50,12 +50,17 @@ UNEVEN = 2.0  # times the even load of experts: where routers start, and at time
 
 def at_load(batch: BatchPlan, factor: float, config: Config, mesh: MeshShape) -> BatchPlan:
     """``batch`` where the experts of one rank get ``factor`` times their even share of rows, or as many as they can."""
-    return replace(batch, expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most_load(config, mesh)))
+    return replace(
+        batch,
+        expert_rows_per_rank=batch.expert_rows_per_rank * min(factor, most_load(config, mesh)),
+    )
 
 
 def most_load(config: Config, mesh: MeshShape) -> float:
     """Times their even share that experts of a rank can get: what all of ``ep`` send, what capacity lets through."""
-    most = min(float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf)
+    most = min(
+        float(mesh.ep), max(1.0, config.moe.capacity_factor) if config.moe.capacity_factor else inf
+    )
     return 1.0 if config.moe.pad_to_capacity else most  # every rank computes as much as any
 
 
@@ -69,7 +74,9 @@ class TokenLoad:
     mask_numbers: int  # of the attention masks, over the micro-batch's rows; 0: plain causality
     window_numbers: int  # the same of layers with a sliding window, which always have a mask
     number_bytes: int  # of an activation
-    dispatched: bool  # expert rows are received in a buffer; else experts read the rank's own tokens
+    dispatched: (
+        bool  # expert rows are received in a buffer; else experts read the rank's own tokens
+    )
     # Attention on a CPU keeps values and outputs at the width of the keys. CUDA's keeps the values as a view into the
     # projection that also made the keys.
     on_cpu: bool
@@ -77,7 +84,9 @@ class TokenLoad:
     copies_groups: bool
     tp: int = 1
     etp: int = 1
-    read_rows: float = 0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
+    read_rows: float = (
+        0.0  # that the experts' backward gives a gradient: the rank's tokens, or what it received
+    )
     loop: bool = False  # experts by autograd, one after the other
     scores: bool = False  # attention keeps every one of them (kernels.attention=math)
 
@@ -149,18 +158,26 @@ def layer_activation_bytes(
     parts["experts"] = 0.0 if "moe" in recompute else size * (load.expert_rows * per_row + received)
     # Scores; then a choice's expert, weight and places, of which a recomputed dispatch keeps none.
     per_choice = (8 + 2 * wide) * tokens * top_k if "moe" in recompute else 32 * load.expert_rows
-    scored = 1 + model.router.softmax_after_topk  # the gather of chosen logits keeps them all, and the scores
+    scored = (
+        1 + model.router.softmax_after_topk
+    )  # the gather of chosen logits keeps them all, and the scores
     parts["router"] = float(wide * tokens * scored * model.num_experts + per_choice)
     return parts
 
 
-def mask_bytes(config: Config, load: TokenLoad, layers: list[int], recompute: dict[int, frozenset[str]]) -> float:
+def mask_bytes(
+    config: Config, load: TokenLoad, layers: list[int], recompute: dict[int, frozenset[str]]
+) -> float:
     """What a micro-batch keeps for all layers of a stage: angles, and masks where a recomputed attention reads them."""
     attention = config.model.attention
     dims = attention.qk_rope_head_dim
     if attention.kind == "gqa":
         dims = int(attention.head_dim * config.model.rope.partial_rotary_factor)
-    again = [layer for layer in layers if recompute[layer] & {FULL, "core_attn"} and not is_linear(attention, layer)]
+    again = [
+        layer
+        for layer in layers
+        if recompute[layer] & {FULL, "core_attn"} and not is_linear(attention, layer)
+    ]
     plain = load.mask_numbers * any(not window_of(attention, layer) for layer in again)
     window = load.window_numbers * any(window_of(attention, layer) for layer in again)
     return float(load.number_bytes * load.tp * load.tokens * dims + plain + window)
@@ -171,11 +188,18 @@ def _norm_input(width: int, size: int) -> int:
     return size * width + 4
 
 
-def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, recompute: frozenset[str]) -> float:
+def _attention_bytes(
+    attention: AttentionConfig, layer: int, load: TokenLoad, recompute: frozenset[str]
+) -> float:
     again = "core_attn" in recompute
     if is_linear(attention, layer):
         return _delta_net_bytes(attention, load, again)
-    size, heads, tokens, kv_tokens = load.number_bytes, attention.num_heads, load.tokens, load.kv_tokens
+    size, heads, tokens, kv_tokens = (
+        load.number_bytes,
+        attention.num_heads,
+        load.tokens,
+        load.kv_tokens,
+    )
     mask_numbers = load.window_numbers if window_of(attention, layer) else load.mask_numbers
     by_math = load.scores and not again
     mask_bytes = mask_numbers * size  # one a layer, in the dtype of heads
@@ -195,7 +219,9 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
             # A key more a row; one more dim, to a multiple of 8, holds the sinks; what leaves the kernel is cut.
             kept += size * tokens * heads * dim
             longer = 1 + tokens / load.window_numbers
-            return kept + longer * size * (dim + 8 - dim % 8) * (2 * tokens * heads + 2 * kv_tokens * groups)
+            return kept + longer * size * (dim + 8 - dim % 8) * (
+                2 * tokens * heads + 2 * kv_tokens * groups
+            )
         return kept + size * dim * (2 * tokens * heads + 2 * kv_tokens * groups)
     qk, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
     padded = load.on_cpu and value < qk
@@ -214,10 +240,14 @@ def _attention_bytes(attention: AttentionConfig, layer: int, load: TokenLoad, re
         kept += size * heads * (tokens * (query + out) + kv_tokens * (key + stored_value))
     latent, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
     gathered = kv_tokens > tokens  # latents and rotated keys travel side by side
-    kept += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (latent + rope * (gathered or promised))
+    kept += tokens * _norm_input(latent, size) + size * load.tp * kv_tokens * (
+        latent + rope * (gathered or promised)
+    )
     kept += size * tokens * rope  # in the storage of the latent, which its norm keeps
     if attention.q_lora_rank is not None:
-        kept += tokens * (_norm_input(attention.q_lora_rank, size) + size * load.tp * attention.q_lora_rank)
+        kept += tokens * (
+            _norm_input(attention.q_lora_rank, size) + size * load.tp * attention.q_lora_rank
+        )
     return kept
 
 
@@ -230,11 +260,16 @@ def _math_bytes(load: TokenLoad, heads: int, qk: int, value: int, sinks: bool = 
     """Scaled queries and keys, values for every head, and scores, all wide; and the output that is projected."""
     tokens, kv_tokens, wide = load.tokens, float(load.kv_tokens), max(4, load.number_bytes)
     scores, output = score_numbers(load, heads), heads * tokens * value
-    if sinks:  # one key more a row; heads are wider, to a multiple of 8, and what leaves the kernel is cut
+    if (
+        sinks
+    ):  # one key more a row; heads are wider, to a multiple of 8, and what leaves the kernel is cut
         longer = 1 + tokens / load.window_numbers
         qk, kv_tokens, scores = qk + 8 - qk % 8, longer * kv_tokens, longer * scores
         value = qk
-    return float(wide * (heads * (tokens * qk + kv_tokens * (qk + value)) + scores) + load.number_bytes * output)
+    return float(
+        wide * (heads * (tokens * qk + kv_tokens * (qk + value)) + scores)
+        + load.number_bytes * output
+    )
 
 
 def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -> float:
@@ -248,11 +283,18 @@ def _delta_net_bytes(attention: AttentionConfig, load: TokenLoad, again: bool) -
     heads, groups = attention.linear_num_value_heads, attention.linear_num_key_heads
     key, value = attention.linear_key_head_dim, attention.linear_value_head_dim
     channels = 2 * groups * key + heads * value
-    convolved = 3 if again or size == wide else 2  # the rule keeps wider copies of what it was given
-    kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (3 * value + 5)
+    convolved = (
+        3 if again or size == wide else 2
+    )  # the rule keeps wider copies of what it was given
+    kept = size * tokens * (convolved * channels + 2 * heads * value) + wide * tokens * heads * (
+        3 * value + 5
+    )
     if again:
         return float(kept)
-    inside = heads * (6 * DELTA_CHUNK + 3 * value + 10 * key + key * value / DELTA_CHUNK + 3) + 2 * groups
+    inside = (
+        heads * (6 * DELTA_CHUNK + 3 * value + 10 * key + key * value / DELTA_CHUNK + 3)
+        + 2 * groups
+    )
     if size < wide:
         inside += 2 * groups * key
     return kept + wide * tokens * inside

@@ -78,7 +78,9 @@ class Bench:
         torch.set_num_threads(self.threads)
         return torch.device("cpu"), getattr(torch, self.dtype)
 
-    def seconds(self, work: Callable[[], object], rounds: int = ROUNDS, number: int | None = None) -> float:
+    def seconds(
+        self, work: Callable[[], object], rounds: int = ROUNDS, number: int | None = None
+    ) -> float:
         """Of one call, the median of ``rounds``; ``number``: calls of a round, None: as many as take ``LEAST_S``."""
         work()
         if number is None:
@@ -118,7 +120,9 @@ def calibrate(folder: Path, args: Arguments) -> int:
     path = _new_file(folder, bench)
     pool = RankPool(max_ranks=ranks)
     print(f"measuring {bench.device}, {bench.dtype}: about half a minute", flush=True)
-    alone: dict[str, Any] = pool.run(measure_alone, 1, bench, config.model, config.cluster.peak_flops)[0]
+    alone: dict[str, Any] = pool.run(
+        measure_alone, 1, bench, config.model, config.cluster.peak_flops
+    )[0]
     links = [pool.run(measure_links, size, bench) for size in (2, 4) if size <= ranks]
     pool.close()
     values = cluster_values(bench, alone, links, path.stem, gpus)
@@ -128,7 +132,9 @@ def calibrate(folder: Path, args: Arguments) -> int:
         path.write_text(text)
     except OSError as error:
         rule = f"{path} cannot be written: {error.strerror}"
-        raise ConfigError("out", str(folder), rule, "Set out=FOLDER, one you may write to") from error
+        raise ConfigError(
+            "out", str(folder), rule, "Set out=FOLDER, one you may write to"
+        ) from error
     print(f"{text}\ntake it  automoe plan --config-dir {folder} cluster={path.stem}")
     return 0
 
@@ -160,8 +166,12 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
         side = (
             round(intensity * size / (1 - intensity * size / (2 * bench.rows)) / 8) * 8
         )  # [rows, side] x [side, side]
-        rows, weight = (torch.randn(n, side, device=device, dtype=dtype) for n in (bench.rows, side))
-        speeds.append(2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight))
+        rows, weight = (
+            torch.randn(n, side, device=device, dtype=dtype) for n in (bench.rows, side)
+        )
+        speeds.append(
+            2 * bench.rows * side**2 / bench.seconds(lambda rows=rows, weight=weight: rows @ weight)
+        )
     if device.type == "cuda" and not peak:
         from automoe.interop.torchtitan import peak_flops
 
@@ -177,7 +187,9 @@ def measure_alone(bench: Bench, model: ModelConfig, peak: float) -> dict[str, An
     found["step"] = max(few + rest - 2 * 2 * found["host_layer"], 0.0)
     few, more, _ = _steps(bench, device, [usual(bench, layers) for layers in (2, 6)])
     found["layer"] = (more - few) / 4
-    found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    found["memory_bytes"] = (
+        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    )
     return found
 
 
@@ -187,7 +199,10 @@ def _attention(bench: Bench, device: torch.device, dtype: torch.dtype) -> float:
     import torch.nn.functional as F
 
     heads, dim, seq = 4, 64, bench.seq
-    q, k, v = (torch.randn(2, heads, seq, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(2, heads, seq, dim, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
     mask = None if device.type == "cuda" else torch.ones(seq, seq, dtype=torch.bool).tril()
 
     def run() -> None:
@@ -228,7 +243,12 @@ def usual(bench: Bench, layers: int) -> Config:
     """A model of products as large as those that were measured alone, with all that comes between them."""
     hidden = 2 * bench.expert
     attention = AttentionConfig(num_heads=hidden // 64, num_kv_heads=hidden // 64, head_dim=64)
-    sizes = {"hidden_size": hidden, "num_layers": layers, "num_experts": 8, "moe_intermediate_size": bench.expert}
+    sizes = {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_experts": 8,
+        "moe_intermediate_size": bench.expert,
+    }
     model = ModelConfig(family="mixtral", attention=attention, **sizes)  # type: ignore[arg-type]
     return _config(bench, model, 2 * bench.seq)
 
@@ -257,16 +277,30 @@ def _steps(bench: Bench, device: torch.device, configs: list[Config]) -> list[fl
         parts = build_parts(config, meshes)
         materialize(parts, config, device)
         runner = build_runner(parts, meshes, config, device)
-        runs.append((config, runner, TrainState(parts, build_optimizer(list(parts.values()), config.optim, 0))))
+        runs.append(
+            (
+                config,
+                runner,
+                TrainState(parts, build_optimizer(list(parts.values()), config.optim, 0)),
+            )
+        )
     index = torch.arange(configs[0].train.seq_len).unsqueeze(0)
     batch = StepBatch(index % 256, index % 256, index, torch.zeros_like(index), 0, 0)
     for turn in range(2 + 2 * ROUNDS):
         for place, (config, runner, state) in enumerate(runs):
             made: list[Any] = []
 
-            def forward(config: Config = config, runner: Any = runner, state: Any = state, made: Any = made) -> None:
+            def forward(
+                config: Config = config, runner: Any = runner, state: Any = state, made: Any = made
+            ) -> None:
                 inputs, trained = prepare_inputs(batch, meshes, config, device)
-                made += [state, forward_backward(state, runner, inputs, config), trained, meshes, config]
+                made += [
+                    state,
+                    forward_backward(state, runner, inputs, config),
+                    trained,
+                    meshes,
+                    config,
+                ]
 
             first = bench.once(forward)
             rest = bench.once(lambda made=made: optimizer_step(*made))
@@ -298,12 +332,18 @@ def measure_links(bench: Bench) -> dict[str, dict[int, float]]:
         }
         for name, work in works.items():
             dist.barrier()
-            found[name][size] = bench.seconds(lambda work=work: wait_tensor(work()), number=16 if size == SMALL else 4)
+            found[name][size] = bench.seconds(
+                lambda work=work: wait_tensor(work()), number=16 if size == SMALL else 4
+            )
     return found
 
 
 def cluster_values(
-    bench: Bench, alone: dict[str, Any], links: list[list[dict[str, dict[int, float]]]], name: str, gpus: int
+    bench: Bench,
+    alone: dict[str, Any],
+    links: list[list[dict[str, dict[int, float]]]],
+    name: str,
+    gpus: int,
 ) -> dict[str, Any]:
     """What of ``ClusterConfig`` was measured; shares of the model's constants are those of these speeds.
 
@@ -312,8 +352,15 @@ def cluster_values(
     """
     cpu, constants = bench.device == "cpu", Constants.load()
     values: dict[str, Any] = {"name": name, "gpu": alone["gpu"]}
-    values |= {"peak_flops": alone["peak"], "memory_bandwidth": alone["memory"], "memory_bytes": alone["memory_bytes"]}
-    values |= {"gpus_per_node": gpus or MAX_CPU_RANKS_PER_CORE * num_cores(), "cores": num_cores() if cpu else 0}
+    values |= {
+        "peak_flops": alone["peak"],
+        "memory_bandwidth": alone["memory"],
+        "memory_bytes": alone["memory_bytes"],
+    }
+    values |= {
+        "gpus_per_node": gpus or MAX_CPU_RANKS_PER_CORE * num_cores(),
+        "cores": num_cores() if cpu else 0,
+    }
     values |= {"gemm_curve": alone["curve"], "gemm_curve_from": float(bench.first)}
     shares = {"host_layer": alone["host_layer"], "step": alone["step"]}
     shares |= {"overlap": 0.0} if cpu else {}  # what sends is what computes
@@ -321,7 +368,9 @@ def cluster_values(
         delays, speeds = [], []
         for world, ranks in zip((2, 4), links, strict=False):
             for kind in ranks[0]:
-                small, large = (mean(rank[kind][size] for rank in ranks) for size in sorted(ranks[0][kind]))
+                small, large = (
+                    mean(rank[kind][size] for rank in ranks) for size in sorted(ranks[0][kind])
+                )
                 sent = max(ranks[0][kind]) * (1 - 1 / world)
                 delays.append(small)
                 speeds.append(sent / max(large - small, 1e-9))
@@ -330,14 +379,20 @@ def cluster_values(
     shares["attention"] = alone["attention"] / (alone["peak"] * alone["curve"][-1])
     # Grouped products and whole layers, as the model times them at these speeds, to those measured.
     config = replace(usual(bench, 2), cluster=ClusterConfig(**values))
-    machine = Machine.of(config, replace(constants, gemm=1.0, grouped=1.0, memory=1.0, attention=shares["attention"]))
+    machine = Machine.of(
+        config, replace(constants, gemm=1.0, grouped=1.0, memory=1.0, attention=shares["attention"])
+    )
     n = bench.expert
     products = machine.gemm(n, 2 * n, n, 8) + machine.gemm(n, n, n, 8)
-    passes = machine.pass_over(5 * machine.number_bytes * 8 * n * n)  # rows gathered, the activation
+    passes = machine.pass_over(
+        5 * machine.number_bytes * 8 * n * n
+    )  # rows gathered, the activation
     shares["grouped"] = products / max(alone["experts"] - passes, products / 1.5)
     machine = replace(machine, constants=replace(machine.constants, grouped=shares["grouped"]))
     mesh = resolve_mesh(MeshConfig(), 1)
-    layer = layer_time(Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset())
+    layer = layer_time(
+        Place.of(config, mesh, machine, plan_batch(config, mesh), False, 0), 0, frozenset()
+    )
     said = sum(half.seconds for half in layer)
     host = 2 * alone["host_layer"] * cpu  # a GPU computes meanwhile
     shares["gemm"] = shares["memory"] = min(said / max(alone["layer"] - host, said / 10), 1.0)

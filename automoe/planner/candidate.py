@@ -45,7 +45,10 @@ class Candidate:
     @cached_property
     def peak(self) -> float:
         """Bytes of the rank that needs most, at even load of the experts, without the reserve."""
-        return max(rank.peak for rank in plan_memory(self.config, self.mesh, plan_batch(self.config, self.mesh)))
+        return max(
+            rank.peak
+            for rank in plan_memory(self.config, self.mesh, plan_batch(self.config, self.mesh))
+        )
 
     @cached_property
     def _uneven_ranks(self) -> list[RankMemory]:
@@ -85,7 +88,9 @@ def ladder(config: Config, fixed: Sequence[str] = ()) -> list[list[str] | str]:
 
     def legal(names: list[str]) -> bool:
         parallel = replace(config.parallel, recompute=names, recompute_layers=None)
-        return not any(broken for _, broken, _, _ in recompute_rows(replace(config, parallel=parallel)))
+        return not any(
+            broken for _, broken, _, _ in recompute_rows(replace(config, parallel=parallel))
+        )
 
     names = [name for name in LADDER if legal([name])]
     return [*(names[:count] for count in range(len(names) + 1)), FULL]

@@ -72,7 +72,9 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
     found: dict[str, _Tensor] = {}
     largest = staged = 0.0
     layers = split_layers(
-        config.model.num_layers, mesh.pp * config.parallel.stages_per_rank, config.parallel.layers_per_stage
+        config.model.num_layers,
+        mesh.pp * config.parallel.stages_per_rank,
+        config.parallel.layers_per_stage,
     )
     for stages in stage_of_rank(mesh.pp, config.parallel.stages_per_rank):
         held = {one.name: one for stage in stages for one in _tensors(config, mesh, layers, stage)}
@@ -81,12 +83,22 @@ def checkpoint_cost(config: Config, mesh: MeshShape, step_seconds: float) -> Che
         staged = max(staged, sum(one.local for one in held.values()))
     shards = sum(one.shards for one in found.values()) + len(own) * mesh.world_size
     tensors = len(found) + len(own) * mesh.world_size
-    total = sum(one.bytes + SHARD_BYTES * one.shards for one in found.values()) + mine * mesh.world_size
+    total = (
+        sum(one.bytes + SHARD_BYTES * one.shards for one in found.values()) + mine * mesh.world_size
+    )
     files = mesh.world_size + 2
     bandwidth = cluster.storage_bandwidth or STORAGE_BANDWIDTH
     per_node = total / ceil(mesh.world_size / cluster.gpus_per_node)
-    write = max((largest + mine) / HASH_BANDWIDTH, per_node / bandwidth, total / (cluster.storage_limit or inf))
-    copy = staged / (cluster.memory_bandwidth or HOST_BANDWIDTH if on_cpu else cluster.host_bandwidth or HOST_BANDWIDTH)
+    write = max(
+        (largest + mine) / HASH_BANDWIDTH,
+        per_node / bandwidth,
+        total / (cluster.storage_limit or inf),
+    )
+    copy = staged / (
+        cluster.memory_bandwidth or HOST_BANDWIDTH
+        if on_cpu
+        else cluster.host_bandwidth or HOST_BANDWIDTH
+    )
     interval = min(saves.every * step_seconds or inf, 60 * saves.every_minutes or inf)
     kept = most_kept(config, interval / step_seconds)
     return CheckpointCost(
@@ -114,30 +126,46 @@ def most_kept(config: Config, steps_between: float) -> int:
     if not saves.saves:
         return 0
     by_step = steps // lcm(saves.keep_every, saves.every or 1) if saves.keep_every else 0
-    return min(max(saves.keep, 1) + saves.keep_best + by_step, max(1, ceil(steps / max(1.0, steps_between))))
+    return min(
+        max(saves.keep, 1) + saves.keep_best + by_step,
+        max(1, ceil(steps / max(1.0, steps_between))),
+    )
 
 
 def _tensors(config: Config, mesh: MeshShape, layers: list[range], stage: int) -> Iterator[_Tensor]:
     """What a pipeline stage has, one rank's part and all of it."""
     model, optim, sizes = config.model, config.optim, Sizes(config, mesh)
     ranks = mesh.world_size // mesh.pp
-    left_out = model.hf_path is not None and not model.upcycle and bool(config.lora.rank or config.train.freeze)
+    left_out = (
+        model.hf_path is not None
+        and not model.upcycle
+        and bool(config.lora.rank or config.train.freeze)
+    )
     for param in as_stored(with_adapters(stage_params(model, layers, stage), config), config):
         if not (param.trained or left_out):
-            yield _sharded(f"model.{param.name}", param, mesh, param.bytes_each(sizes.weights_each(param)))
+            yield _sharded(
+                f"model.{param.name}", param, mesh, param.bytes_each(sizes.weights_each(param))
+            )
         elif param.trained:
             yield _sharded(f"model.{param.name}", param, mesh, sizes.weights_each(param))
             for name in ("exp_avg", "exp_avg_sq"):
-                yield _sharded(f"optimizer.{name}.{param.name}", param, mesh, sizes.moments_each(param))
+                yield _sharded(
+                    f"optimizer.{name}.{param.name}", param, mesh, sizes.moments_each(param)
+                )
             if optim.ema_decay:
                 yield _sharded(f"optimizer.ema.{param.name}", param, mesh, sizes.wide)
             yield _Tensor(f"optimizer.step.{param.name}", 4, 4, 1, ranks)
-        matrix = param.part in ("attention", "dense_ffn", "shared_experts", "routed_experts") and param.multiplies
+        matrix = (
+            param.part in ("attention", "dense_ffn", "shared_experts", "routed_experts")
+            and param.multiplies
+        )
         if config.train.fp8 == "delayed" and matrix:
             yield _Tensor(f"model.{param.name}.history", HISTORY_BYTES, HISTORY_BYTES, 1, ranks)
     for layer in layers[stage]:
         if layer >= model.first_k_dense:
-            buffers = {"load_fractions": 8} | ({"expert_bias": 4} if model.router.expert_bias else {})
+            buffers = {"load_fractions": 8} | (
+                {"expert_bias": 4} if model.router.expert_bias else {}
+            )
             for name, size in buffers.items():
                 numbers = size * model.num_experts
                 yield _Tensor(f"model.layers.{layer}.mlp.router.{name}", numbers, numbers, 1, ranks)
@@ -147,11 +175,19 @@ def _sharded(name: str, param: Param, mesh: MeshShape, size: int) -> _Tensor:
     ranks = mesh.world_size // mesh.pp
     if param.expert:
         shards = mesh.ep_shard * mesh.ep * (1 if param.whole_over_etp else mesh.etp)
-        return _Tensor(name, size * param.numel, size * local_numel(param, mesh), shards, ranks // shards)
+        return _Tensor(
+            name, size * param.numel, size * local_numel(param, mesh), shards, ranks // shards
+        )
     cuts = 1 if param.tp_dim(mesh.tp) is None else mesh.tp
     rows = param.shape[0] // (mesh.tp if param.tp_dim(mesh.tp) == 0 else 1)
     chunk = ceil(rows / mesh.fsdp)
     # Where rows are fewer than chunks, the empty ones behind the last row are one shard more.
     filled = ceil(rows / chunk)
     shards = cuts * (filled + (filled < mesh.fsdp))
-    return _Tensor(name, size * param.numel, size * local_numel(param, mesh), shards, ranks // (cuts * mesh.fsdp))
+    return _Tensor(
+        name,
+        size * param.numel,
+        size * local_numel(param, mesh),
+        shards,
+        ranks // (cuts * mesh.fsdp),
+    )

@@ -47,7 +47,9 @@ class Cost:
     off_node: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.off_node + other.off_node)
+        return Cost(
+            self.seconds + other.seconds, self.bytes + other.bytes, self.off_node + other.off_node
+        )
 
     def __mul__(self, times: float) -> Cost:
         return Cost(times * self.seconds, times * self.bytes, times * self.off_node)
@@ -86,7 +88,12 @@ def all_to_all(machine: Machine, group: Group, sent: float) -> Cost:
 
 
 def dispatch_once(
-    machine: Machine, group: Group, token: float, top_k: int, most_nodes: int = 0, together: bool = True
+    machine: Machine,
+    group: Group,
+    token: float,
+    top_k: int,
+    most_nodes: int = 0,
+    together: bool = True,
 ) -> Cost:
     """The same for rows of tokens that cross to a node once, and there to a rank once.
 
@@ -126,4 +133,6 @@ def send(machine: Machine, group: Group, num_bytes: float) -> Cost:
     if group.size == 1:
         return NOTHING
     link = machine.on_node if group.nodes == 1 else machine.off_node
-    return Cost(num_bytes / link + machine.constants.latency, num_bytes, num_bytes * (group.nodes > 1))
+    return Cost(
+        num_bytes / link + machine.constants.latency, num_bytes, num_bytes * (group.nodes > 1)
+    )

@@ -26,7 +26,15 @@ from automoe.config.recompute import FULL
 from automoe.config.schema import AttentionConfig, Config, is_linear, window_of
 from automoe.model.adapters import packed_shape, with_adapters
 from automoe.model.params import Param, layer_params
-from automoe.planner.communication import NOTHING, Cost, Group, all_to_all, dispatch_once, exchange_sizes, gather
+from automoe.planner.communication import (
+    NOTHING,
+    Cost,
+    Group,
+    all_to_all,
+    dispatch_once,
+    exchange_sizes,
+    gather,
+)
 from automoe.planner.machine import Machine
 from automoe.planner.step_memory import DTYPE_BYTES
 
@@ -93,8 +101,12 @@ def summarise(params: list[Param], tp: int, config: Config) -> LayerWeights:
             groups = param.shape[0] if param.expert else 1
             columns = param.shape[-1]
             rows = param.numel // groups // columns
-            weights.append(Weight(param.part, param.name, rows, columns, groups, dim, param.trained, packed))
-    return LayerWeights(tuple(weights), gathered[False], gathered[True], trained[False], trained[True])
+            weights.append(
+                Weight(param.part, param.name, rows, columns, groups, dim, param.trained, packed)
+            )
+    return LayerWeights(
+        tuple(weights), gathered[False], gathered[True], trained[False], trained[True]
+    )
 
 
 @dataclass
@@ -104,7 +116,9 @@ class Pass:
     compute: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     communication: dict[str, Cost] = field(default_factory=dict)
-    again: dict[str, dict[str, Cost]] = field(default_factory=dict)  # by module: what its recomputation sends
+    again: dict[str, dict[str, Cost]] = field(
+        default_factory=dict
+    )  # by module: what its recomputation sends
 
     def add(self, part: str, seconds: float) -> None:
         self.compute += seconds
@@ -124,7 +138,9 @@ def busiest(config: Config, mesh: MeshShape, machine: Machine) -> float:
     moe = config.moe
     busy = 1.0 if moe.gate == "balanced" else machine.constants.imbalance
     if moe.capacity_factor:
-        busy = moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
+        busy = (
+            moe.capacity_factor if moe.pad_to_capacity else min(busy, max(1.0, moe.capacity_factor))
+        )
     return busy if mesh.ep > 1 else 1.0
 
 
@@ -153,7 +169,10 @@ class Place:
     ) -> Place:
         train, busy = config.train, busiest(config, mesh, machine)
         key = repr((config.model, config.lora, train.freeze, train.trainable, train.dtype))
-        rows, wide = busy * batch.expert_rows_per_rank, gradient_bytes or DTYPE_BYTES[train.dtype][2]
+        rows, wide = (
+            busy * batch.expert_rows_per_rank,
+            gradient_bytes or DTYPE_BYTES[train.dtype][2],
+        )
         return cls(config, mesh, machine, batch.tokens_per_micro_batch, rows, key, fused, wide)
 
     @property
@@ -171,7 +190,9 @@ class Place:
         if axis == "fsdp":
             return Group.of(self.mesh.fsdp, self.mesh.tp, self.machine.gpus_per_node)
         view = "moe" if axis.startswith("e") else "default"
-        return Group.of(getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node)
+        return Group.of(
+            getattr(self.mesh, axis), self.mesh.stride(view, axis), self.machine.gpus_per_node
+        )
 
 
 def layer_time(place: Place, layer: int, again: frozenset[str]) -> tuple[Pass, Pass]:
@@ -208,7 +229,9 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         rows, columns = float(weight.rows), float(weight.columns)
         if weight.part == "routed_experts":
             local = weight.groups / mesh.ep
-            rows, columns = (rows, columns / mesh.etp) if "down" in weight.name else (rows / mesh.etp, columns)
+            rows, columns = (
+                (rows, columns / mesh.etp) if "down" in weight.name else (rows / mesh.etp, columns)
+            )
             seconds, part = machine.gemm(place.rows / local, rows, columns, local), "moe"
             tokens = place.rows
         else:
@@ -216,7 +239,10 @@ def _products(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
             tokens = 1.0 * place.tokens * (mesh.tp if cut else 1)
             if "kv_b_proj" in weight.name and place.gathers_latents:
                 tokens *= mesh.cp  # and expanded for whole rows
-            rows, columns = rows / (mesh.tp if weight.tp_dim == 0 else 1), columns / (mesh.tp if weight.tp_dim else 1)
+            rows, columns = (
+                rows / (mesh.tp if weight.tp_dim == 0 else 1),
+                columns / (mesh.tp if weight.tp_dim else 1),
+            )
             seconds, part = machine.gemm(tokens, rows, columns), _PART.get(weight.part, "attention")
             if weight.part == "router" and place.config.moe.router_dtype == "float32":
                 seconds *= SLOW_PRODUCTS
@@ -253,7 +279,11 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
     attention, seq, size = config.model.attention, config.train.seq_len, machine.number_bytes
     tokens, tp = place.tokens * mesh.tp, mesh.tp
     if is_linear(attention, layer):
-        state = attention.linear_num_value_heads * attention.linear_key_head_dim * attention.linear_value_head_dim
+        state = (
+            attention.linear_num_value_heads
+            * attention.linear_key_head_dim
+            * attention.linear_value_head_dim
+        )
         seconds = machine.attention(6.0 * state / tp * tokens) / DELTA_NET
     else:
         window = window_of(attention, layer)
@@ -264,11 +294,17 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
         sharing = mesh.cp if gathered else 1
         seen = mean_keys(seq, sharing, window) if masked else seq / 2
         flops = 2.0 * score_dims(attention) * attention.num_heads / tp * tokens * seen
-        seconds = machine.attention(flops) + machine.pass_over(size * tokens * seen if masked else 0.0)
+        seconds = machine.attention(flops) + machine.pass_over(
+            size * tokens * seen if masked else 0.0
+        )
     forward.add("core_attn", seconds)
     backward.add("core_attn", ATTENTION_BACKWARD * seconds)
-    heads = attention.num_heads + (attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads)
-    turned = machine.pass_over(1.0 * size * tokens / tp * heads * score_dims(attention) * (1 + attention.qk_norm))
+    heads = attention.num_heads + (
+        attention.num_kv_heads if attention.kind == "gqa" else attention.num_heads
+    )
+    turned = machine.pass_over(
+        1.0 * size * tokens / tp * heads * score_dims(attention) * (1 + attention.qk_norm)
+    )
     forward.add("attention", turned)
     backward.add("attention", 2 * turned)
     if mesh.cp > 1 and not is_linear(attention, layer):
@@ -278,7 +314,10 @@ def _attention(place: Place, layer: int, forward: Pass, backward: Pass) -> None:
 def _context_parallel(place: Place, forward: Pass, backward: Pass, attending: float) -> None:
     """Keys and values of whole rows; their gradients go back by a reduce-scatter, or around a second time."""
     attention, mesh, machine = place.config.model.attention, place.mesh, place.machine
-    whole, constants = 1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp, machine.constants
+    whole, constants = (
+        1.0 * machine.number_bytes * place.tokens * mesh.tp * mesh.cp,
+        machine.constants,
+    )
     if place.config.parallel.context == "ring":
         # Values as wide as keys, for all heads, travel while those that are there are used.
         dims = attention.head_dim
@@ -337,7 +376,9 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
         there, back, once = _dispatch(place, chosen)
         hidden, seconds = 0.0, (there + back).seconds
         if config.moe.overlap_shared_experts and model.shared_width:
-            hidden = machine.constants.overlap * min(forward.parts.get("shared_experts", 0.0), seconds)
+            hidden = machine.constants.overlap * min(
+                forward.parts.get("shared_experts", 0.0), seconds
+            )
         seen = (there + back).seen(seconds - hidden)
         forward.send("ep", seen + once)
         backward.send("ep", seen)
@@ -345,7 +386,9 @@ def _routing(place: Place, forward: Pass, backward: Pass) -> None:
         forward.again.setdefault("moe", {})["ep"] = there.seen(share * seen.seconds) + once
     if mesh.etp > 1:
         row = 1.0 * size * model.hidden_size
-        there, back = (gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row))
+        there, back = (
+            gather(machine, place.group("etp"), place.rows * width) for width in (row + 4, row)
+        )
         once = NOTHING if config.moe.pad_to_capacity else exchange_sizes(machine)
         forward.send("etp", there + back + once)
         backward.send("etp", there + back)
@@ -357,7 +400,11 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
     config, machine, group = place.config, place.machine, place.group("ep")
     model, moe, tokens = config.model, config.moe, place.tokens * place.mesh.ep
     top_k, row = model.num_experts_per_token, 1.0 * machine.number_bytes * model.hidden_size
-    once = NOTHING if moe.pad_to_capacity else exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))
+    once = (
+        NOTHING
+        if moe.pad_to_capacity
+        else exchange_sizes(machine, moe.dispatcher in ("deepep", "allgather"))
+    )
     if moe.dispatcher in ("deepep", "hierarchical"):
         limit = model.router.topk_groups if model.router.num_groups == group.nodes else 0
         together = moe.dispatcher == "deepep"
@@ -370,8 +417,16 @@ def _dispatch(place: Place, chosen: float) -> tuple[Cost, Cost, Cost]:
         return there, back, once * levels
     if moe.dispatcher == "allgather":
         there = gather(machine, group, tokens * row) + gather(machine, group, 4.0 * tokens * top_k)
-        return there, gather(machine, group, tokens * row), once + gather(machine, group, 8.0 * tokens * top_k)
-    return all_to_all(machine, group, chosen * (row + 4)), all_to_all(machine, group, chosen * row), once
+        return (
+            there,
+            gather(machine, group, tokens * row),
+            once + gather(machine, group, 8.0 * tokens * top_k),
+        )
+    return (
+        all_to_all(machine, group, chosen * (row + 4)),
+        all_to_all(machine, group, chosen * row),
+        once,
+    )
 
 
 def _run_again(forward: Pass, backward: Pass, again: frozenset[str]) -> None:

@@ -64,7 +64,11 @@ class Machine:
     @classmethod
     def of(cls, config: Config, constants: Constants) -> Machine:
         cluster = config.cluster
-        gain = cluster.peak_flops_fp8 / cluster.peak_flops if cluster.peak_flops and cluster.peak_flops_fp8 else 1.0
+        gain = (
+            cluster.peak_flops_fp8 / cluster.peak_flops
+            if cluster.peak_flops and cluster.peak_flops_fp8
+            else 1.0
+        )
         link = cluster.intra_node_bandwidth or NOMINAL_LINK
         constants = replace(constants, **cluster.constants) if cluster.constants else constants
         return cls(
@@ -89,7 +93,13 @@ class Machine:
         place = min(max(log2(flops / moved) - self.first, 0.0), len(self.curve) - 1.0)
         below = min(int(place), len(self.curve) - 2)
         share = self.curve[below] + (place - below) * (self.curve[below + 1] - self.curve[below])
-        speed = self.peak * self.fp8 * share * self.constants.gemm * (self.constants.grouped if groups > 1 else 1.0)
+        speed = (
+            self.peak
+            * self.fp8
+            * share
+            * self.constants.gemm
+            * (self.constants.grouped if groups > 1 else 1.0)
+        )
         # Below the curve's first point a product is as fast as it is read.
         return groups * max(flops / speed, moved / self.memory)
 

@@ -17,12 +17,26 @@ from automoe.errors import ConfigError
 from automoe.model.adapters import as_stored, with_adapters
 from automoe.model.params import Param, stage_params
 from automoe.planner.activations import TokenLoad
-from automoe.planner.step_memory import Moment, Sizes, StagePlan, gathered_numel, local_numel, plan_stage, trained
+from automoe.planner.step_memory import (
+    Moment,
+    Sizes,
+    StagePlan,
+    gathered_numel,
+    local_numel,
+    plan_stage,
+    trained,
+)
 
 UNITS_RESIDENT = 2  # FSDP units gathered at once when freed after use: the one at work and the next
-SENDS_KEPT = 2  # of each stage and direction (``automoe.parallel.pipeline``), where stages are interleaved
-INPUT_BYTES = 6 * 8 + 1  # a token: ids, labels, positions, document, index, row; whether it is padding
-BATCH_BYTES = 4 * 8  # and on the CPU, where they are anyway, the first four as they came from the loader
+SENDS_KEPT = (
+    2  # of each stage and direction (``automoe.parallel.pipeline``), where stages are interleaved
+)
+INPUT_BYTES = (
+    6 * 8 + 1
+)  # a token: ids, labels, positions, document, index, row; whether it is padding
+BATCH_BYTES = (
+    4 * 8
+)  # and on the CPU, where they are anyway, the first four as they came from the loader
 # An update of stochastically rounded parameters on the CPU: numbers in float32, indices and random bits in int64, a
 # block of this many elements at a time. On CUDA it is one kernel.
 UPDATE_BYTES, UPDATE_BLOCK = 56, 1 << 22
@@ -51,7 +65,9 @@ class RankMemory:
     head: float  # cross-entropy workspace, last stage only
     recompute: float  # what one recomputed region holds again during its backward pass
     widened: int  # the largest packed matrix (lora.base) as it is multiplied
-    temporaries: float  # of the part of a layer that is in its backward pass; of a reduction; of the update
+    temporaries: (
+        float  # of the part of a layer that is in its backward pass; of a reduction; of the update
+    )
     micro_batches_in_flight: list[int]  # of each of the rank's stages
     moment: str  # which it is
 
@@ -83,14 +99,18 @@ def plan_memory(config: Config, mesh: MeshShape, batch: BatchPlan) -> list[RankM
 
 def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) -> RankMemory:
     model, parallel = config.model, config.parallel
-    layers = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
+    layers = split_layers(
+        model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
+    )
     numbers = stage_of_rank(mesh.pp, parallel.stages_per_rank)[pp_rank]
     bare = [stage_params(model, layers, stage) for stage in numbers]
     held = [as_stored(with_adapters(stage, config), config) for stage in bare]
     params = [param for stage in held for param in stage]
     sizes, load = Sizes(config, mesh), TokenLoad.of(config, mesh, batch)
     stages = [
-        plan_stage(config, sizes, load, list(layers[stage]), own, stage == 0, stage == len(layers) - 1)
+        plan_stage(
+            config, sizes, load, list(layers[stage]), own, stage == 0, stage == len(layers) - 1
+        )
         for stage, own in zip(numbers, held, strict=True)
     ]
     if mesh.pp > 1:
@@ -106,8 +126,12 @@ def _plan_rank(config: Config, mesh: MeshShape, batch: BatchPlan, pp_rank: int) 
         params=sum(param.numel for stage in bare for param in stage),
         weights=sizes.weights(params),
         moments=sizes.moments(params),
-        averages=sizes.total(local_numel, trained(params), sizes.wide) if config.optim.ema_decay else 0,
-        inputs=(INPUT_BYTES // mesh.cp + BATCH_BYTES * load.on_cpu) * batch.rows_per_rank * config.train.seq_len,
+        averages=sizes.total(local_numel, trained(params), sizes.wide)
+        if config.optim.ema_decay
+        else 0,
+        inputs=(INPUT_BYTES // mesh.cp + BATCH_BYTES * load.on_cpu)
+        * batch.rows_per_rank
+        * config.train.seq_len,
         **most.parts,
         widened=0 if most.name == "update" else widened,
         micro_batches_in_flight=most.in_flight,
@@ -125,7 +149,11 @@ def _loop_moments(
         deferred = False  # each gradient is added to what is there as it comes
         # Adapters are rounded where they are multiplied, and kept so for the backward pass.
         copies = sizes.compute < sizes.wide and config.lora.rank
-        rounded = sizes.compute * sum(gathered_numel(param, mesh) for param in trained(params)) if copies else 0
+        rounded = (
+            sizes.compute * sum(gathered_numel(param, mesh) for param in trained(params))
+            if copies
+            else 0
+        )
         stage = replace(
             stage, rest_weights=rounded, rest_gradients=0,
             layers=[replace(layer, weights=0, gradients=0, experts=0) for layer in stage.layers],
@@ -142,7 +170,9 @@ def _loop_moments(
         for moment in (loss, *stage.backward(adds, reduces, mesh.ep_shard)):
             if parallel.reshard == "micro_batch":
                 moment = replace(moment, gathered_weights=min(stage.weights, few))
-            yield replace(moment, in_flight=[1], gradients=stage.sharded if added else moment.gradients)
+            yield replace(
+                moment, in_flight=[1], gradients=stage.sharded if added else moment.gradients
+            )
 
 
 def _pipeline_moments(
@@ -151,7 +181,9 @@ def _pipeline_moments(
     """A stage keeps weights from its first backward pass, and gradients until its last, whatever the policy."""
     parallel, num_micro_batches = config.parallel, batch.num_micro_batches
     if parallel.schedule != "GPipe" and num_micro_batches % mesh.pp == 0:
-        num_micro_batches = min(num_micro_batches, 4 * mesh.pp)  # after the warm-up each round is like the one before
+        num_micro_batches = min(
+            num_micro_batches, 4 * mesh.pp
+        )  # after the warm-up each round is like the one before
     gathered = sum(stage.weights for stage in stages)
     held, done, seen = [0] * len(stages), [False] * len(stages), set()
     most = {
@@ -159,7 +191,9 @@ def _pipeline_moments(
         for i, stage in enumerate(stages)
         for adds in (False, True)
     }
-    for is_forward, i in rank_actions(parallel.schedule, mesh.pp, len(stages), num_micro_batches, pp_rank):
+    for is_forward, i in rank_actions(
+        parallel.schedule, mesh.pp, len(stages), num_micro_batches, pp_rank
+    ):
         stage = stages[i]
         held[i] += is_forward
         in_flight = list(held)
@@ -168,7 +202,9 @@ def _pipeline_moments(
             held[i] -= not is_forward
             continue
         seen.add(like)
-        others = sum(count * each.kept for count, each in zip(held, stages, strict=True)) - stage.kept
+        others = (
+            sum(count * each.kept for count, each in zip(held, stages, strict=True)) - stage.kept
+        )
         gradients = sum(each.gradients for each, some in zip(stages, done, strict=True) if some)
         if is_forward:
             now = stage.loss(False, others)
@@ -180,14 +216,20 @@ def _pipeline_moments(
             held[i] -= 1
             done[i] = True
         # The gradient that came, and those that are still on their way to the stages before.
-        sent = SENDS_KEPT * sum(not each.first for each in stages) if len(stages) > 1 else not stage.first
+        sent = (
+            SENDS_KEPT * sum(not each.first for each in stages)
+            if len(stages) > 1
+            else not stage.first
+        )
         buffers = stage.border * ((not stage.last) + sent)
         yield replace(
             now, in_flight=in_flight, unsharded_gradients=there, activations=kept, gathered_weights=gathered,
             receive_buffers=buffers,
         )  # fmt: skip
     whole = sum(stage.gradients for stage in stages)
-    flat = max((layer.experts or layer.gradients for stage in stages for layer in stage.layers), default=0)
+    flat = max(
+        (layer.experts or layer.gradients for stage in stages for layer in stage.layers), default=0
+    )
     yield Moment(
         "reduction", held, unsharded_gradients=whole, gathered_weights=gathered,
         temporaries=flat * (1 + (mesh.ep_shard == 1)),
@@ -206,7 +248,9 @@ def _resident_units(params: list[Param], mesh: MeshShape, size: int) -> int:
     """Bytes, at ``size`` a number, of the FSDP units gathered at once: each as large as a layer, or what is outside."""
     units: dict[int | None, int] = {}
     for param in params:
-        units[param.layer] = units.get(param.layer, 0) + gathered_numel(param, mesh) * param.bytes_each(size)
+        units[param.layer] = units.get(param.layer, 0) + gathered_numel(
+            param, mesh
+        ) * param.bytes_each(size)
     return UNITS_RESIDENT * max(units.values(), default=0)
 
 
@@ -226,7 +270,9 @@ def rank_actions(
     round_size, left = divmod(num_micro_batches, rounds)
     if schedule == "Interleaved1F1B" and stages_per_rank > 1 and left:
         rule = f"Interleaved1F1B runs {num_micro_batches} micro-batches in {rounds} equal rounds: {left} are left"
-        raise ConfigError("parallel.schedule", schedule, rule, f"Run a multiple of mesh.pp={pp} micro-batches")
+        raise ConfigError(
+            "parallel.schedule", schedule, rule, f"Run a multiple of mesh.pp={pp} micro-batches"
+        )
     if schedule == "GPipe":
         ahead = total
     elif schedule == "1F1B":

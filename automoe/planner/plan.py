@@ -42,7 +42,9 @@ class Plan:
     reserve: Reserve  # beside the peak of the heaviest rank
     needed: float  # peak and reserve of the rank with the most of both
     uneven_needed: float  # the same at twice the even load of experts
-    full_at: float | None  # times the even load of experts at which it is all there is; None: more cannot be
+    full_at: (
+        float | None
+    )  # times the even load of experts at which it is all there is; None: more cannot be
     not_modelled: list[str]
     time: StepTime
     checkpoint: CheckpointCost
@@ -70,14 +72,19 @@ class Plan:
         """Plain data for JSON; every pp rank with its peaks."""
         ranks = [{**asdict(rank), "peak": rank.peak} for rank in self.ranks]
         return {
-            "mesh": {**asdict(self.mesh), "world_size": self.mesh.world_size, "num_nodes": self.num_nodes},
+            "mesh": {
+                **asdict(self.mesh),
+                "world_size": self.mesh.world_size,
+                "num_nodes": self.num_nodes,
+            },
             "params": asdict(self.params),
             "batch": asdict(self.batch),
             "flops_per_token": asdict(self.flops),
             "flops_per_step": self.flops.causal * self.batch.tokens_per_step,
             "bubble": self.bubble,
             "time": self.time.to_dict(),
-            "checkpoint": asdict(self.checkpoint) | {"blocked_share": self.checkpoint.blocked_share},
+            "checkpoint": asdict(self.checkpoint)
+            | {"blocked_share": self.checkpoint.blocked_share},
             "heaviest_pp_rank": self.heaviest.pp_rank,
             "bytes_per_rank": ranks,
             "peak_at_twice_the_even_load": self.uneven_peak,
@@ -128,7 +135,11 @@ def predict(config: Config, shape: MeshShape) -> dict[str, float | None]:
     mean; None without MoE layers).
     """
     plan = make_plan(config, shape)
-    balance = busiest(config, shape, Machine.of(config, Constants.load())) if config.model.num_moe_layers else None
+    balance = (
+        busiest(config, shape, Machine.of(config, Constants.load()))
+        if config.model.num_moe_layers
+        else None
+    )
     speed, memory = plan.time.tokens_per_second, plan.heaviest.peak
     return {"tokens_per_second": speed, "mfu": plan.time.mfu, "memory": memory, "balance": balance}
 
@@ -150,7 +161,9 @@ def full_load(config: Config, mesh: MeshShape, batch: BatchPlan) -> float | None
         middle = low + (high - low) * (limit - fits) / (over - fits)
         if abs((now := need(middle)) - limit) < 1e-4 * limit:
             break
-        low, fits, high, over = (middle, now, high, over) if now <= limit else (low, fits, middle, now)
+        low, fits, high, over = (
+            (middle, now, high, over) if now <= limit else (low, fits, middle, now)
+        )
     return middle
 
 
@@ -174,13 +187,19 @@ def _memory_warnings(config: Config, plan: Plan) -> list[str]:
     if plan.combination:
         text.append(f"the cheapest combination that fits is {plan.combination}")
     else:
-        text.append("no combination of changes on these ranks fits; look for another mesh with search=true world=N")
+        text.append(
+            "no combination of changes on these ranks fits; look for another mesh with search=true world=N"
+        )
     if plan.single_changes:
         # Those that fit first, of which, as of the others, the fastest are first already.
         shown = sorted(plan.single_changes, key=lambda one: one.needed > limit)[:SHOWN]
         text.append(f"single changes that need less: {'; '.join(map(str, shown))}")
     text.append("All with experts at twice their even share")
-    return [". ".join(part[0].upper() + part[1:] if number else part for number, part in enumerate(text))]
+    return [
+        ". ".join(
+            part[0].upper() + part[1:] if number else part for number, part in enumerate(text)
+        )
+    ]
 
 
 def missing_speeds(cluster: ClusterConfig, world_size: int) -> list[str]:
@@ -201,7 +220,11 @@ def _speed_warnings(config: Config, plan: Plan) -> list[str]:
             f"the pipeline idles {plan.bubble:.0%} of a step: {plan.batch.num_micro_batches} micro-batches over "
             f"mesh.pp={plan.mesh.pp} ranks. Raise train.global_batch_size or parallel.stages_per_rank"
         )
-    if config.cluster.peak_flops and config.model.num_moe_layers and plan.batch.rows_per_expert < 64:
+    if (
+        config.cluster.peak_flops
+        and config.model.num_moe_layers
+        and plan.batch.rows_per_expert < 64
+    ):
         warnings.append(
             f"an expert sees {plan.batch.rows_per_expert:.0f} rows a micro-batch, too few to keep a GPU busy. "
             "Raise train.micro_batch_size or mesh.ep"
@@ -227,7 +250,9 @@ def _time_warnings(config: Config, plan: Plan) -> Iterator[str]:
         )
     usual, most = median(time.by_rank), max(time.by_rank)
     a_layer = usual * plan.mesh.pp / config.model.num_layers
-    if most > usual + max(SLOW * usual, a_layer):  # for less than a layer, none can be moved to gain
+    if most > usual + max(
+        SLOW * usual, a_layer
+    ):  # for less than a layer, none can be moved to gain
         rank = time.by_rank.index(most)
         stages = "has the head" if rank == plan.mesh.pp - 1 else "has more than the others"
         yield (

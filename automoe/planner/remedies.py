@@ -18,7 +18,12 @@ from automoe.planner.search import AXES
 
 TOGETHER = 2  # axes that are doubled at once
 STAGES = (1, 2, 4)  # of a rank
-_TAKEN_FROM = {"tp": ("dp_shard",), "cp": ("dp_shard",), "ep": ("ep_shard",), "pp": ("dp_shard", "ep_shard")}
+_TAKEN_FROM = {
+    "tp": ("dp_shard",),
+    "cp": ("dp_shard",),
+    "ep": ("ep_shard",),
+    "pp": ("dp_shard", "ep_shard"),
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,9 @@ def _rows(one: Candidate) -> Iterator[Candidate]:
     train = one.config.train
     if train.micro_batch_size > 1:
         for rows in {largest_divisor(train.micro_batch_size, train.micro_batch_size - 1), 1}:
-            yield replace(one, config=replace(one.config, train=replace(train, micro_batch_size=rows)))
+            yield replace(
+                one, config=replace(one.config, train=replace(train, micro_batch_size=rows))
+            )
 
 
 def _policies(one: Candidate) -> Iterator[Candidate]:
@@ -129,7 +136,9 @@ def _stages(one: Candidate) -> Iterator[Candidate]:
     for count in STAGES if one.mesh.pp > 1 and parallel.layers_per_stage is None else ():
         if count != parallel.stages_per_rank and count * one.mesh.pp <= one.config.model.num_layers:
             interleaved = replace(parallel, schedule="Interleaved1F1B", stages_per_rank=count)
-            changed = interleaved if count > 1 else replace(parallel, schedule="1F1B", stages_per_rank=1)
+            changed = (
+                interleaved if count > 1 else replace(parallel, schedule="1F1B", stages_per_rank=1)
+            )
             yield replace(one, config=replace(one.config, parallel=changed))
 
 
@@ -153,4 +162,6 @@ def _text(value: object) -> str:
 
 def gib(num_bytes: float) -> str:
     """``36.4 GiB``, or MiB below one GiB."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    return (
+        f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    )

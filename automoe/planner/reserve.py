@@ -81,7 +81,11 @@ def not_modelled(config: Config) -> Iterator[str]:
     if config.moe.dispatcher == "deepep":
         yield "moe.dispatcher=deepep: DeepEP's own buffers for NVLink and RDMA"
     if config.moe.experts in ("te", "quack"):
-        kept = "the gathered rows and both factors of the activation" if config.moe.experts == "te" else "scratch"
+        kept = (
+            "the gathered rows and both factors of the activation"
+            if config.moe.experts == "te"
+            else "scratch"
+        )
         yield f"moe.experts={config.moe.experts}: counted as grouped_mm, without {kept}"
     if config.kernels.attention == "te" or config.kernels.norm == "te":
         yield "transformer-engine's workspaces: its kernels are counted as torch's"

@@ -57,7 +57,10 @@ def all_actions(
     make = {"ZBVZeroBubble": _zbv, "DualPipeV": _dual_pipe_v}.get(schedule)
     if make:
         return tuple(tuple(make(pp, rank, num_micro_batches, overlap)) for rank in range(pp))
-    return tuple(tuple(_in_turn(schedule, pp, stages_per_rank, num_micro_batches, r, overlap)) for r in range(pp))
+    return tuple(
+        tuple(_in_turn(schedule, pp, stages_per_rank, num_micro_batches, r, overlap))
+        for r in range(pp)
+    )
 
 
 def _in_turn(
@@ -70,7 +73,9 @@ def _in_turn(
     like = "Interleaved1F1B" if overlap else schedule
     for is_forward, local in rank_actions(like, pp, stages_per_rank, num_micro_batches, rank):
         index = seen[is_forward, local] = seen.get((is_forward, local), -1) + 1
-        (forwards if is_forward else backwards).append(("F" if is_forward else "B", local * pp + rank, index))
+        (forwards if is_forward else backwards).append(
+            ("F" if is_forward else "B", local * pp + rank, index)
+        )
         ahead += is_forward and not backwards
     if not overlap:
         yield from ((action,) for action in forwards[:ahead])
@@ -91,7 +96,9 @@ class _Order:
         self.stages = stages
         self.made: list[tuple[Action, ...]] = []
         self.counts: dict[tuple[str, int], int] = {}
-        self.waiting: list[tuple[int, int]] = []  # weight halves that may run whenever there is time
+        self.waiting: list[
+            tuple[int, int]
+        ] = []  # weight halves that may run whenever there is time
 
     def _next(self, kind: str, chunk: int) -> Action:
         counted = "F" if kind == "F" else "B"
@@ -107,14 +114,18 @@ class _Order:
                 if self.waiting:
                     self.made.append((("W", *self.waiting.pop(0)),))
             else:
-                self.made.append(tuple(self._next(part[0], int(part[1])) for part in word.split("+")))
+                self.made.append(
+                    tuple(self._next(part[0], int(part[1])) for part in word.split("+"))
+                )
 
 
 def _zbv(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tuple[Action, ...]]:
     """Zero bubble, V-shaped (arXiv 2401.10241, section 6)."""
     total = max(2 * pp - 1, num_micro_batches)
     order = _Order((rank, 2 * pp - 1 - rank))
-    order.add(*["F0"] * (2 * (pp - rank) - 1), *["F1", "F0"] * rank, *["F1", "I1", "W"] * (pp - rank))
+    order.add(
+        *["F0"] * (2 * (pp - rank) - 1), *["F1", "F0"] * rank, *["F1", "I1", "W"] * (pp - rank)
+    )
     forwards = 2 * (pp - rank) - 1 + rank
     for index in range(pp, total):
         order.add(*["F0"] * (forwards + index - pp < total), "I0", "W", "F1", "I1", "W")
@@ -123,7 +134,9 @@ def _zbv(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tupl
     return [entry for entry in order.made if entry[0][2] < num_micro_batches]
 
 
-def _dual_pipe_v(pp: int, rank: int, num_micro_batches: int, overlap: bool) -> list[tuple[Action, ...]]:
+def _dual_pipe_v(
+    pp: int, rank: int, num_micro_batches: int, overlap: bool
+) -> list[tuple[Action, ...]]:
     """DualPipe cut in half (DeepSeek-V3, section 3.2.1). Without ``overlap`` its pairs run one after the other."""
     order, later = _Order((rank, 2 * pp - 1 - rank)), pp - rank - 1
     both = (lambda f, b: [f"{f}+{b}"]) if overlap else (lambda f, b: [f, b])
@@ -160,7 +173,9 @@ def simulate(
     """
     ranks = all_actions(schedule, pp, len(stages) // pp, num_micro_batches, overlap)
     where = [rank_of(stage, schedule, pp) for stage in range(len(stages))]
-    wait = [border * (where[i] != where[i - 1]) for i in range(len(stages))]  # into stage i from the one before
+    wait = [
+        border * (where[i] != where[i - 1]) for i in range(len(stages))
+    ]  # into stage i from the one before
     cost = {"F": [s.forward for s in stages], "B": [s.backward for s in stages]}
     cost["I"] = cost["W"] = [s.backward / 2 for s in stages]
     saved = [HIDDEN * s.all_to_all / 2 for s in stages]
@@ -180,7 +195,11 @@ def simulate(
                     elif kind == "W":
                         arrived, late = 0.0, 0.0
                     else:
-                        arrived = forward[stage].get(index) if stage == last else backward[stage + 1].get(index)
+                        arrived = (
+                            forward[stage].get(index)
+                            if stage == last
+                            else backward[stage + 1].get(index)
+                        )
                         late = 0.0 if stage == last else wait[stage + 1]
                     if arrived is None:
                         break
@@ -188,7 +207,10 @@ def simulate(
                     seconds += cost[kind][stage]
                 else:
                     if len(actions[place]) == 2:
-                        seconds = max(seconds - sum(saved[stage] for _, stage, _ in actions[place]), seconds / 2)
+                        seconds = max(
+                            seconds - sum(saved[stage] for _, stage, _ in actions[place]),
+                            seconds / 2,
+                        )
                     now = ready + seconds
                     if spans is not None:
                         spans += [Span(rank, *action, ready, now) for action in actions[place]]
@@ -199,19 +221,31 @@ def simulate(
                 break
             left -= place - at[rank]
             clock[rank], at[rank] = now, place
-        assert left < before, f"{schedule} waits for itself: pp={pp}, {num_micro_batches} micro-batches"
+        assert left < before, (
+            f"{schedule} waits for itself: pp={pp}, {num_micro_batches} micro-batches"
+        )
     return max(clock)
 
 
 @lru_cache(maxsize=50_000)
 def _rounds(
-    schedule: str, stages: tuple[StageTimes, ...], pp: int, counts: tuple[int, ...], border: float, overlap: bool
+    schedule: str,
+    stages: tuple[StageTimes, ...],
+    pp: int,
+    counts: tuple[int, ...],
+    border: float,
+    overlap: bool,
 ) -> tuple[float, ...]:
     return tuple(simulate(schedule, stages, pp, count, border, overlap) for count in counts)
 
 
 def stretch(
-    schedule: str, stages: list[StageTimes], pp: int, num_micro_batches: int, border: float = 0.0, overlap: bool = False
+    schedule: str,
+    stages: list[StageTimes],
+    pp: int,
+    num_micro_batches: int,
+    border: float = 0.0,
+    overlap: bool = False,
 ) -> float:
     """How much longer a step is than the work of its busiest rank: ``simulate``, remembered for times alike.
 
@@ -221,7 +255,11 @@ def stretch(
     """
     unit = max(stage.forward + stage.backward for stage in stages) / GRAIN
     scaled = tuple(
-        StageTimes(round(s.forward / unit), round(s.backward / unit), round(s.all_to_all / unit) if overlap else 0)
+        StageTimes(
+            round(s.forward / unit),
+            round(s.backward / unit),
+            round(s.all_to_all / unit) if overlap else 0,
+        )
         for s in stages
     )
     near, steady = round(4 * border / unit) / 4, STEADY_ROUNDS * pp + num_micro_batches % pp

@@ -77,7 +77,12 @@ def search(
             tell("timed", min(done * CHUNK, len(shapes)), len(shapes))
         result.num_timed = len(timed)
         timed.sort(key=lambda one: -one.bound)
-        _look(result, timed, lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some), tell)
+        _look(
+            result,
+            timed,
+            lambda some, floor: each(partial(_fitting, fixed=fixed, floor=floor), some),
+            tell,
+        )
     return result
 
 
@@ -111,7 +116,11 @@ def _look(
 
 def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> Iterator[MeshShape]:
     """Both views of every mesh of ``world_size`` ranks; tp and etp in a node, replicas only where they are fixed."""
-    node, experts, layers = config.cluster.gpus_per_node, max(1, config.model.num_experts), config.model.num_layers
+    node, experts, layers = (
+        config.cluster.gpus_per_node,
+        max(1, config.model.num_experts),
+        config.model.num_layers,
+    )
 
     def given(axis: str) -> int | None:
         size: int = getattr(config.mesh, axis)
@@ -126,7 +135,11 @@ def mesh_shapes(config: Config, world_size: int, fixed: Sequence[str] = ()) -> I
         """Sizes of the axes in ``limits``, and of ``last`` which takes the rest."""
         made: list[tuple[int, dict[str, int]]] = [(ranks, {})]
         for axis, limit in limits:
-            made = [(rest // n, {**one, axis: n}) for rest, one in made for n in sizes(axis, rest, limit)]
+            made = [
+                (rest // n, {**one, axis: n})
+                for rest, one in made
+                for n in sizes(axis, rest, limit)
+            ]
         return [{**one, last: rest} for rest, one in made if given(last) in (None, rest)]
 
     copies = {axis: given(axis) or 1 for axis in ("dp_replicate", "ep_replicate")}
@@ -159,7 +172,9 @@ def _timed(
             continue
         on_mesh = replace(config, mesh=MeshConfig(**vars(shape)), launch=_launch(config, shape))
         for one in _ways(on_mesh, shape, fixed):
-            broken = next((key for key, is_broken, _, _ in mesh_rows(one, shape, device) if is_broken), None)
+            broken = next(
+                (key for key, is_broken, _, _ in mesh_rows(one, shape, device) if is_broken), None
+            )
             if broken is not None:
                 refused[broken] += 1
                 continue
@@ -178,7 +193,11 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
     """``config`` with each size of micro-batch, schedule, and policy of FSDP that is not fixed."""
     train, parallel = config.train, config.parallel
     most = max(1, train.global_batch_size // shape.dp)
-    micro = [train.micro_batch_size] if "train.micro_batch_size" in fixed else [n for n in ROWS if n <= most]
+    micro = (
+        [train.micro_batch_size]
+        if "train.micro_batch_size" in fixed
+        else [n for n in ROWS if n <= most]
+    )
     turns = [n for n in STAGES if n * shape.pp <= config.model.num_layers]
     plain = {"schedule": "1F1B", "stages_per_rank": 1, "layers_per_stage": None}
     runs: list[dict[str, Any]] = [plain]
@@ -191,7 +210,9 @@ def _ways(config: Config, shape: MeshShape, fixed: Sequence[str]) -> Iterator[Co
         policies = [{}]
     elif shape.pp == 1:
         policies.append({"reshard": "micro_batch", "grad_sync": "micro_batch"})
-    nothing: dict[str, Any] = {} if RECOMPUTE_KEYS & set(fixed) else {"recompute": [], "recompute_layers": None}
+    nothing: dict[str, Any] = (
+        {} if RECOMPUTE_KEYS & set(fixed) else {"recompute": [], "recompute_layers": None}
+    )
     for size in micro:
         for run in runs:
             for policy in policies:
@@ -208,7 +229,9 @@ def _cannot_fit(config: Config, shape: MeshShape, params: ParamCount) -> bool:
     if not limit or shape.pp == 1 or config.lora.rank:
         return False
     routed = params.by_part.get("routed_experts", 0)
-    whole = routed / (shape.pp * shape.ep * shape.etp) + (params.total - routed) / (shape.pp * shape.tp)
+    whole = routed / (shape.pp * shape.ep * shape.etp) + (params.total - routed) / (
+        shape.pp * shape.tp
+    )
     _, weight, gradient = DTYPE_BYTES[config.train.dtype]
     return whole * (gradient + weight * (config.parallel.reshard == "step")) > limit
 
@@ -240,7 +263,9 @@ def overrides_of(candidate: Candidate) -> dict[str, dict[str, Any]]:
     config, mesh = candidate.config, candidate.mesh
     parallel = config.parallel
     return {
-        "mesh": {axis: getattr(mesh, axis) for axis in AXES},  # all: a configuration may set others itself
+        "mesh": {
+            axis: getattr(mesh, axis) for axis in AXES
+        },  # all: a configuration may set others itself
         "parallel": {
             "schedule": parallel.schedule,
             "stages_per_rank": parallel.stages_per_rank,

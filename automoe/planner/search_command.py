@@ -25,7 +25,10 @@ from automoe.planner.plan import missing_speeds
 from automoe.planner.search import Search, overrides_of, search
 
 KINDS = ("true", "fewest_gpus", "longest_context", "largest_batch")
-GROWN = {"longest_context": "seq_len", "largest_batch": "micro_batch_size"}  # of ``train``, by the question
+GROWN = {
+    "longest_context": "seq_len",
+    "largest_batch": "micro_batch_size",
+}  # of ``train``, by the question
 CALIBRATE = "calibrate"  # another question: what this machine reaches
 MAX_GPUS = 16_384
 MAX_TOKENS = 1 << 20  # of a row
@@ -66,7 +69,9 @@ def take_question(argv: list[str]) -> tuple[Question | None, list[str]]:
                 raise ConfigError(key, own[key], "that is for a search", "Add search=true")
         return None, rest
     if own["search"] not in KINDS:
-        raise ConfigError("search", own["search"], f"there are {', '.join(KINDS)}", "Write search=true")
+        raise ConfigError(
+            "search", own["search"], f"there are {', '.join(KINDS)}", "Write search=true"
+        )
     if own["world"] and not (own["world"].isdecimal() and int(own["world"])):
         raise ConfigError("world", own["world"], "a number of ranks", "Write world=1024")
     world = int(own["world"]) if own["world"] else None
@@ -100,9 +105,13 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
         keys.add("train.micro_batch_size")
     fixed = sorted(keys)
     if "mesh" in keys:
-        raise ConfigError("mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2")
+        raise ConfigError(
+            "mesh", "", "a search looks for it", "Leave mesh= out, or fix single axes: mesh.tp=2"
+        )
     if unknown := missing_speeds(config.cluster, question.world or MAX_GPUS):
-        rule = f"a search ranks by time, and cluster {config.cluster.name} has no {', '.join(unknown)}"
+        rule = (
+            f"a search ranks by time, and cluster {config.cluster.name} has no {', '.join(unknown)}"
+        )
         raise ConfigError("cluster", config.cluster.name, rule, "Set them in its file")
     console = Console(highlight=False)
     with progress() as tell:
@@ -123,7 +132,9 @@ def answer(question: Question, args: Arguments, as_json: bool) -> int:
     return 0
 
 
-def _find(question: Question, config: Config, look: Callable[[Config, int], Search]) -> list[tuple[Config, Search]]:
+def _find(
+    question: Question, config: Config, look: Callable[[Config, int], Search]
+) -> list[tuple[Config, Search]]:
     """Every search that was made; the last is the answer."""
     if question.kind == "fewest_gpus":
         made: list[tuple[Config, Search]] = []
@@ -191,13 +202,17 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     ]
     text = "\n".join(lines) + "\n"
     if path.exists() and path.read_text() != text:
-        raise ConfigError("out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER")
+        raise ConfigError(
+            "out", str(folder), f"{path} is there, and another one", "Remove it, or set out=FOLDER"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
         rule = f"{path} cannot be written: {error.strerror}"
-        raise ConfigError("out", str(folder), rule, "Set out=FOLDER, one you may write to") from error
+        raise ConfigError(
+            "out", str(folder), rule, "Set out=FOLDER, one you may write to"
+        ) from error
     typed = [text for text in args.overrides if not key_of(text).startswith("mesh.")]
     if key := GROWN.get(question.kind):
         others = (text for text in typed if key_of(text) != f"train.{key}")
@@ -205,7 +220,9 @@ def write_preset(best: Candidate, question: Question, args: Arguments) -> str:
     composed = compose_config(args.config_name, [*typed, f"mesh={name}"], str(folder))
     if any(getattr(composed.mesh, axis) != size for axis, size in values["mesh"].items()):
         rule = f"{path} is there, but {args.config_name} sets other sizes after it"
-        raise ConfigError("mesh", name, rule, "In that file, move - mesh: null behind _self_ in its defaults")
+        raise ConfigError(
+            "mesh", name, rule, "In that file, move - mesh: null behind _self_ in its defaults"
+        )
     for section in values:
         ours, theirs = asdict(getattr(best.config, section)), asdict(getattr(composed, section))
         typed += [
@@ -238,4 +255,6 @@ def progress() -> Iterator[Callable[[str, int, int], Any]]:
 
     with Progress(console=Console(stderr=True), transient=True, disable=not os.isatty(2)) as bar:
         task = bar.add_task("", total=None)
-        yield lambda phase, done, total: bar.update(task, description=phase, completed=done, total=total)
+        yield lambda phase, done, total: bar.update(
+            task, description=phase, completed=done, total=total
+        )

@@ -44,7 +44,9 @@ class Moment:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {name: value for name, value in vars(self).items() if name not in ("name", "in_flight")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("name", "in_flight")
+        }
 
     @property
     def total(self) -> float:
@@ -62,13 +64,18 @@ class Sizes:
     reduced: int = 0
 
     def __post_init__(self) -> None:
-        for name, size in zip(("wide", "compute", "reduced"), DTYPE_BYTES[self.config.train.dtype], strict=True):
+        for name, size in zip(
+            ("wide", "compute", "reduced"), DTYPE_BYTES[self.config.train.dtype], strict=True
+        ):
             object.__setattr__(self, name, size)
 
-    def total(self, numel: Callable[[Param, MeshShape], int], params: Sequence[Param], size: int) -> int:
+    def total(
+        self, numel: Callable[[Param, MeshShape], int], params: Sequence[Param], size: int
+    ) -> int:
         """At ``size`` a number; those of the router, which multiplies in at least float32, are always wide."""
         return sum(
-            numel(param, self.mesh) * param.bytes_each(self.wide if param.part == "router" else size)
+            numel(param, self.mesh)
+            * param.bytes_each(self.wide if param.part == "router" else size)
             for param in params
         )
 
@@ -83,13 +90,18 @@ class Sizes:
 
     def weights(self, params: Sequence[Param]) -> int:
         """Sharded."""
-        return sum(local_numel(param, self.mesh) * param.bytes_each(self.weights_each(param)) for param in params)
+        return sum(
+            local_numel(param, self.mesh) * param.bytes_each(self.weights_each(param))
+            for param in params
+        )
 
     def sharded_gradients(self, params: Sequence[Param]) -> int:
         return self.weights(trained(params))
 
     def moments(self, params: Sequence[Param]) -> int:
-        return 2 * sum(local_numel(param, self.mesh) * self.moments_each(param) for param in trained(params))
+        return 2 * sum(
+            local_numel(param, self.mesh) * self.moments_each(param) for param in trained(params)
+        )
 
     def whole(self, params: Sequence[Param], size: int) -> int:
         """Gathered over FSDP's ranks."""
@@ -150,13 +162,19 @@ class StagePlan:
     @cached_property
     def kept(self) -> float:
         """Activations of one micro-batch."""
-        return self.shared + (self.head_kept if self.last else self.border) + sum(layer.kept for layer in self.layers)
+        return (
+            self.shared
+            + (self.head_kept if self.last else self.border)
+            + sum(layer.kept for layer in self.layers)
+        )
 
     def loss(self, adds: bool, others: float = 0.0) -> Moment:
         """At the end of a micro-batch's forward pass; ``others`` are activations of other micro-batches."""
         kept = self.kept - self.head_kept * self.last
         whole = self.gradients if adds else 0
-        return Moment("loss", [], activations=others + kept, head=self.head, unsharded_gradients=whole)
+        return Moment(
+            "loss", [], activations=others + kept, head=self.head, unsharded_gradients=whole
+        )
 
     @cached_property
     def weights(self) -> int:
@@ -197,7 +215,13 @@ class StagePlan:
                 flat = layer.experts * (1 + (experts_ranks == 1))
                 if not adds:
                     flat += layer.experts
-                yield Moment("reduction", [], activations=below - layer.workspaces[-1].done, temporaries=flat, **common)
+                yield Moment(
+                    "reduction",
+                    [],
+                    activations=below - layer.workspaces[-1].done,
+                    temporaries=flat,
+                    **common,
+                )
             below -= layer.kept
             if reduces:
                 sharded += layer.sharded
@@ -208,7 +232,13 @@ class StagePlan:
 
 
 def plan_stage(
-    config: Config, sizes: Sizes, load: TokenLoad, layers: list[int], params: list[Param], first: bool, last: bool
+    config: Config,
+    sizes: Sizes,
+    load: TokenLoad,
+    layers: list[int],
+    params: list[Param],
+    first: bool,
+    last: bool,
 ) -> StagePlan:
     """The stage that holds ``params``, of which ``layers`` are the numbers of its layers."""
     model, mesh, compute = config.model, sizes.mesh, sizes.compute
@@ -226,18 +256,25 @@ def plan_stage(
         # Layers alike are planned once; where names say what is trained, none is alike.
         named = layer if config.lora.rank or config.train.freeze else None
         kinds[layer] = (
-            *(layer >= model.first_k_dense, is_linear(model.attention, layer), window_of(model.attention, layer)),
+            *(
+                layer >= model.first_k_dense,
+                is_linear(model.attention, layer),
+                window_of(model.attention, layer),
+            ),
             *(again[layer], named),
         )
         if kinds[layer] not in plans:
-            plans[kinds[layer]] = _plan_layer(config, sizes, load, layer, of_layer[layer], again[layer])
+            plans[kinds[layer]] = _plan_layer(
+                config, sizes, load, layer, of_layer[layer], again[layer]
+            )
     return StagePlan(
         layers=[plans[kinds[layer]] for layer in layers],
         first=first,
         last=last,
         border=compute * load.tokens * model.hidden_size * (mesh.pp > 1),
         shared=mask_bytes(config, load, layers, again),
-        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu) * last,
+        head=head_workspace_bytes(model, load.tokens, compute, mesh.tp, head_trained, load.on_cpu)
+        * last,
         head_kept=2 * hidden + head,
         rest_weights=sizes.whole(rest, compute),
         rest_gradients=sizes.whole_gradients(rest),
@@ -246,14 +283,23 @@ def plan_stage(
 
 
 def _plan_layer(
-    config: Config, sizes: Sizes, load: TokenLoad, layer: int, params: list[Param], again: frozenset[str]
+    config: Config,
+    sizes: Sizes,
+    load: TokenLoad,
+    layer: int,
+    params: list[Param],
+    again: frozenset[str],
 ) -> LayerPlan:
     model, mesh = config.model, sizes.mesh
     kept = sum(layer_activation_bytes(model, layer, load, again).values())
-    kept += adapter_activation_bytes(config, layer, load.tokens, load.expert_rows, load.number_bytes, again)
+    kept += adapter_activation_bytes(
+        config, layer, load.tokens, load.expert_rows, load.number_bytes, again
+    )
     experts = [param for param in trained(params) if param.expert]
     ffn = [param for param in trained(params) if param.part in ("dense_ffn", "shared_experts")]
-    expert_numbers, ffn_numbers = (sum(gathered_numel(param, mesh) for param in each) for each in (experts, ffn))
+    expert_numbers, ffn_numbers = (
+        sum(gathered_numel(param, mesh) for param in each) for each in (experts, ffn)
+    )
     return LayerPlan(
         kept=kept,
         workspaces=layer_workspaces(model, layer, load, again, expert_numbers, ffn_numbers),

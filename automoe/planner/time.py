@@ -23,11 +23,15 @@ from automoe.planner.machine import Constants, Machine
 from automoe.planner.schedule import Span, StageTimes, rank_of, simulate, stretch
 from automoe.planner.step_memory import DTYPE_BYTES
 
-OPTIMIZER_BYTES = 28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
+OPTIMIZER_BYTES = (
+    28  # a number: weight, gradient and two moments read, all but the gradient written, in float32
+)
 # How far a prediction may be off either way, from runs that the constants were not fitted to (docs/plan_accuracy.md).
 # A GPU whose products were not measured is another matter, and so is a machine that only its own calibration knows.
 BAND, UNCALIBRATED_BAND = 0.20, 0.40
-MEASURED_BAND = 0.45  # of a machine that only its calibration knows (``benchmarks/plan_correlation.py``)
+MEASURED_BAND = (
+    0.45  # of a machine that only its calibration knows (``benchmarks/plan_correlation.py``)
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class StepTime:
     compute: float
     communication: dict[str, float]  # exposed, by axis: tp cp ep etp fsdp pp
     bubble: float  # the pipeline's, and waiting for slower stages
-    other: float  # the optimizer, kernels that the host is too slow to launch, what a step has besides
+    other: (
+        float  # the optimizer, kernels that the host is too slow to launch, what a step has besides
+    )
     traffic: dict[str, float]  # bytes that a rank sends in a step, by axis
     off_node: dict[str, float]  # of those, what leaves the node
     tokens_per_second: float  # of all ranks
@@ -55,7 +61,9 @@ class StepTime:
     @property
     def band(self) -> tuple[float, float]:
         """Lowest and highest tokens per second to expect."""
-        return self.tokens_per_second * (1 - self.spread), self.tokens_per_second * (1 + self.spread)
+        return self.tokens_per_second * (1 - self.spread), self.tokens_per_second * (
+            1 + self.spread
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -81,7 +89,9 @@ class _Stage:
     def times(self) -> StageTimes:
         """As the pipeline's simulation takes them."""
         forward, backward = self.seconds
-        sent = sum(half.communication.get("ep", NOTHING).seconds for half in (self.forward, self.backward))
+        sent = sum(
+            half.communication.get("ep", NOTHING).seconds for half in (self.forward, self.backward)
+        )
         return StageTimes(forward + self.each[0].seconds, backward + self.each[1].seconds, sent)
 
     @property
@@ -118,7 +128,9 @@ def step_time(
     stages = _stages(place, num_mtp)
     count, schedule, pp = batch.num_micro_batches, config.parallel.schedule, mesh.pp
     held = _stages_by_rank(stages, schedule, pp)
-    busy = [count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held]
+    busy = [
+        count * sum(stage.times.forward + stage.times.backward for stage in own) for own in held
+    ]
     longest = max(busy)
     mine, border = held[busy.index(longest)], _border(place)
 
@@ -131,18 +143,24 @@ def step_time(
         with_border = max(without_border, with_border)
     communication, traffic, off_node = _by_axis(mine, count, border)
     by_rank = tuple(busy)
-    if overlap and without_border < longest:  # pairs of micro-batches hide a part of the all-to-alls
+    if (
+        overlap and without_border < longest
+    ):  # pairs of micro-batches hide a part of the all-to-alls
         communication["ep"] -= longest - without_border
         longest = without_border
     communication["pp"] = with_border - without_border
     waits = without_border - longest
 
-    compute = count * sum(half.compute for stage in mine for half in (stage.forward, stage.backward))
+    compute = count * sum(
+        half.compute for stage in mine for half in (stage.forward, stage.backward)
+    )
     idle = count * sum(sum(stage.idle_host) for stage in mine)
     other = idle + _optimizer(place, mine) + machine.constants.step
     seconds = compute + sum(communication.values()) + other + without_border - longest
     work = 0.0
-    if config.cluster.cores:  # a rank that waits leaves its core to others, but there are only so many cores
+    if (
+        config.cluster.cores
+    ):  # a rank that waits leaves its core to others, but there are only so many cores
         work = _work(place, held, count, border)
         cores = config.cluster.cores * -(-mesh.world_size // config.cluster.gpus_per_node)
         shared = waits + max(0.0, work / cores - seconds)
@@ -194,8 +212,12 @@ def _work(place: Place, held: list[list[_Stage]], count: int, border: Cost) -> f
     """Seconds that all ranks together compute and send in a step; ``held``: the stages of each pipeline rank."""
     per_rank = 0.0
     for stages in held:
-        each = sum(stage.times.forward + stage.times.backward + 2 * border.seconds for stage in stages)
-        per_rank += count * each + sum(stage.once.seconds for stage in stages) + _optimizer(place, stages)
+        each = sum(
+            stage.times.forward + stage.times.backward + 2 * border.seconds for stage in stages
+        )
+        per_rank += (
+            count * each + sum(stage.once.seconds for stage in stages) + _optimizer(place, stages)
+        )
     return place.mesh.world_size * (per_rank / place.mesh.pp + place.machine.constants.step)
 
 
@@ -206,7 +228,9 @@ def step_spans(config: Config, mesh: MeshShape) -> tuple[list[Span], list[float]
     stages, spans, border = _stages(place, 0), list[Span](), _border(place).seconds
     times = tuple(stage.times for stage in stages)
     simulate(config.parallel.schedule, times, mesh.pp, batch.num_micro_batches, border, spans=spans)
-    return spans, [stage.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages]
+    return spans, [
+        stage.backward.parts.get("again", 0.0) / stage.times.backward for stage in stages
+    ]
 
 
 def _border(place: Place) -> Cost:
@@ -229,18 +253,28 @@ def _by_axis(stages: list[_Stage], count: int, border: Cost) -> list[dict[str, f
     """Of a whole step by axis: exposed seconds, bytes, and bytes that leave the node."""
     total = dict.fromkeys(AXES, NOTHING) | {"pp": border * (2 * count * len(stages))}
     for stage in stages:
-        for axis, cost in (*stage.forward.communication.items(), *stage.backward.communication.items()):
+        for axis, cost in (
+            *stage.forward.communication.items(),
+            *stage.backward.communication.items(),
+        ):
             total[axis] += cost * count
         total["fsdp"] += stage.once + (stage.each[0] + stage.each[1]) * count
-    return [{axis: getattr(cost, what) for axis, cost in total.items()} for what in ("seconds", "bytes", "off_node")]
+    return [
+        {axis: getattr(cost, what) for axis, cost in total.items()}
+        for what in ("seconds", "bytes", "off_node")
+    ]
 
 
 def _stages(place: Place, num_mtp: int) -> list[_Stage]:
     """Every stage; those of the same layers are one object."""
     config, mesh = place.config, place.mesh
     model, parallel, attention = config.model, config.parallel, config.model.attention
-    split = split_layers(model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage)
-    same = not (parallel.recompute_layers or attention.sliding_window or attention.linear_num_key_heads)
+    split = split_layers(
+        model.num_layers, mesh.pp * parallel.stages_per_rank, parallel.layers_per_stage
+    )
+    same = not (
+        parallel.recompute_layers or attention.sliding_window or attention.linear_num_key_heads
+    )
     kinds = [
         (layer >= model.first_k_dense,)
         if same
@@ -255,7 +289,10 @@ def _stages(place: Place, num_mtp: int) -> list[_Stage]:
     # The layer of a module for more tokens stands before a head that stands alone.
     extra = len(split) - 1 - (len(split) > 1 and not split[-1])
     example = {kind: layer for layer, kind in enumerate(kinds)}
-    known = {kind: layer_time(place, layer, recomputed_modules(parallel, layer)) for kind, layer in example.items()}
+    known = {
+        kind: layer_time(place, layer, recomputed_modules(parallel, layer))
+        for kind, layer in example.items()
+    }
     made: dict[tuple[Any, ...], _Stage] = {}
     stages = []
     for index, layers in enumerate(split):
@@ -312,7 +349,9 @@ def _add_ends(place: Place, stage: _Stage, first: bool, last: bool, num_mtp: int
         forward, backward = head_time(place, 1 + num_mtp)
         joined = machine.gemm(place.tokens, model.hidden_size, 2 * model.hidden_size)
         stage.forward.add("ends", forward + num_mtp * joined)
-        stage.backward.add("ends", backward + num_mtp * 2 * joined + machine.pass_over(10.0 * numel * trained))
+        stage.backward.add(
+            "ends", backward + num_mtp * 2 * joined + machine.pass_over(10.0 * numel * trained)
+        )
 
 
 def _fsdp(place: Place, stage: _Stage) -> None:
@@ -325,10 +364,16 @@ def _fsdp(place: Place, stage: _Stage) -> None:
     reduced = gather(machine, dense, wide * stage.dense_trained)
     reduced += gather(machine, experts, wide * stage.experts_trained)
     if not machine.constants.overlap:  # a collective a layer, and nothing hides its delay
-        delay = Cost((stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1)))
+        delay = Cost(
+            (stage.layers - 1) * machine.constants.latency * ((dense.size > 1) + (experts.size > 1))
+        )
         gathered, reduced = gathered + delay, reduced + delay
-    replicas = reduce_all(machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp)
-    replicas += reduce_all(machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard)
+    replicas = reduce_all(
+        machine, place.group("dp_replicate"), wide * stage.dense_trained / mesh.fsdp
+    )
+    replicas += reduce_all(
+        machine, place.group("ep_replicate"), wide * stage.experts_trained / mesh.ep_shard
+    )
     once_weights = mesh.pp > 1 or parallel.reshard == "step"
     once_gradients = mesh.pp > 1 or parallel.grad_sync == "step"
     forward, backward = (machine.constants.overlap * seconds for seconds in stage.seconds)

@@ -57,11 +57,19 @@ def titan_model(model: ModelConfig) -> tuple[str, str]:
     for name, found in MODELS.items():
         raw = yaml.safe_load((folder / f"{name}.yaml").read_text())
         # Files that build on others say less; composing takes its time.
-        alike = all(raw.get(key, getattr(model, key)) == getattr(model, key) for key in ("family", "num_layers"))
+        alike = all(
+            raw.get(key, getattr(model, key)) == getattr(model, key)
+            for key in ("family", "num_layers")
+        )
         if alike and shape(compose_config("config", [f"model={name}"]).model) == shape(model):
             return found
     what = f"{model.family} of {model.num_layers} layers"
-    raise ConfigError("export", "torchtitan", f"torchtitan 0.3 has no such {what}", f"It has model={', '.join(MODELS)}")
+    raise ConfigError(
+        "export",
+        "torchtitan",
+        f"torchtitan 0.3 has no such {what}",
+        f"It has model={', '.join(MODELS)}",
+    )
 
 
 # fmt: off
@@ -103,7 +111,12 @@ def export_rows(config: Config, mesh: MeshShape) -> Iterator[Row]:
 # fmt: on
 def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
     """What the written file does not say, a line each: the key, and what torchtitan does instead."""
-    moe, parallel, train, names = config.moe, config.parallel, config.train, recomputed_names(config.parallel)
+    moe, parallel, train, names = (
+        config.moe,
+        config.parallel,
+        config.train,
+        recomputed_names(config.parallel),
+    )
     several = train.global_batch_size > train.micro_batch_size * mesh.dp
     deferred = mesh.pp == 1 and several and "step" in (parallel.reshard, parallel.grad_sync)
     losses = "seq_balance_coef", "global_balance_coef", "micro_batch_balance_coef", "z_loss_coef"
@@ -116,17 +129,33 @@ def not_expressed(config: Config, mesh: MeshShape) -> Iterator[str]:
         ("moe.capacity_factor", moe.capacity_factor, "nothing is dropped"),
         *((f"moe.{key}", getattr(moe, key), "no such loss") for key in losses),
         ("moe.router_jitter", moe.router_jitter, "none"),
-        ("moe.dispatcher", moe.dispatcher not in ("alltoall", "deepep") and moe.dispatcher, "all rows, all to all"),
-        ("parallel.recompute", FULL not in names and names, "SelectiveAC, by operators: its memory is another"),
+        (
+            "moe.dispatcher",
+            moe.dispatcher not in ("alltoall", "deepep") and moe.dispatcher,
+            "all rows, all to all",
+        ),
+        (
+            "parallel.recompute",
+            FULL not in names and names,
+            "SelectiveAC, by operators: its memory is another",
+        ),
         ("parallel.recompute_layers", parallel.recompute_layers, "every layer"),
-        ("parallel.reshard, grad_sync", deferred and "step", "weights and gradients move every micro-batch"),
+        (
+            "parallel.reshard, grad_sync",
+            deferred and "step",
+            "weights and gradients move every micro-batch",
+        ),
         ("parallel.context", mesh.cp > 1 and parallel.context, "FlexAttention with gathered keys"),
         ("data.document_mask", not config.data.document_mask and "false", "documents are masked"),
         ("train.compile", train.compile, "experts as well"),
         ("optim.ema_decay", config.optim.ema_decay, "no averages"),
         ("train.spike_factor", train.spike_factor, "no step is skipped"),
         ("train.val_every", train.val_every, "no validation; set validator"),
-        ("checkpoint.every_minutes", config.checkpoint.every_minutes, "steps, by the predicted time of one"),
+        (
+            "checkpoint.every_minutes",
+            config.checkpoint.every_minutes,
+            "steps, by the predicted time of one",
+        ),
     ):
         if value:
             yield f"{key}={value}: {instead}"
@@ -140,7 +169,12 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
     """
     module, flavour = titan_model(config.model)
     check_rows(config, export_rows(config, mesh), mesh)
-    train, saves, optim, start = config.train, config.checkpoint, config.optim, _folder(config.model)
+    train, saves, optim, start = (
+        config.train,
+        config.checkpoint,
+        config.optim,
+        _folder(config.model),
+    )
     names, model = recomputed_names(config.parallel), config.model
     backend = "deepep" if config.moe.dispatcher == "deepep" else "standard"
     experts = f', moe_comm_backend="{backend}"' if model.num_moe_layers else ""
@@ -155,17 +189,23 @@ def titan_module(config: Config, mesh: MeshShape, name: str) -> str:
             module=module,
             version=__version__,
             axes=f"{mesh.describe('default')}; experts {mesh.describe('moe')}",
-            nothing="\n".join(fill(f"- {x}", 116, subsequent_indent="  ") for x in not_expressed(config, mesh)),
+            nothing="\n".join(
+                fill(f"- {x}", 116, subsequent_indent="  ") for x in not_expressed(config, mesh)
+            ),
             registry=f'model_registry("{flavour}", attn_backend="flex"{experts})',
             bias=config.moe.bias_update_rate if model.router.expert_bias else None,
             assets=repr(model.hf_path or f"./assets/hf/{flavour}"),
             betas=tuple(optim.betas),
-            decay={"cosine": None, "constant": 0.0, "wsd": optim.decay_steps / train.steps}[optim.schedule],
+            decay={"cosine": None, "constant": 0.0, "wsd": optim.decay_steps / train.steps}[
+                optim.schedule
+            ],
             decay_type="cosine" if optim.schedule == "cosine" else "linear",
             local=train.global_batch_size // mesh.dp if mesh.pp > 1 else train.micro_batch_size,
             max_norm=train.grad_clip or 'float("inf")',
             param="float32" if train.dtype == "float32" else "bfloat16",
-            reshard="always" if config.parallel.reshard == "micro_batch" and mesh.pp == 1 else "never",
+            reshard="always"
+            if config.parallel.reshard == "micro_batch" and mesh.pp == 1
+            else "never",
             stages=_stages(config, mesh),
             saves=saves.saves or start is not None,
             every=saves.every or max(1, minutes),
@@ -207,7 +247,9 @@ def _stages(config: Config, mesh: MeshShape) -> str:
     return indent(pformat(held, width=104), " " * 12).strip()
 
 
-def write_titan(config: Config, mesh: MeshShape, config_name: str, words: list[str]) -> tuple[Path, str]:
+def write_titan(
+    config: Config, mesh: MeshShape, config_name: str, words: list[str]
+) -> tuple[Path, str]:
     """Write the module; its file, and the command that trains with it.
 
     Args:
@@ -221,17 +263,29 @@ def write_titan(config: Config, mesh: MeshShape, config_name: str, words: list[s
     path = path if path.suffix == ".py" else path / f"torchtitan_{name}_{mesh.world_size}.py"
     if not path.stem.isidentifier():
         raise ConfigError(
-            "out", str(path), "torchtitan imports it: the file's name is a Python name", "Set out=NAME.py"
+            "out",
+            str(path),
+            "torchtitan imports it: the file's name is a Python name",
+            "Set out=NAME.py",
         )
     text = titan_module(config, mesh, name)
     if path.exists() and path.read_text() != text:
-        raise ConfigError("out", str(path), "it is there, and another one", "Remove it, or set out=FILE")
+        raise ConfigError(
+            "out", str(path), "it is there, and another one", "Remove it, or set out=FILE"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise ConfigError("out", str(path), f"it cannot be written: {error.strerror}", "Set out=FILE") from error
+        raise ConfigError(
+            "out", str(path), f"it cannot be written: {error.strerror}", "Set out=FILE"
+        ) from error
     each = min(mesh.world_size, config.cluster.gpus_per_node)
-    nodes = f"--nnodes {-(-mesh.world_size // each)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    nodes = (
+        f"--nnodes {-(-mesh.world_size // each)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    )
     where = f"{nodes if mesh.world_size > each else ''}--nproc-per-node {each}"
-    return path, f"PYTHONPATH={path.parent} torchrun {where} -m torchtitan.train --module {path.stem} --config {name}"
+    return (
+        path,
+        f"PYTHONPATH={path.parent} torchrun {where} -m torchtitan.train --module {path.stem} --config {name}",
+    )

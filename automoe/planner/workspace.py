@@ -51,7 +51,12 @@ class Workspace:
 
 
 def layer_workspaces(
-    model: ModelConfig, layer: int, load: TokenLoad, recompute: frozenset[str], expert_numbers: int, ffn_numbers: int
+    model: ModelConfig,
+    layer: int,
+    load: TokenLoad,
+    recompute: frozenset[str],
+    expert_numbers: int,
+    ffn_numbers: int,
 ) -> list[Workspace]:
     """Of each part of a layer, in the order of a backward pass.
 
@@ -69,7 +74,10 @@ def layer_workspaces(
     read = sum(dropped.pop(name) for name in DISCARDED_OUTPUTS if name in dropped)
     all_again = dropped.get(FULL, 0.0)
     kept_now = nothing if all_again else now
-    routed, residual = layer >= model.first_k_dense, load.number_bytes * load.tokens * model.hidden_size
+    routed, residual = (
+        layer >= model.first_k_dense,
+        load.number_bytes * load.tokens * model.hidden_size,
+    )
     found = []
     width = model.shared_width if routed else model.intermediate_size
     if width:
@@ -82,9 +90,14 @@ def layer_workspaces(
         gone = kept_now["ffn"] * load.on_cpu
         experts = _experts_temporaries(model, load, expert_numbers) + residual * (1 + bool(width))
         found.append(_used_up(gone, read + dropped.get("moe", 0.0), all_again, experts))
-    gone = sum(kept_now.get(part, 0.0) for part in ("ffn", "experts", "router")) + kept_now["norms"] / 2
+    gone = (
+        sum(kept_now.get(part, 0.0) for part in ("ffn", "experts", "router"))
+        + kept_now["norms"] / 2
+    )
     again = dropped.get("core_attn", 0.0)
-    found.append(_used_up(gone, read + again, all_again, _attention_temporaries(model, load) + residual))
+    found.append(
+        _used_up(gone, read + again, all_again, _attention_temporaries(model, load) + residual)
+    )
     return found
 
 
@@ -95,7 +108,11 @@ def _used_up(gone: float, again: float, all_again: float, temporaries: float) ->
 
 
 def _experts_temporaries(model: ModelConfig, load: TokenLoad, expert_numbers: int) -> float:
-    rows, hidden, width = load.expert_rows, model.hidden_size, model.moe_intermediate_size / load.etp
+    rows, hidden, width = (
+        load.expert_rows,
+        model.hidden_size,
+        model.moe_intermediate_size / load.etp,
+    )
     read = load.read_rows
     if load.loop:
         numbers = (rows + 2 * read) * hidden + expert_numbers
@@ -114,15 +131,24 @@ def _attention_temporaries(model: ModelConfig, load: TokenLoad) -> float:
     if load.scores:  # their gradient, before and after the softmax
         scores = 2 * max(4, load.number_bytes) * score_numbers(load, attention.num_heads)
     if attention.kind == "gqa":
-        numbers = load.tokens * attention.num_heads + load.kv_tokens * max(attention.num_kv_heads, load.tp)
+        numbers = load.tokens * attention.num_heads + load.kv_tokens * max(
+            attention.num_kv_heads, load.tp
+        )
         return scores + 2.0 * load.number_bytes * attention.head_dim * numbers
     dims = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (dims + attention.v_head_dim)
+    numbers = load.tokens * (dims + attention.v_head_dim) + load.kv_tokens * (
+        dims + attention.v_head_dim
+    )
     return scores + float(load.number_bytes) * attention.num_heads * numbers
 
 
 def head_workspace_bytes(
-    model: ModelConfig, tokens: int, bytes_per_number: int, tp: int = 1, trained: bool = True, on_cpu: bool = False
+    model: ModelConfig,
+    tokens: int,
+    bytes_per_number: int,
+    tp: int = 1,
+    trained: bool = True,
+    on_cpu: bool = False,
 ) -> float:
     """Peak of the chunked cross-entropy: hidden states, normed and not, their gradient, and the most of three moments.
 

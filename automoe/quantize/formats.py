@@ -1,9 +1,9 @@
 """Numbers in 8 bits with one scale a tile: what is rounded, and how, in plain torch on any device.
 
-A scale is a power of two, so it changes only exponents. A number in a code's normal range is rounded the same whatever
-its scale: neither the other numbers of its tile nor quantizing it again along the other dim make a difference. Only
-numbers that a scale pushes below the normal range lose bits to it (2**-15 of the tile's largest for e4m3, 2**-30 for
-e5m2).
+A scale is a power of two, so it changes only exponents. A number in a code's normal range is
+rounded the same whatever its scale: neither the other numbers of its tile nor quantizing it again
+along the other dim make a difference. Only numbers that a scale pushes below the normal range lose
+bits to it (2**-15 of the tile's largest for e4m3, 2**-30 for e5m2).
 
 Letters: R rows, C columns of a matrix; leading dims are a batch of matrices.
 """
@@ -26,12 +26,12 @@ BLOCK = (SIDE, SIDE)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix, or a batch of them, as codes and scales; a number is its code times its tile's scale.
+    """A matrix, or a batch of them, as codes and scales; a number is its code times its tile's
+    scale.
 
-    Attributes:
-        codes: [..., R, C] float8.
-        scales: [..., tiles down, tiles across] float32; [..., 1, 1] where the tile is the whole matrix.
-        tile: rows and columns under one scale, counted from the first row and column; ``WHOLE`` for all.
+    Attributes: codes: [..., R, C] float8. scales: [..., tiles down, tiles across] float32; [..., 1,
+        1] where the tile is the whole matrix. tile: rows and columns under one scale, counted from
+        the first row and column; ``WHOLE`` for all.
     """
 
     codes: torch.Tensor
@@ -40,7 +40,8 @@ class Quantized:
 
 
 def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """[..., R, C] -> [..., tiles down, tiles across] largest magnitude, float32; zero where there is none."""
+    """[..., R, C] -> [..., tiles down, tiles across] largest magnitude, float32; zero where there
+    is none."""
     x = x.detach()
     if tile == WHOLE:
         if x.numel() == 0:
@@ -55,7 +56,8 @@ def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
 
 
 def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest powers of two that bring ``amax`` into the range of ``dtype``; one for zero, NaN if not finite.
+    """The smallest powers of two that bring ``amax`` into the range of ``dtype``; one for zero, NaN
+    if not finite.
 
     Never below 2**-126, so that dividing and multiplying by them are exact.
     """
@@ -65,11 +67,13 @@ def scales_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(amax.isfinite(), scales, torch.full_like(scales, torch.nan))
 
 
-def encode(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+def encode(
+    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int]
+) -> Quantized:
     """``x`` [..., R, C] with given scales. Numbers beyond their range become the largest code.
 
-    Infinite numbers become NaN instead, so that the step that made them is still seen to have failed. Codes are
-    laid out by rows, whatever the layout of ``x``.
+    Infinite numbers become NaN instead, so that the step that made them is still seen to have
+    failed. Codes are laid out by rows, whatever the layout of ``x``.
     """
     if x.is_cuda:
         return _in_one_pass(x, scales, dtype, tile)
@@ -94,8 +98,8 @@ def dequantize(q: Quantized) -> torch.Tensor:
 def transposed(q: Quantized) -> Quantized:
     """The transposed matrix, laid out by rows.
 
-    Square tiles keep their codes. Lines cannot: their numbers are quantized again in lines along the other dim
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
+    Square tiles keep their codes. Lines cannot: their numbers are quantized again in lines along
+    the other dim (DeepSeek-V3, arXiv 2412.19437, section 3.3.3: 1x128 to 128x1).
     """
     if q.tile == LINE:
         return quantize(dequantize(q).transpose(-2, -1), q.codes.dtype, LINE)
@@ -103,13 +107,17 @@ def transposed(q: Quantized) -> Quantized:
     return Quantized(codes, scales, q.tile)
 
 
-def _in_one_pass(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]) -> Quantized:
+def _in_one_pass(
+    x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, tile: tuple[int, int]
+) -> Quantized:
     from automoe.kernels.fp8 import encode_in_one_pass
 
     if tile == WHOLE:  # the kernel takes blocks, which then all have this scale
         assert scales is not None
         grid = (-(-x.shape[-2] // SIDE), -(-x.shape[-1] // SIDE))
-        codes, _ = encode_in_one_pass(x, scales.expand(*scales.shape[:-2], *grid), dtype, LARGEST[dtype], SIDE)
+        codes, _ = encode_in_one_pass(
+            x, scales.expand(*scales.shape[:-2], *grid), dtype, LARGEST[dtype], SIDE
+        )
         return Quantized(codes, scales, tile)
     codes, scales = encode_in_one_pass(x, scales, dtype, LARGEST[dtype], tile[0])
     return Quantized(codes, scales, tile)
@@ -120,5 +128,9 @@ def _spread(scales: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> t
     if tile == WHOLE:
         return scales
     down, across = scales.shape[-2:]
-    spread = scales.unsqueeze(-2).unsqueeze(-1).expand(*scales.shape[:-2], down, tile[0], across, tile[1])
+    spread = (
+        scales.unsqueeze(-2)
+        .unsqueeze(-1)
+        .expand(*scales.shape[:-2], down, tile[0], across, tile[1])
+    )
     return spread.flatten(-2).flatten(-3, -2).narrow(-2, 0, shape[-2]).narrow(-1, 0, shape[-1])

@@ -1,9 +1,10 @@
 """A linear layer's matrix products in 8 bits: torch's kernels on CUDA, an emulation elsewhere.
 
-The emulation multiplies the dequantized operands in float32: exact but for float32's own sums, and no faster. Hopper
-gets the same codes and scales, but its 8-bit units keep fewer bits than float32 while they add up products:
-tests/gpu/test_device_fp8.py allows its results an error of 2e-3 of their norm (5e-3 in bfloat16).
-Shapes: T tokens in any leading dims, K input and N output features; M and N rows of two operands, K summed.
+The emulation multiplies the dequantized operands in float32: exact but for float32's own sums, and
+no faster. Hopper gets the same codes and scales, but its 8-bit units keep fewer bits than float32
+while they add up products: tests/gpu/test_device_fp8.py allows its results an error of 2e-3 of
+their norm (5e-3 in bfloat16). Shapes: T tokens in any leading dims, K input and N output features;
+M and N rows of two operands, K summed.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ _KERNEL_STEP = 16  # bytes: torch's kernels want K and N to be multiples of this
 class _Product(torch.autograd.Function):
     """Keeps x and the weight themselves, and quantizes both again in the backward.
 
-    Others keep x anyway (the other products of it, attention's backward, the router), so its codes would be a second
-    copy. The weight belongs to FSDP, which may free it in between.
+    Others keep x anyway (the other products of it, attention's backward, the router), so its codes
+    would be a second copy. The weight belongs to FSDP, which may free it in between.
     """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, scaling: Scaling) -> torch.Tensor:
         x_scales, weight_scales = scaling.scales(x.flatten(0, -2), X), scaling.scales(weight, W)
-        rows, columns = scaling.quantize(x.flatten(0, -2), x_scales, X), scaling.quantize(weight, weight_scales, W)
+        rows, columns = (
+            scaling.quantize(x.flatten(0, -2), x_scales, X),
+            scaling.quantize(weight, weight_scales, W),
+        )
         ctx.save_for_backward(x, weight, x_scales, weight_scales)
         ctx.scaling = scaling
         return scaled_product(rows, columns, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -67,7 +71,9 @@ class QuantizedProduct(nn.Module):
         super().__init__()
         self.scaling = scaling
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = _Product.apply(x, weight, self.scaling)
         if self.gradient_hook is not None and out.requires_grad:
             out.register_hook(self.gradient_hook)
@@ -75,7 +81,8 @@ class QuantizedProduct(nn.Module):
 
 
 def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] @ b [N, K].T -> [M, N] in ``dtype``; both in lines, in lines and blocks, or each with one scale.
+    """a [M, K] @ b [N, K].T -> [M, N] in ``dtype``; both in lines, in lines and blocks, or each
+    with one scale.
 
     Both operands lie along the summed dim, since that is how Hopper multiplies 8-bit numbers.
     """
@@ -99,7 +106,8 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded(q: Quantized, step: int) -> Quantized:
-    """Zeros up to multiples of ``step`` on both dims, which change no sum; scales are already those of whole tiles."""
+    """Zeros up to multiples of ``step`` on both dims, which change no sum; scales are already those
+    of whole tiles."""
     rows, cols = q.codes.shape
     more_rows, more_cols = -rows % step, -cols % step
     if not more_rows and not more_cols:
@@ -110,7 +118,8 @@ def _padded(q: Quantized, step: int) -> Quantized:
 
 
 def _kernel_scales(q: Quantized) -> torch.Tensor:
-    """Scales as ``scaled_mm`` takes them: of lines column by column, of blocks transposed and padded to fours."""
+    """Scales as ``scaled_mm`` takes them: of lines column by column, of blocks transposed and
+    padded to fours."""
     if q.tile == WHOLE:
         return q.scales.view(1)
     if q.tile == LINE:

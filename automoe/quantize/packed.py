@@ -1,8 +1,10 @@
-"""Frozen matrices in fewer bytes than they are multiplied in (``lora.base``), widened for the time of one product.
+"""Frozen matrices in fewer bytes than they are multiplied in (``lora.base``), widened for the time
+of one product.
 
-Codes and scales are one uint8 tensor [..., rows, blocks, bytes]: a block is 128 float8 codes of a row (``fp8``) or 64
-codes of 4 bits (``nf4``, arXiv 2305.14314) with its float32 scale behind them. Its dims are those of the matrix, so
-whatever cuts the matrix between rows, or between blocks, cuts codes and scales alike; and FSDP casts no bytes.
+Codes and scales are one uint8 tensor [..., rows, blocks, bytes]: a block is 128 float8 codes of a
+row (``fp8``) or 64 codes of 4 bits (``nf4``, arXiv 2305.14314) with its float32 scale behind them.
+Its dims are those of the matrix, so whatever cuts the matrix between rows, or between blocks, cuts
+codes and scales alike; and FSDP casts no bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ def block_size(weight: torch.Tensor) -> int:
 
 
 def pack_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Blocks [R, ceil(C / 128), 132] of codes [R, C] float8_e4m3fn and scales [R, ceil(C / 128)], some floats."""
+    """Blocks [R, ceil(C / 128), 132] of codes [R, C] float8_e4m3fn and scales [R, ceil(C / 128)],
+    some floats."""
     size, _ = BASE_BLOCKS["fp8"]
     whole = F.pad(codes.view(torch.uint8), (0, -codes.shape[1] % size)).unflatten(1, (-1, size))
     return _joined(whole, scales.to(torch.float32))
 
 
 def pack_nf4(numbers: torch.Tensor) -> torch.Tensor:
-    """Blocks [..., R, ceil(C / 64), 36] of float32 numbers [..., R, C], as bitsandbytes rounds them on their device.
+    """Blocks [..., R, ceil(C / 64), 36] of float32 numbers [..., R, C], as bitsandbytes rounds them
+    on their device.
 
     Raises:
         BackendError: it is not installed.
@@ -63,7 +67,8 @@ def _joined(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """[..., R, columns] in ``dtype`` of blocks, each number rounded from float32 once; another tensor as it is.
+    """[..., R, columns] in ``dtype`` of blocks, each number rounded from float32 once; another
+    tensor as it is.
 
     Args:
         columns: without those that fill the last block up.
@@ -74,7 +79,9 @@ def unpack(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tens
     if wide.numel() == 0:
         return wide
     step = max(1, _CHUNK // columns)
-    for rows, into in zip(weight.flatten(0, -3).split(step), wide.flatten(0, -2).split(step), strict=True):
+    for rows, into in zip(
+        weight.flatten(0, -3).split(step), wide.flatten(0, -2).split(step), strict=True
+    ):
         into.copy_(_numbers(rows, dtype).flatten(1)[:, :columns])
     return wide
 
@@ -86,14 +93,19 @@ def _numbers(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return codes.view(E4M3).to(torch.float32) * scales
     known = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     shape, library = (*codes.shape[:-1], 2 * codes.shape[-1]), _bitsandbytes()
-    state = library.QuantState(scales.flatten(), shape, dtype=known, blocksize=shape[-1], quant_type="nf4")
+    state = library.QuantState(
+        scales.flatten(), shape, dtype=known, blocksize=shape[-1], quant_type="nf4"
+    )
     return library.dequantize_4bit(codes.contiguous().view(-1, 1), state)
 
 
 def _bitsandbytes() -> ModuleType:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of CPU kernels that nothing here calls
+    # it warns of CPU kernels that nothing here calls
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return import_backend(
-        "bitsandbytes.functional", "lora.base=nf4", "pip install bitsandbytes, or set lora.base=weights"
+        "bitsandbytes.functional",
+        "lora.base=nf4",
+        "pip install bitsandbytes, or set lora.base=weights",
     )
 
 
@@ -101,7 +113,9 @@ class _PackedProduct(torch.autograd.Function):
     """``F.linear`` of a packed weight, which the backward widens again: only the bytes are kept."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.columns = x.shape[-1]
         return F.linear(x, unpack(weight, x.shape[-1], x.dtype), bias)
@@ -114,6 +128,8 @@ class _PackedProduct(torch.autograd.Function):
         return grad_x, None, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 
-def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """A ``Linear.product``: x [..., I], packed weight of [O, I], bias [O] or None -> [..., O]."""
     return _PackedProduct.apply(x, weight, bias)

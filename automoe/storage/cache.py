@@ -1,4 +1,5 @@
-"""Folders of derived files that the processes of a machine share: written once, verified by each that opens them."""
+"""Folders of derived files that the processes of a machine share: written once, verified by each
+that opens them."""
 
 from __future__ import annotations
 
@@ -27,18 +28,23 @@ def default_cache_dir() -> Path:
 
 
 def open_entry(
-    entry: Path, write: Callable[[Path], dict[str, Any]], *, what: str, again: str, error_type: type[AutomoeError]
+    entry: Path,
+    write: Callable[[Path], dict[str, Any]],
+    *,
+    what: str,
+    again: str,
+    error_type: type[AutomoeError],
 ) -> dict[str, Any]:
-    """The facts of a folder of the cache, every byte of which is verified; it is made first where it is not there.
+    """The facts of a folder of the cache, every byte of which is verified; it is made first where
+    it is not there.
 
-    One process of a machine writes; the others wait for it. A rename makes the entry visible whole or not at all. The
-    system drops the lock of a writer that dies. What is damaged, or belongs to another entry, is made anew, and a line
-    on standard error says so.
+    One process of a machine writes; the others wait for it. A rename makes the entry visible whole
+    or not at all. The system drops the lock of a writer that dies. What is damaged, or belongs to
+    another entry, is made anew, and a line on standard error says so.
 
-    Args:
-        write: fills an empty folder and returns facts in plain JSON values.
-        what, again: what the entry holds, and what is done where it is damaged; both complete a message.
-        error_type: what is raised where the cache fails.
+    Args: write: fills an empty folder and returns facts in plain JSON values. what, again: what the
+        entry holds, and what is done where it is damaged; both complete a message. error_type: what
+        is raised where the cache fails.
 
     Raises:
         error_type: the cache cannot be written, or what ``write`` raises.
@@ -46,7 +52,9 @@ def open_entry(
     try:
         found = retried(lambda: _verified(entry))
     except OSError as error:  # which does not mean that it is damaged
-        raise error_type(f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk.") from error
+        raise error_type(
+            f"{error.filename or entry}: cannot be read ({error.strerror}). Check this disk."
+        ) from error
     if isinstance(found, dict):
         return found
     try:
@@ -74,7 +82,9 @@ def open_entry(
         return found
     found = _verified(entry)
     if not isinstance(found, dict):
-        raise error_type(f"{entry}: what was just written reads back differently ({found}). Check this disk.")
+        raise error_type(
+            f"{entry}: what was just written reads back differently ({found}). Check this disk."
+        )
     return found
 
 
@@ -85,14 +95,17 @@ def _seal(folder: Path, name: str, facts: dict[str, Any]) -> None:
 
 
 def _verified(entry: Path) -> dict[str, Any] | str | None:
-    """The facts of an entry; what is wrong with it; None where there is none. Raises OSError: it cannot be read."""
+    """The facts of an entry; what is wrong with it; None where there is none. Raises OSError: it
+    cannot be read."""
     if not os.path.lexists(entry):
         return None
     try:
         content = read_json(entry / _META)
         if content["entry"] != entry.name:
             return f"it was made as {content['entry']}"
-        changed = [name for name, stored in content["files"].items() if _checksum(entry / name) != stored]
+        changed = [
+            name for name, stored in content["files"].items() if _checksum(entry / name) != stored
+        ]
         return f"{', '.join(changed)}: another checksum" if changed else content["facts"]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         return f"{error.filename}: {error.strerror}"

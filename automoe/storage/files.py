@@ -1,4 +1,5 @@
-"""Files that are replaced in one step, and flushed to the disk where that is asked for. Nothing here imports torch."""
+"""Files that are replaced in one step, and flushed to the disk where that is asked for. Nothing
+here imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def flush(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file and flush its content; its name is on the disk once its directory is flushed too."""
+    """Write a file and flush its content; its name is on the disk once its directory is flushed
+    too."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()
@@ -27,7 +29,8 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Replace a file in one step that has reached the disk when this returns; for a single writer."""
+    """Replace a file in one step that has reached the disk when this returns; for a single
+    writer."""
     scratch = path.with_name(f".{path.name}")
     write_durably(scratch, text)
     os.replace(scratch, path)
@@ -35,7 +38,8 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file in one step, without a flush: a reader sees the old content or the new one, in full.
+    """Replace a file in one step, without a flush: a reader sees the old content or the new one, in
+    full.
 
     Several machines may write to one directory. A write that fails for a moment is repeated.
     """
@@ -54,7 +58,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def set_aside(path: Path, stem: str) -> str | None:
-    """Rename ``path`` to the first free name of ``stem.1``, ``stem.2``, ... and return it; None if nothing is there."""
+    """Rename ``path`` to the first free name of ``stem.1``, ``stem.2``, ... and return it; None if
+    nothing is there."""
     if not os.path.lexists(path):
         return None
     number = 1

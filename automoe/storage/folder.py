@@ -1,4 +1,5 @@
-"""Folders that are filled under a working name and then given their own in one step, whole or not at all."""
+"""Folders that are filled under a working name and then given their own in one step, whole or not
+at all."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def restore_folder(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step of the file system; return False if it or the system has no such step.
+    """Exchange two names in one step of the file system; return False if it or the system has no
+    such step.
 
     Raises:
         OSError: there is such a step, and it failed.
@@ -55,7 +57,16 @@ def exchange(one: Path, other: Path) -> bool:
     if rename is None:
         return False
     at_working_directory, exchanged = -100, 2
-    if rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchanged) == 0:
+    if (
+        rename(
+            at_working_directory,
+            os.fsencode(one),
+            at_working_directory,
+            os.fsencode(other),
+            exchanged,
+        )
+        == 0
+    ):
         return True
     error = ctypes.get_errno()
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):

@@ -1,4 +1,5 @@
-"""Files that are there to be locked. The kernel lets go of a lock when its holder dies, however it dies."""
+"""Files that are there to be locked. The kernel lets go of a lock when its holder dies, however it
+dies."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of the lock file ``path``, made where it is not there, to be locked with ``flock``.
+    """A descriptor of the lock file ``path``, made where it is not there, to be locked with
+    ``flock``.
 
-    Raises:
-        OSError: it cannot be made. What stands in its place is a link, which is not followed, since what it leads to
+    Raises: OSError: it cannot be made. What stands in its place is a link, which is not followed,
+        since what it leads to
             would be written to; or it is no file.
     """
     try:
@@ -21,7 +23,9 @@ def open_lock(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, "a lock file that is a link is not followed: remove it", str(path)) from None
+        raise OSError(
+            errno.ELOOP, "a lock file that is a link is not followed: remove it", str(path)
+        ) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "a lock file that is no file: remove it", str(path))

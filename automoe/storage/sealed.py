@@ -1,4 +1,5 @@
-"""JSON in which a byte that has changed is seen: the last key of an object is the CRC-32 of all text before it."""
+"""JSON in which a byte that has changed is seen: the last key of an object is the CRC-32 of all
+text before it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def sealed(content: Mapping[str, Any], **options: Any) -> str:
 
 
 def unsealed(text: bytes) -> dict[str, Any]:
-    """The object in ``text``, whose seal is right, or which has none: a person or another program may have written it.
+    """The object in ``text``, whose seal is right, or which has none: a person or another program
+    may have written it.
 
     Raises:
         ValueError: it is no JSON object, or not what was sealed.

@@ -3,9 +3,9 @@
     with phase("forward_backward", step):
         ...
 
-A listener is called as ``listener(name, step, edge)`` with the edge ``begin`` before a phase and ``end`` after it;
-a phase that raises has no end. ``step`` is the number of the step that the phase belongs to, counted from 1, and
-None outside of steps. Nothing here imports torch.
+A listener is called as ``listener(name, step, edge)`` with the edge ``begin`` before a phase and
+``end`` after it; a phase that raises has no end. ``step`` is the number of the step that the phase
+belongs to, counted from 1, and None outside of steps. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Mark what runs inside as the phase ``name``; free of cost where nobody listens and no profiler runs."""
+    """Mark what runs inside as the phase ``name``; free of cost where nobody listens and no
+    profiler runs."""
     for listener in tuple(_listeners):
         listener(name, step, "begin")
     with _profiler_range(name):

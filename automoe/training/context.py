@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class StopRequest:
     """A flag that signal handlers set and everybody reads.
 
-    No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and would wait for ever
-    for the lock that the interrupted call holds.
+    No ``threading.Event``: a second signal may interrupt the handler inside ``Event.set``, and
+    would wait for ever for the lock that the interrupted call holds.
     """
 
     requested: bool = False
@@ -32,8 +32,9 @@ class RunContext:
     """Handed to a recipe's ``main(config, shape, context)``.
 
     ``stop`` is set when this rank is asked to end early (SIGTERM, Ctrl-C). Ranks hear of it at
-    different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step. A recipe
-    that leaves before its end for that reason sets ``preempted``. ``fell_back`` says which checkpoints were given up.
+    different moments, so a loop acts on ``any_rank_stops`` alone: then all leave at the same step.
+    A recipe that leaves before its end for that reason sets ``preempted``. ``fell_back`` says which
+    checkpoints were given up.
     """
 
     rank: int
@@ -46,7 +47,8 @@ class RunContext:
     fell_back: list[str] = field(default_factory=list)
 
     def any_rank_stops(self) -> bool:
-        """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU memory."""
+        """Whether any rank was asked to stop, the same answer on all of them. A collective over CPU
+        memory."""
         import torch
         import torch.distributed as dist
 

@@ -1,7 +1,7 @@
 """Functions of plugins that ``Run`` calls at four named points of a run (``docs/extend.md``).
 
-Every rank calls each of them, in the order in which they were registered, so they may use collectives. Whatever one
-raises ends the run, as an error of the recipe does.
+Every rank calls each of them, in the order in which they were registered, so they may use
+collectives. Whatever one raises ends the run, as an error of the recipe does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """What plugins registered under ``run.start``, ``run.step``, ``run.save`` and ``run.finish``."""
+    """What plugins registered under ``run.start``, ``run.step``, ``run.save`` and
+    ``run.finish``."""
 
     def __init__(self) -> None:
         self._at = {point: registered(point) for point in RUN_POINTS}
@@ -32,15 +33,17 @@ class Hooks:
     def numbers(self, run: Run, record: Mapping[str, Any]) -> dict[str, float]:
         """What the functions of ``run.step`` add to a step's record, which they cannot change.
 
-        Raises:
-            ConfigError: a name that the record has already, or in other steps, or a value that is no number.
+        Raises: ConfigError: a name that the record has already, or in other steps, or a value that
+            is no number.
         """
         found: dict[str, float] = {}
         for name, function in self._at["run.step"].items():
             for key, value in (function(run, MappingProxyType({**record, **found})) or {}).items():
                 value = value.item() if hasattr(value, "item") else value
                 if key in record or key in found or is_taken(str(key)):
-                    raise ConfigError("run.step", name, f"{key!r} is in the record already", "Name it otherwise")
+                    raise ConfigError(
+                        "run.step", name, f"{key!r} is in the record already", "Name it otherwise"
+                    )
                 if not isinstance(value, (int, float)):
                     rule = f"{key!r} is {type(value).__name__}, and metrics are numbers"
                     raise ConfigError("run.step", name, rule, "Return one number for each name")

@@ -1,6 +1,8 @@
-"""Direct preference optimisation (DPO, arXiv 2305.18290): the loss of a pair of answers, and what it is measured from.
+"""Direct preference optimisation (DPO, arXiv 2305.18290): the loss of a pair of answers, and what
+it is measured from.
 
-Letters: B rows, S positions of this rank, P pairs of a row, N pairs of the data, whose preferred answer comes first.
+Letters: B rows, S positions of this rank, P pairs of a row, N pairs of the data, whose preferred
+    answer comes first.
 """
 
 from __future__ import annotations
@@ -33,20 +35,26 @@ from automoe.training.step import prepare_inputs, send
 REFERENCE_FILE = "reference.json"
 
 
-def pair_log_probs(nll_BS: torch.Tensor, inputs: LossInputs, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of both answers of every pair: the log-probability, and how many tokens it is the sum of; [B, P, 2] each."""
+def pair_log_probs(
+    nll_BS: torch.Tensor, inputs: LossInputs, num_pairs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of both answers of every pair: the log-probability, and how many tokens it is the sum of; [B,
+    P, 2] each."""
     shape = (len(nll_BS), num_pairs, 2)
     trained = (inputs.labels >= 0).to(nll_BS.dtype)
-    sums, lengths = (inputs.sum_by_document(x, 2 * num_pairs).view(shape) for x in (nll_BS, trained))
+    sums, lengths = (
+        inputs.sum_by_document(x, 2 * num_pairs).view(shape) for x in (nll_BS, trained)
+    )
     return -sums, lengths
 
 
 class PreferenceLoss:
-    """A ``Loss`` over pairs: -log sigmoid of beta times how much more the model gained on one answer than on the other.
+    """A ``Loss`` over pairs: -log sigmoid of beta times how much more the model gained on one
+    answer than on the other.
 
-    It takes ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) is the squared distance of that margin, of mean and not
-    summed log-probabilities, to 1 / (2 beta). Both are those of TRL's ``DPOTrainer``. The mean is over all pairs of the
-    global batch.
+    It takes ``reference`` [B, P, 2]. ``ipo`` (arXiv 2310.12036) is the squared distance of that
+    margin, of mean and not summed log-probabilities, to 1 / (2 beta). Both are those of TRL's
+    ``DPOTrainer``. The mean is over all pairs of the global batch.
 
     Args:
         beta: how closely the model is held to its reference: larger, closer.
@@ -71,7 +79,14 @@ class PreferenceLoss:
 
         rewards = self.beta * gained.detach()
         margins = rewards[..., 0] - rewards[..., 1]
-        of_each = (rewards[..., 0], rewards[..., 1], margins > 0, margins, log_probs[..., 0], log_probs[..., 1])
+        of_each = (
+            rewards[..., 0],
+            rewards[..., 1],
+            margins > 0,
+            margins,
+            log_probs[..., 0],
+            log_probs[..., 1],
+        )
         for name, x_BP in zip(self.metrics, of_each, strict=True):
             inputs.report(name, mean(x_BP.to(nll_BS.dtype)))
         if self.kind == "ipo":
@@ -81,7 +96,8 @@ class PreferenceLoss:
 
 
 class Reference:
-    """What the weights that training starts from say of every pair: log-probabilities [N, 2], float64 on the CPU."""
+    """What the weights that training starts from say of every pair: log-probabilities [N, 2],
+    float64 on the CPU."""
 
     def __init__(self, log_probs: torch.Tensor, device: torch.device) -> None:
         self.log_probs, self.device = log_probs, device
@@ -89,31 +105,48 @@ class Reference:
     def inputs(self, batch: StepBatch) -> Inputs:
         """What ``PreferenceLoss`` takes besides, for a batch; 0 where a row has no pair."""
         assert batch.pairs is not None
-        found = torch.where((batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0)
+        found = torch.where(
+            (batch.pairs >= 0).unsqueeze(-1), self.log_probs[batch.pairs.clamp_min(0)], 0.0
+        )
         return {"reference": send(found, self.device)}
 
 
 def open_reference(
-    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, context: RunContext, ranks: Ranks
+    config: Config,
+    runner: StepRunner,
+    loader: Loader,
+    meshes: Meshes,
+    context: RunContext,
+    ranks: Ranks,
 ) -> Reference | None:
-    """That of the run, kept in its directory; computed where it is not there, or of another run. Collective.
+    """That of the run, kept in its directory; computed where it is not there, or of another run.
+    Collective.
 
-    Call it before a checkpoint is loaded: the model still has the weights that training starts from. A file that is
-    damaged, or of other weights or data, is said and replaced.
+    Call it before a checkpoint is loaded: the model still has the weights that training starts
+    from. A file that is damaged, or of other weights or data, is said and replaced.
 
     Returns:
         None: the run was asked to stop meanwhile, and is ``preempted``.
 
-    Raises:
-        ConfigError, CheckpointError: a folder lies where the file belongs; the checkpoint cannot be read.
+    Raises: ConfigError, CheckpointError: a folder lies where the file belongs; the checkpoint
+        cannot be read.
     """
     path, hf_path = context.run_dir / REFERENCE_FILE, config.model.hf_path
-    weights = checkpoint_identity(hf_path, ranks) if hf_path else f"random, train.seed={config.train.seed}"
+    weights = (
+        checkpoint_identity(hf_path, ranks)
+        if hf_path
+        else f"random, train.seed={config.train.seed}"
+    )
     splits: list[Split] = ["train", "validation"] if config.train.val_every else ["train"]
 
     def look() -> tuple[dict[str, Any], Any]:
         if path.is_dir():
-            raise ConfigError("run_dir", context.run_dir, f"{path} is a folder, where a file belongs", "Move it away")
+            raise ConfigError(
+                "run_dir",
+                context.run_dir,
+                f"{path} is a folder, where a file belongs",
+                "Move it away",
+            )
         belongs = _belongs(config, weights, loader, splits)
         return belongs, _read(path, belongs, loader.num_pairs)
 
@@ -122,8 +155,14 @@ def open_reference(
         return Reference(torch.from_numpy(kept), context.device)
     if context.rank == 0:
         if kept is not None:
-            print(f"warning: {path}: {kept}; what the starting weights say of the pairs is computed anew", flush=True)
-        print(f"one pass over {loader.num_pairs:,} pairs: what the starting weights say of them", flush=True)
+            print(
+                f"warning: {path}: {kept}; what the starting weights say of the pairs is computed anew",
+                flush=True,
+            )
+        print(
+            f"one pass over {loader.num_pairs:,} pairs: what the starting weights say of them",
+            flush=True,
+        )
     table = _compute(config, runner, loader, meshes, context, splits)
     if table is not None:
         ranks.lead(lambda: _write(path, belongs, table.numpy()))
@@ -134,8 +173,15 @@ def _belongs(config: Config, weights: str, loader: Loader, splits: list[Split]) 
     """What decides the numbers, in plain JSON values."""
     model = config_to_dict(config)["model"]
     del model["hf_path"]  # where they lie
-    facts: dict[str, Any] = {"weights": weights, "splits": splits, "dtype": config.train.dtype, "fp8": config.train.fp8}
-    facts |= {"capacity": [config.moe.capacity_factor, config.moe.drop_policy, config.moe.drop_scope]}
+    facts: dict[str, Any] = {
+        "weights": weights,
+        "splits": splits,
+        "dtype": config.train.dtype,
+        "fp8": config.train.fp8,
+    }
+    facts |= {
+        "capacity": [config.moe.capacity_factor, config.moe.drop_policy, config.moe.drop_scope]
+    }
     return json.loads(json.dumps(facts | {"model": model, "data": loader.fingerprint()}))
 
 
@@ -144,7 +190,9 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
     try:
         raw = path.read_bytes()
         content = unsealed(raw)
-        values = np.frombuffer(base64.b64decode(content["log_probs"], validate=True), "<f8").reshape(num_pairs, 2)
+        values = np.frombuffer(
+            base64.b64decode(content["log_probs"], validate=True), "<f8"
+        ).reshape(num_pairs, 2)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -152,7 +200,9 @@ def _read(path: Path, belongs: dict[str, Any], num_pairs: int) -> np.ndarray | s
     then = content.get("belongs")
     if not isinstance(then, dict) or content.get("checksum") != zlib.crc32(values.tobytes()):
         return f"it is damaged (no {SEAL} of what was written)"
-    differing = sorted(key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key))
+    differing = sorted(
+        key for key in belongs.keys() | then.keys() if belongs.get(key) != then.get(key)
+    )
     return f"it belongs to other {', '.join(differing)}" if differing else values.astype(np.float64)
 
 
@@ -177,9 +227,15 @@ class _Collector:
 
 
 def _compute(
-    config: Config, runner: StepRunner, loader: Loader, meshes: Meshes, context: RunContext, splits: list[Split]
+    config: Config,
+    runner: StepRunner,
+    loader: Loader,
+    meshes: Meshes,
+    context: RunContext,
+    splits: list[Split],
 ) -> torch.Tensor | None:
-    """Log-probabilities of every pair of the splits, [N, 2]; 0 of others. None where the run is to stop."""
+    """Log-probabilities of every pair of the splits, [N, 2]; 0 of others. None where the run is to
+    stop."""
     collector, before = _Collector(), runner.loss
     runner.set_loss(collector)
     for batch in (batch for split in splits for batch in loader.every_pair(split)):

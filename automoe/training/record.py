@@ -21,19 +21,28 @@ from automoe.training.context import RunContext
 
 
 class RunRecord:
-    """Prints, writes and tracks what a run reports. Every rank has one; those of other ranks do nothing.
+    """Prints, writes and tracks what a run reports. Every rank has one; those of other ranks do
+    nothing.
 
-    Args:
-        step: the run goes on after this step.
-        resumed: the checkpoint that it goes on from. A run of its own directory continues the record there.
+    Args: step: the run goes on after this step. resumed: the checkpoint that it goes on from. A run
+        of its own directory continues the record there.
     """
 
     def __init__(
-        self, config: Config, shape: MeshShape, context: RunContext, step: int, resumed: Resumed | None
+        self,
+        config: Config,
+        shape: MeshShape,
+        context: RunContext,
+        step: int,
+        resumed: Resumed | None,
     ) -> None:
         self._run_dir = context.run_dir
         self._console = Console(config, shape, enabled=context.rank == 0)
-        self.note, self.warn, self.show_row = self._console.note, self._console.warn, self._console.row
+        self.note, self.warn, self.show_row = (
+            self._console.note,
+            self._console.warn,
+            self._console.row,
+        )
         self._console.start(resume_step=step)
         for line in describe_training(config):
             for part in textwrap.wrap(line, 66):  # behind a note's margin: 80 columns

@@ -1,8 +1,10 @@
-"""Routing of training steps written to a directory (``moe.record_routing``) or repeated (``moe.replay_routing``).
+"""Routing of training steps written to a directory (``moe.record_routing``) or repeated
+(``moe.replay_routing``).
 
-A step is a folder ``step-N`` with one ``rank-R.npz`` from every rank that recorded: ``rows`` [T] and ``index`` [T]
-name its tokens by their row in the training stream and their place in it, ``layers`` [L] its MoE layers, ``choices``
-[T, L, 2, K] what it chose (2: chosen, plain top-k). Nothing in it knows a mesh, so any mesh may replay it.
+A step is a folder ``step-N`` with one ``rank-R.npz`` from every rank that recorded: ``rows`` [T]
+and ``index`` [T] name its tokens by their row in the training stream and their place in it,
+``layers`` [L] its MoE layers, ``choices`` [T, L, 2, K] what it chose (2: chosen, plain top-k).
+Nothing in it knows a mesh, so any mesh may replay it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from automoe.moe.tokens import Tokens
 
 @contextmanager
 def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) -> Iterator[None]:
-    """Around a step's forward and backward: writes this rank's choices as it leaves, where that is asked for.
+    """Around a step's forward and backward: writes this rank's choices as it leaves, where that is
+    asked for.
 
     Args:
         model_parts: this rank's pipeline stages; any mesh.
@@ -50,11 +53,14 @@ def record_routing(config: Config, model_parts: Iterable[nn.Module], step: int) 
 
 
 def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
-    """Layer -> (rows, index, choices) of its micro-batches, to a file that is there in full or not at all."""
+    """Layer -> (rows, index, choices) of its micro-batches, to a file that is there in full or not
+    at all."""
     layers = []
-    for micro_batches in seen.values():  # a pipeline may run two layers' micro-batches in different orders
+    # a pipeline may run two layers' micro-batches in different orders
+    for micro_batches in seen.values():
         rows, index, choices = (
-            torch.cat([t.flatten(0, 1) for t in tensors]).cpu() for tensors in zip(*micro_batches, strict=True)
+            torch.cat([t.flatten(0, 1) for t in tensors]).cpu()
+            for tensors in zip(*micro_batches, strict=True)
         )
         order = np.lexsort((index, rows))
         layers.append((rows[order], index[order], choices[order]))
@@ -66,13 +72,16 @@ def _write(path: Path, seen: dict[int, list[tuple[torch.Tensor, ...]]]) -> None:
             rows=layers[0][0].numpy(),
             index=layers[0][1].numpy().astype(np.int32),
             layers=np.array(list(seen)),
-            choices=torch.stack([choices for _, _, choices in layers], dim=1).numpy().astype(np.int16),
+            choices=torch.stack([choices for _, _, choices in layers], dim=1)
+            .numpy()
+            .astype(np.int16),
         )
     os.replace(unfinished, path)
 
 
 def replayed_routing(config: Config, batch: StepBatch, step: int) -> torch.Tensor | None:
-    """Recorded choices for the rows of ``batch``, as ``prepare_inputs`` takes them; None unless that is asked for.
+    """Recorded choices for the rows of ``batch``, as ``prepare_inputs`` takes them; None unless
+    that is asked for.
 
     Returns:
         [rows of this rank, tokens of a row, L, 2, K] int64.

@@ -1,4 +1,5 @@
-"""What surrounds the steps of a run: when to validate, save, stop or go back, and what each step records."""
+"""What surrounds the steps of a run: when to validate, save, stop or go back, and what each step
+records."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def open_run(
     store: CheckpointStore,
     resumed: Resumed | None,
 ) -> Iterator[Run]:
-    """Open a ``Run``, and close it on every way out, so that a run that dies keeps its record and its trace."""
+    """Open a ``Run``, and close it on every way out, so that a run that dies keeps its record and
+    its trace."""
     record = RunRecord(config, shape, context, state.step, resumed)
     with ExitStack() as opened:
         if config.launch.gc_every:
@@ -63,7 +65,8 @@ def open_run(
 
 
 class Run:
-    """The decisions of a run around its steps: when to validate, save, stop or go back, and what to record.
+    """The decisions of a run around its steps: when to validate, save, stop or go back, and what to
+    record.
 
     Every rank has one and calls every method; only rank 0 prints and writes.
 
@@ -96,11 +99,16 @@ class Run:
         self.objective: float | None = None
         if state.step >= config.train.steps:
             self.objective = last_objective(context.run_dir, state.step)
-            self.note(f"already at step {state.step} of {config.train.steps}: nothing is left to train")
-            self.note(f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over")
+            self.note(
+                f"already at step {state.step} of {config.train.steps}: nothing is left to train"
+            )
+            self.note(
+                f"train.steps={2 * config.train.steps} goes on; checkpoint.resume=never starts over"
+            )
 
     def describe_start(self, loaded: Loaded | None) -> None:
-        """Print which weights the run starts from, and for conversations what became of them and one row as text.
+        """Print which weights the run starts from, and for conversations what became of them and
+        one row as text.
 
         Args:
             loaded: what was read from ``model.hf_path``; None if the weights are random.
@@ -116,13 +124,16 @@ class Run:
             self.note(line)
         if self.context.rank == 0 and loader.corpus.trained is not None:
             row = loader.row(0)
-            tokens, labels, doc_ids = (one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids))
+            tokens, labels, doc_ids = (
+                one[0].numpy() for one in (row.tokens, row.labels, row.doc_ids)
+            )
             self._record.show_row(describe_row(tokens, labels, doc_ids, loader.tokenizer))
 
     def begin_step(self) -> None:
         """Start the step's clock, and report a background save that is over.
 
-        Garbage is collected at the same steps on all ranks: if each chose its own moment, all would wait each time.
+        Garbage is collected at the same steps on all ranks: if each chose its own moment, all would
+        wait each time.
         """
         self.store.poll()
         every = self.config.launch.gc_every
@@ -135,7 +146,9 @@ class Run:
         """Stop the step's clock and return its record, without a validation."""
         config, train, state = self.config, self.config.train, self.state
         over_ranks = update.over_ranks
-        assert "stop" in over_ranks, "optimizer_step(..., run.report) tells this rank's values to the others"
+        assert "stop" in over_ranks, (
+            "optimizer_step(..., run.report) tells this rank's values to the others"
+        )
         if self.state.step == self._first_step + 1:  # every rank has come to the update
             set_timeouts(config.launch.timeout_s)
             # The update allocated the optimizer's moments.
@@ -178,7 +191,8 @@ class Run:
 
     @property
     def report(self) -> dict[str, float]:
-        """Values of this rank that the step's max-reduction combines over ranks; of clocks, only rank 0's counts."""
+        """Values of this rank that the step's max-reduction combines over ranks; of clocks, only
+        rank 0's counts."""
         save_due = self.context.rank == 0 and self.store.minutes_are_up()
         return {
             "stop": self.context.stop.requested,
@@ -190,10 +204,13 @@ class Run:
     def validates(self) -> bool:
         """Return True if a validation follows the step just taken."""
         train, step = self.config.train, self.state.step
-        return bool(train.val_every) and (step % train.val_every == 0 or step == train.steps or self.stopping)
+        return bool(train.val_every) and (
+            step % train.val_every == 0 or step == train.steps or self.stopping
+        )
 
     def sample(self, sampler: Sampler) -> None:
-        """Generate answers to ``observe.samples``, which ``write`` shows below the step. Collective."""
+        """Generate answers to ``observe.samples``, which ``write`` shows below the step.
+        Collective."""
         if sampler.texts:
             began = time.perf_counter()
             self._samples = sampler.generate(), time.perf_counter() - began
@@ -201,9 +218,10 @@ class Run:
     def saves(self) -> bool:
         """Return True if the state should be saved now.
 
-        A save is due every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, after the last step and when
-        the run was asked to stop. If the step was skipped, the next step that is taken is saved instead. Nothing is
-        saved before the first step that was taken since the start or the resume.
+        A save is due every ``checkpoint.every`` steps, after ``checkpoint.every_minutes``, after
+        the last step and when the run was asked to stop. If the step was skipped, the next step
+        that is taken is saved instead. Nothing is saved before the first step that was taken since
+        the start or the resume.
         """
         state, checkpoint = self.state, self.config.checkpoint
         if not checkpoint.saves:
@@ -219,11 +237,11 @@ class Run:
     def write(self, record: Mapping[str, Any], stats: StepStats) -> None:
         """Print, write and track a step's record, with its validation and the numbers of plugins.
 
-        If every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the state goes back to
-        the checkpoint before.
+        If every step since the resume was skipped, up to ``train.max_skipped`` or the last one, the
+        state goes back to the checkpoint before.
 
-        Raises:
-            AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the run.
+        Raises: AutomoeError: ``train.max_skipped`` steps in a row were skipped, or all steps of the
+            run.
         """
         with phase("record", self.state.step):
             self.objective = record.get("val_loss", self.objective)
@@ -240,7 +258,11 @@ class Run:
             if not self._took_a_step() and self._fall_back():
                 return
             optim = self.config.optim
-            what = "in a row were skipped (train.max_skipped)" if over else "were skipped, and none was taken"
+            what = (
+                "in a row were skipped (train.max_skipped)"
+                if over
+                else "were skipped, and none was taken"
+            )
             gave_up = f". Checkpoints given up before: {'; '.join(self.context.fell_back)}"
             raise AutomoeError(
                 f"{min(state.skipped, state.step)} steps {what}, the last step "
@@ -254,7 +276,8 @@ class Run:
         return self.state.step - self._first_step > self.state.skipped
 
     def _fall_back(self) -> bool:
-        """Go back to the checkpoint before the one that was resumed; return False if there is none."""
+        """Go back to the checkpoint before the one that was resumed; return False if there is
+        none."""
         before, earlier = self._resumed, self.state.step
         self._resumed = before and self.store.fall_back(self.state, before)
         if before is None or self._resumed is None:
@@ -263,7 +286,9 @@ class Run:
         self.context.fell_back.append(
             f"no step from {before.step + 1} to {earlier} could be taken, gone back to step {self.state.step}"
         )
-        self._record.warn(f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end")
+        self._record.warn(
+            f"{self.context.fell_back[-1]}. Give the run a lower optim.lr if it comes to the same end"
+        )
         self._record.rewind(self.state.step)
         return True
 
@@ -286,7 +311,8 @@ class Run:
         self._record.finish("preempted" if self.context.preempted else "done", paths)
 
     def _skip_record(self, update: Update) -> dict[str, Any]:
-        """Return what the record of a skipped step adds: the reason, and the rows and documents of its batch."""
+        """Return what the record of a skipped step adds: the reason, and the rows and documents of
+        its batch."""
         loader = self.state.loader
         assert loader is not None
         first, last, documents = loader.last_batch()
@@ -307,7 +333,8 @@ def _skip_text(record: Mapping[str, Any]) -> str:
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the device's dense bf16 FLOP/s: as configured, else from torchtitan's table; None if unknown."""
+    """Return the device's dense bf16 FLOP/s: as configured, else from torchtitan's table; None if
+    unknown."""
     if config.cluster.peak_flops:
         return config.cluster.peak_flops
     if device.type != "cuda":

@@ -1,7 +1,9 @@
-"""Answers of the model to fixed prompts while it is trained (``observe.samples``), on the mesh that it is trained on.
+"""Answers of the model to fixed prompts while it is trained (``observe.samples``), on the mesh that
+it is trained on.
 
-Each new token is a forward pass over rows that hold the prompts and their answers so far, as in a validation; there is
-no cache of keys and values. So every mesh that can validate can generate, with the same tokens.
+Each new token is a forward pass over rows that hold the prompts and their answers so far, as in a
+validation; there is no cache of keys and values. So every mesh that can validate can generate, with
+the same tokens.
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ class Engine:
         runner: runs this rank's pipeline stages.
     """
 
-    def __init__(self, config: Config, runner: StepRunner, meshes: Meshes, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, runner: StepRunner, meshes: Meshes, device: torch.device
+    ) -> None:
         self.config, self.runner, self.meshes, self.device = config, runner, meshes, device
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, stops: Collection[int]
+    ) -> list[list[int]]:
         """Return the tokens that follow each prompt, the one that ended it included. Collective.
 
-        An answer ends with a token of ``stops``, with ``NO_TOKEN`` where the logits are NaN, or after ``max_tokens``.
+        An answer ends with a token of ``stops``, with ``NO_TOKEN`` where the logits are NaN, or
+        after ``max_tokens``.
         """
         rows = dict(enumerate(prompts))
         running = list(rows)
@@ -57,7 +64,8 @@ class Engine:
         return [rows[n][len(prompt) :] for n, prompt in enumerate(prompts)]
 
     def _next_tokens(self, rows: dict[int, list[int]]) -> dict[int, int]:
-        """Return the token that follows each row. Every data-parallel rank runs as many rows, some of them copies."""
+        """Return the token that follows each row. Every data-parallel rank runs as many rows, some
+        of them copies."""
         train, shape = self.config.train, self.meshes.shape
         # A pipeline's shapes are fixed.
         count = train.global_batch_size // shape.dp if shape.pp > 1 else train.micro_batch_size
@@ -71,14 +79,16 @@ class Engine:
             batch = _batch([rows[n] for n in own], rows[numbers[0]], count, length)
             inputs, _ = prepare_inputs(batch, self.meshes, self.config, self.device)
             tokens = self.runner.outputs(inputs | {"next_token_at": inputs["labels"] != IGNORE})
-            if tokens is not None:  # of the last stage; a cp rank without the row's end has no token
+            # of the last stage; a cp rank without the row's end has no token
+            if tokens is not None:
                 for n, token in zip(own, tokens.amax(1).tolist(), strict=False):
                     found[n] = max(token, NO_TOKEN)
         return {n: int(token) for n, token in max_over_ranks(found).items()}
 
 
 class Sampler:
-    """Greedy answers to ``observe.samples``, as ``transformers`` generates them from an export; none without prompts.
+    """Greedy answers to ``observe.samples``, as ``transformers`` generates them from an export;
+    none without prompts.
 
     Every rank makes one and calls ``generate``.
 
@@ -90,7 +100,12 @@ class Sampler:
     """
 
     def __init__(
-        self, config: Config, runner: StepRunner, tokenizer: Tokenizer, meshes: Meshes, device: torch.device
+        self,
+        config: Config,
+        runner: StepRunner,
+        tokenizer: Tokenizer,
+        meshes: Meshes,
+        device: torch.device,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.engine = Engine(config, runner, meshes, device)
@@ -100,13 +115,18 @@ class Sampler:
             self._stops = Ranks().lead(lambda: _stops(config))
 
     def generate(self) -> list[dict[str, str]]:
-        """Return ``prompt`` and ``text`` of each, on every rank, without the token that ends an answer. Collective."""
+        """Return ``prompt`` and ``text`` of each, on every rank, without the token that ends an
+        answer. Collective."""
         if not self.texts:
             return []
         with phase("sample"):
-            answers = self.engine.generate(self._prompts, self.config.observe.sample_tokens, self._stops)
+            answers = self.engine.generate(
+                self._prompts, self.config.observe.sample_tokens, self._stops
+            )
         texts = map(self._decode, answers)
-        return [{"prompt": prompt, "text": text} for prompt, text in zip(self.texts, texts, strict=True)]
+        return [
+            {"prompt": prompt, "text": text} for prompt, text in zip(self.texts, texts, strict=True)
+        ]
 
     def _decode(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids[:-1] if ids[-1] in (*self._stops, NO_TOKEN) else ids)
@@ -123,7 +143,8 @@ def _stops(config: Config) -> list[int]:
 
 
 def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) -> StepBatch:
-    """Return ``rows``, filled up to ``count`` rows, in ``length`` columns; the last token of each has a label."""
+    """Return ``rows``, filled up to ``count`` rows, in ``length`` columns; the last token of each
+    has a label."""
     rows = [*rows, *[filler] * (count - len(rows))]
     tokens = torch.zeros(count, length, dtype=torch.int64)
     labels, doc_ids = torch.full_like(tokens, IGNORE), torch.full_like(tokens, -1)
@@ -131,4 +152,6 @@ def _batch(rows: list[list[int]], filler: list[int], count: int, length: int) ->
         tokens[place, : len(row)] = torch.tensor(row)
         doc_ids[place, : len(row)] = 0
         labels[place, len(row) - 1] = 0
-    return StepBatch(tokens, labels, torch.arange(length).expand(count, -1).contiguous(), doc_ids, 0, 0)
+    return StepBatch(
+        tokens, labels, torch.arange(length).expand(count, -1).contiguous(), doc_ids, 0, 0
+    )

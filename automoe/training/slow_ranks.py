@@ -1,6 +1,7 @@
 """Which rank is slow: one product of matrices, the same on every rank, timed between the steps.
 
-A step's own time cannot tell. Ranks wait for one another in every layer, so all of them take as long as the slowest.
+A step's own time cannot tell. Ranks wait for one another in every layer, so all of them take as
+long as the slowest.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch.distributed as dist
 from automoe.storage.trace import phase
 from automoe.training.context import RunContext
 
-SIZES = {"cuda": (4096, torch.bfloat16), "cpu": (256, torch.float32)}  # a product: 0.2 ms on an H100; 0.5 ms on a core
+# a product: 0.2 ms on an H100; 0.5 ms on a core
+SIZES = {"cuda": (4096, torch.bfloat16), "cpu": (256, torch.float32)}
 REPEATS = 4  # of which the fastest counts: other processes get in between
 SLOW = 1.2  # times the median rank
 IN_A_ROW = 3  # timings with the same rank that far behind, before it is named
 
 
 class SlowRanks:
-    """Times the product every ``every`` steps; the step's max-reduction tells every rank the times of all. Collective.
+    """Times the product every ``every`` steps; the step's max-reduction tells every rank the times
+    of all. Collective.
 
     Args:
         every: steps from one timing to the next; 0 times nothing, nor does a run of one rank.
@@ -50,7 +53,9 @@ class SlowRanks:
         size, dtype = SIZES[self._context.device.type]
         device = self._context.device
         drawn = torch.Generator(device).manual_seed(0)  # zeros would cost a GPU less power
-        factor = torch.empty(size, size, dtype=dtype, device=device).uniform_(-1, 1, generator=drawn)
+        factor = torch.empty(size, size, dtype=dtype, device=device).uniform_(
+            -1, 1, generator=drawn
+        )
         torch.mm(factor, factor)  # so that the library is warm
         for _ in range(REPEATS):
             self._marks.append(self._now())
@@ -59,7 +64,8 @@ class SlowRanks:
         self._marks.append(self._now())
 
     def report(self) -> dict[str, float]:
-        """Return this rank's seconds under its name, and 0 for every other rank; empty in a step without a timing.
+        """Return this rank's seconds under its name, and 0 for every other rank; empty in a step
+        without a timing.
 
         Call it after the host has waited for the device since ``begin_step``.
         """
@@ -75,18 +81,22 @@ class SlowRanks:
     def record(self, over_ranks: Mapping[str, float]) -> dict[str, Any]:
         """Return keys for the step's metrics, and print a line about a rank that stays behind.
 
-        Args:
-            over_ranks: maxima over all ranks of what ``report`` returned; other names may be among them.
+        Args: over_ranks: maxima over all ranks of what ``report`` returned; other names may be
+            among them.
         """
         seconds = [over_ranks[name] for name in self._names if name in over_ranks]
         if not seconds:
             return {}
         middle, slowest = median(seconds), max(range(len(seconds)), key=seconds.__getitem__)
-        self._behind = [*self._behind, slowest if seconds[slowest] > SLOW * middle else -1][-IN_A_ROW:]
+        self._behind = [*self._behind, slowest if seconds[slowest] > SLOW * middle else -1][
+            -IN_A_ROW:
+        ]
         if self._behind == [slowest] * IN_A_ROW and slowest not in self._named:
             self._named.add(slowest)
             times = seconds[slowest] / middle
-            self._name(f"slow: rank {slowest} on {self._hosts[slowest]}, {times:.2f} times the median rank")
+            self._name(
+                f"slow: rank {slowest} on {self._hosts[slowest]}, {times:.2f} times the median rank"
+            )
         return {
             "probe_seconds_min": min(seconds),
             "probe_seconds_median": middle,

@@ -27,14 +27,14 @@ Name = TypeVar("Name")  # of a value
 class StepStats:
     """Equal on every rank.
 
-    Attributes:
-        loss: mean cross-entropy over the global batch's trained tokens, nats; or that of ``train.loss``.
-        balance_losses: by the names in ``LOSSES``, summed over layers, coefficients included.
-        expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each expert, before
+    Attributes: loss: mean cross-entropy over the global batch's trained tokens, nats; or that of
+        ``train.loss``. balance_losses: by the names in ``LOSSES``, summed over layers, coefficients
+        included. expert_counts: [L, E] float64 on the CPU, tokens of the global batch given to each
+        expert, before
             any is dropped.
         dropped_share: [L] share of the choices that found no room.
-        device_counts: [L, 2, E] float64 where the model is: the same, and tokens that plain top-k of the scores
-            would give each expert.
+        device_counts: [L, 2, E] float64 where the model is: the same, and tokens that plain top-k
+            of the scores would give each expert.
         metrics: what the loss reports, by name.
     """
 
@@ -47,7 +47,10 @@ class StepStats:
 
 
 def gather_stats(
-    loss_share: torch.Tensor, model_parts: Iterable[Decoder], config: Config, reported: Mapping[str, torch.Tensor]
+    loss_share: torch.Tensor,
+    model_parts: Iterable[Decoder],
+    config: Config,
+    reported: Mapping[str, torch.Tensor],
 ) -> StepStats:
     """Sum loss shares and every layer's counters over all ranks, and zero the counters.
 
@@ -59,7 +62,8 @@ def gather_stats(
     model = config.model
     num_layers, num_experts = model.num_moe_layers, model.num_experts
     device = loss_share.device
-    size = LoadCounter.size(num_experts)  # spelled out below: a dense model has no layer to tell it by
+    # spelled out below: a dense model has no layer to tell it by
+    size = LoadCounter.size(num_experts)
     end = num_layers * size
     sums = torch.zeros(end + 1 + len(reported), dtype=torch.float64, device=device)
     for place, share in enumerate((loss_share, *reported.values()), start=end):
@@ -86,7 +90,8 @@ def gather_stats(
 
 
 def update_balance_state(stats: StepStats, model_parts: Iterable[Decoder], config: Config) -> None:
-    """After an optimizer step that was not skipped: move expert biases, remember the load fractions.
+    """After an optimizer step that was not skipped: move expert biases, remember the load
+    fractions.
 
     The biases of a frozen router are frozen with it.
     """
@@ -101,13 +106,16 @@ def update_balance_state(stats: StepStats, model_parts: Iterable[Decoder], confi
 
 def sum_over_ranks(*values: float | torch.Tensor, device: torch.device) -> list[float]:
     """Each value summed over all ranks, in float64."""
-    sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    sums = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+    )
     dist.all_reduce(sums)
     return sums.tolist()
 
 
 def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the maximum of each named value over all ranks, in float64. One all-reduce over the CPU backend.
+    """Return the maximum of each named value over all ranks, in float64. One all-reduce over the
+    CPU backend.
 
     Args:
         values: the same names in the same order on every rank.
@@ -118,14 +126,15 @@ def max_over_ranks(values: Mapping[Name, float]) -> dict[Name, float]:
 
 
 def same_on_all_ranks(value: Any, what: str) -> None:
-    """Compare ``value`` over all ranks; 16 characters a rank travel, over the CPU backend. Collective.
+    """Compare ``value`` over all ranks; 16 characters a rank travel, over the CPU backend.
+    Collective.
 
     Args:
         value: plain JSON values.
         what: names it in the error, as the subject of a sentence: "the corpus".
 
-    Raises:
-        DataError: on every rank alike; names the ranks that differ from what most of them have, or from
+    Raises: DataError: on every rank alike; names the ranks that differ from what most of them have,
+        or from
             rank 0 where no value is more frequent than its.
     """
     mine = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -134,7 +143,9 @@ def same_on_all_ranks(value: Any, what: str) -> None:
     usual = Counter(digests).most_common(1)[0][0]  # of equally frequent ones the first met
     differing = [rank for rank, digest in enumerate(digests) if digest != usual]
     if differing:
-        ranks = ", ".join(str(rank) for rank in differing[:16]) + (", ..." if len(differing) > 16 else "")
+        ranks = ", ".join(str(rank) for rank in differing[:16]) + (
+            ", ..." if len(differing) > 16 else ""
+        )
         raise DataError(
             f"{what} is not the same on all ranks: {len(differing)} of {len(digests)} differ from the others: "
             f"rank {ranks}. Give every node the same files, or a run_dir and data on a disk that all share"

@@ -3,8 +3,8 @@
     forward and backward, statistics                          ``forward_backward``
     norm, skip or not, 8-bit scales, clip, update, balance    ``optimizer_step``
 
-Between the two a caller finds every gradient summed over ranks and not clipped.
-Shapes: B rows of this data-parallel rank, S positions of this rank (R of the whole row), L MoE layers, K top-k.
+Between the two a caller finds every gradient summed over ranks and not clipped. Shapes: B rows of
+this data-parallel rank, S positions of this rank (R of the whole row), L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -33,9 +33,16 @@ from automoe.parallel.mesh import Meshes
 from automoe.parallel.pipeline import Inputs, StepRunner, counted_parameters
 from automoe.storage.trace import phase
 from automoe.training.routing import record_routing
-from automoe.training.stats import StepStats, gather_stats, max_over_ranks, sum_over_ranks, update_balance_state
+from automoe.training.stats import (
+    StepStats,
+    gather_stats,
+    max_over_ranks,
+    sum_over_ranks,
+    update_balance_state,
+)
 
-_NORMAL = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
+# times the median absolute deviation: the standard deviation of a normal distribution
+_NORMAL = 1.4826
 _LEAST_SPREAD = 1e-3  # of the median: losses that happen to be all alike make nothing a spike
 
 
@@ -43,13 +50,11 @@ _LEAST_SPREAD = 1e-3  # of the median: losses that happen to be all alike make n
 class Update:
     """What ``optimizer_step`` did.
 
-    Attributes:
-        lr: learning rate of this step.
-        grad_norm: of the whole model, before clipping.
-        skipped: the step changed nothing; the same on every rank.
-        skip_reason: why, if this rank saw a reason.
-        fp8_clipped_share: of this stage's delayed scales, those that numbers of this step went beyond.
-        over_ranks: maximum over all ranks of each value that ``Run.report`` names.
+    Attributes: lr: learning rate of this step. grad_norm: of the whole model, before clipping.
+        skipped: the step changed nothing; the same on every rank. skip_reason: why, if this rank
+        saw a reason. fp8_clipped_share: of this stage's delayed scales, those that numbers of this
+        step went beyond. over_ranks: maximum over all ranks of each value that ``Run.report``
+        names.
     """
 
     lr: float
@@ -61,9 +66,14 @@ class Update:
 
 
 def prepare_inputs(
-    batch: StepBatch, meshes: Meshes, config: Config, device: torch.device, forced_ids: torch.Tensor | None = None
+    batch: StepBatch,
+    meshes: Meshes,
+    config: Config,
+    device: torch.device,
+    forced_ids: torch.Tensor | None = None,
 ) -> tuple[Inputs, int]:
-    """Return this rank's inputs of one step, and the number of tokens with a label in the global batch. Collective.
+    """Return this rank's inputs of one step, and the number of tokens with a label in the global
+    batch. Collective.
 
     Labels were made by the loader, so cutting the rows over cp here cannot lose the token that a
     chunk's last position predicts. Counts are known before the first forward.
@@ -75,7 +85,9 @@ def prepare_inputs(
     num_rows, seq_len = batch.tokens.shape
     # Summed where they are, over gloo: on the device, reading them would wait for the step before.
     documents = num_documents(batch.labels, batch.doc_ids)
-    counts = torch.tensor([int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)])
+    counts = torch.tensor(
+        [int((batch.labels >= 0).sum()), int((batch.doc_ids >= 0).sum()), int(documents)]
+    )
     for axis in ("dp_shard", "dp_replicate"):
         if (group := meshes.group(axis)) is not None:
             dist.all_reduce(counts, group=group)
@@ -96,8 +108,11 @@ def prepare_inputs(
     return inputs, int(counts[0])
 
 
-def forward_backward(state: TrainState, runner: StepRunner, inputs: Inputs, config: Config) -> StepStats:
-    """Run forward and backward of all micro-batches of the next step, and sum what they report. Collective.
+def forward_backward(
+    state: TrainState, runner: StepRunner, inputs: Inputs, config: Config
+) -> StepStats:
+    """Run forward and backward of all micro-batches of the next step, and sum what they report.
+    Collective.
 
     Gradients are added to those that parameters have already; ``optimizer_step`` clears them.
     """
@@ -117,17 +132,18 @@ def optimizer_step(
     config: Config,
     report: Mapping[str, float] = MappingProxyType({}),
 ) -> Update:
-    """Clip, update and advance the step counter; skip the update on every rank if any rank asks for it. Collective.
+    """Clip, update and advance the step counter; skip the update on every rank if any rank asks for
+    it. Collective.
 
-    Args:
-        stats: result of the step's ``forward_backward``.
-        num_label_tokens: tokens of the global batch that have a label, from ``prepare_inputs``.
-        report: values of this rank (``Run.report``), which the exchange about skipping combines over ranks.
+    Args: stats: result of the step's ``forward_backward``. num_label_tokens: tokens of the global
+        batch that have a label, from ``prepare_inputs``. report: values of this rank
+        (``Run.report``), which the exchange about skipping combines over ranks.
     """
     model_parts, train = list(state.model_parts.values()), config.train
     with phase("optimizer_step", state.step + 1):
         lr = learning_rate(config.optim, state.step, train.steps)
-        with phase("grad_norm", state.step + 1):  # one over both meshes and all stages, the same on every rank
+        # one over both meshes and all stages, the same on every rank
+        with phase("grad_norm", state.step + 1):
             norm = global_grad_norm(counted_parameters(model_parts), meshes.group("pp"))
             grad_norm = float(norm)
         reason = reason_to_skip(stats.loss, grad_norm, state.recent_losses, train)
@@ -154,8 +170,9 @@ def optimizer_step(
 def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
     """Return the loss, in nats, above which a step is a spike; infinite until the window is full.
 
-    ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Median and median absolute deviation do not
-    move with single outliers, as a mean and a standard deviation would. ``spike_factor=6`` is far out.
+    ``median + spike_factor * 1.4826 * MAD`` over ``recent``. Median and median absolute deviation
+    do not move with single outliers, as a mean and a standard deviation would. ``spike_factor=6``
+    is far out.
 
     Args:
         recent: losses of the last steps that were taken, oldest first; judged once there are
@@ -168,8 +185,11 @@ def spike_threshold(recent: Sequence[float], train: TrainConfig) -> float:
     return middle + train.spike_factor * max(deviation, _LEAST_SPREAD * abs(middle))
 
 
-def reason_to_skip(loss: float, norm: float, recent: Sequence[float], train: TrainConfig) -> str | None:
-    """Return why the step with this loss and gradient norm should be skipped; None if it should be taken."""
+def reason_to_skip(
+    loss: float, norm: float, recent: Sequence[float], train: TrainConfig
+) -> str | None:
+    """Return why the step with this loss and gradient norm should be skipped; None if it should be
+    taken."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return f"loss {loss}, gradient norm {norm}"
     threshold = spike_threshold(recent, train)
@@ -198,12 +218,14 @@ def validate(
     optimizer: torch.optim.Optimizer | None = None,
     extra_inputs: Callable[[StepBatch], Inputs] = lambda batch: {},
 ) -> Mapping[str, float]:
-    """Return the losses of the validation data, for the record of a step; empty without such data. Collective.
+    """Return the losses of the validation data, for the record of a step; empty without such data.
+    Collective.
 
-    ``val_loss`` is in nats a token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is there for text. With
-    several sources, these are means by weight, and each source adds a ``val_loss.NAME``. With ``optim.ema_decay``,
-    ``val_loss_ema`` is the ``val_loss`` of the averaged weights. For another loss than cross-entropy, ``val_loss`` is
-    its mean, and each number that it reports is added as ``val_NAME``.
+    ``val_loss`` is in nats a token, ``val_perplexity`` is its exp, and ``val_bits_per_byte`` is
+    there for text. With several sources, these are means by weight, and each source adds a
+    ``val_loss.NAME``. With ``optim.ema_decay``, ``val_loss_ema`` is the ``val_loss`` of the
+    averaged weights. For another loss than cross-entropy, ``val_loss`` is its mean, and each number
+    that it reports is added as ``val_NAME``.
 
     Args:
         extra_inputs: returns inputs of the loss that the recipe adds to those of a batch.
@@ -225,8 +247,11 @@ def validate(
     return record
 
 
-def _mean_losses(found: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool) -> dict[str, float]:
-    """Return the keys of a validation from each source's weight and sums; nothing if no source has any."""
+def _mean_losses(
+    found: Mapping[str, tuple[float, dict[str, float]]], is_cross_entropy: bool
+) -> dict[str, float]:
+    """Return the keys of a validation from each source's weight and sums; nothing if no source has
+    any."""
     if not found:
         return {}
     total = sum(sums["count"] for _, sums in found.values())
@@ -241,7 +266,11 @@ def _mean_losses(found: Mapping[str, tuple[float, dict[str, float]]], is_cross_e
         if text_bytes:  # synthetic ids have none
             record["val_bits_per_byte"] = nats / math.log(2) / text_bytes
     record |= {key: value / count for key, value in mixed.items()}
-    return record | {f"val_loss.{name}": sums["nats"] / sums["count"] for name, (_, sums) in found.items() if name}
+    return record | {
+        f"val_loss.{name}": sums["nats"] / sums["count"]
+        for name, (_, sums) in found.items()
+        if name
+    }
 
 
 def _validation_sums(
@@ -252,9 +281,11 @@ def _validation_sums(
     device: torch.device,
     extra_inputs: Callable[[StepBatch], Inputs],
 ) -> dict[str, float]:
-    """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``, ``val_NAME`` of the loss."""
+    """Return sums over all ranks: ``nats``, ``count`` (tokens or documents), ``bytes``,
+    ``val_NAME`` of the loss."""
     sums: dict[str, float] = {"count": 0.0}
-    reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))  # one rank for each row
+    # one rank for each row
+    reads_text = all(meshes.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
     for batch in batches:
         inputs, count = prepare_inputs(batch, meshes, config, device)
         share = runner.evaluate(inputs | extra_inputs(batch))

@@ -9,5 +9,6 @@ from automoe.errors import exit_status
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    """Verify the configuration that ``argv`` names; returns the exit status. Imports the package when it is called."""
+    """Verify the configuration that ``argv`` names; returns the exit status. Imports the package
+    when it is called."""
     return importlib.import_module("automoe.verify.run").main(argv)

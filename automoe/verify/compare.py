@@ -1,4 +1,5 @@
-"""Two trajectories side by side: every number that both runs must share, and how far apart it is."""
+"""Two trajectories side by side: every number that both runs must share, and how far apart it
+is."""
 
 from __future__ import annotations
 
@@ -55,14 +56,30 @@ class Comparison:
         return f"{what}: relative error {self.error:.2e}; got {self.got!r}, expected {self.expected!r}{where}"
 
 
-def compare_tensors(kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None) -> Comparison:
-    """Compare a tensor or plain numbers of the two runs, in float64; None is what this side does not have."""
+def compare_tensors(
+    kind: str, name: str, step: int, got: Numbers | None, expected: Numbers | None
+) -> Comparison:
+    """Compare a tensor or plain numbers of the two runs, in float64; None is what this side does
+    not have."""
     if got is None or expected is None:
-        missing = "absent here, present in the reference" if got is None else "present here, absent in the reference"
+        missing = (
+            "absent here, present in the reference"
+            if got is None
+            else "present here, absent in the reference"
+        )
         return Comparison(kind, name, step, inf, absent=missing)
-    got, expected = torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    got, expected = (
+        torch.as_tensor(got, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+    )
     if got.shape != expected.shape:
-        return Comparison(kind, name, step, inf, absent=f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+        return Comparison(
+            kind,
+            name,
+            step,
+            inf,
+            absent=f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}",
+        )
     delta = got - expected
     size, off = float(expected.norm()), float(delta.norm())
     error = off / size if size else (0.0 if off == 0 else inf if off == off else nan)
@@ -79,10 +96,19 @@ def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparis
     assert steps and len(got.losses) == steps, "runs of different lengths"
     compared = []
     for step in range(steps):
-        numbers = [(kind, getattr(got, name)[step], getattr(expected, name)[step]) for kind, name in NUMBERS.items()]
-        compared += [compare_tensors(kind, "", step, mine, theirs) for kind, mine, theirs in numbers]
+        numbers = [
+            (kind, getattr(got, name)[step], getattr(expected, name)[step])
+            for kind, name in NUMBERS.items()
+        ]
+        compared += [
+            compare_tensors(kind, "", step, mine, theirs) for kind, mine, theirs in numbers
+        ]
         compared += _compare_named("gradient", step, got.gradients[step], expected.gradients[step])
-        compared.append(compare_tensors("gradient norm", "", step, got.grad_norms[step], expected.grad_norms[step]))
+        compared.append(
+            compare_tensors(
+                "gradient norm", "", step, got.grad_norms[step], expected.grad_norms[step]
+            )
+        )
     compared += _compare_named("updated parameter", steps - 1, got.parameters, expected.parameters)
     return compared + _compare_named("expert bias", steps - 1, got.biases, expected.biases)
 
@@ -90,4 +116,7 @@ def compare_trajectories(got: Trajectory, expected: Trajectory) -> list[Comparis
 def _compare_named(
     kind: str, step: int, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> list[Comparison]:
-    return [compare_tensors(kind, name, step, got.get(name), expected.get(name)) for name in expected | got]
+    return [
+        compare_tensors(kind, name, step, got.get(name), expected.get(name))
+        for name in expected | got
+    ]

@@ -1,8 +1,10 @@
-"""Functions run as gloo ranks of one machine, in processes that serve many calls: torch is imported once for all.
+"""Functions run as gloo ranks of one machine, in processes that serve many calls: torch is imported
+once for all.
 
-The processes are forks of a ``ForkServer``. Each case gets a process group of its own, on an empty store, and loses it
-afterwards together with every cache that remembers a mesh: a mesh left behind costs dozens of file descriptors and
-threads a rank, and an equal mesh of a later case would be answered with the earlier one's dead groups.
+The processes are forks of a ``ForkServer``. Each case gets a process group of its own, on an empty
+store, and loses it afterwards together with every cache that remembers a mesh: a mesh left behind
+costs dozens of file descriptors and threads a rank, and an equal mesh of a later case would be
+answered with the earlier one's dead groups.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from automoe.launch.fork_server import ForkedRank, ForkServer, Job
 from automoe.launch.ranks import LOOPBACK, Imports, check_system, init_ranks, store_file
 from automoe.launch.worker import STOP_SIGNALS
 
-_DEATH_NOTICE_S = 0.5  # from the end of a process until the server has reported it, with room for a busy machine
+# from the end of a process until the server has reported it, with room for a busy machine
+_DEATH_NOTICE_S = 0.5
 _STACKS_S = 2.0  # for a rank that hangs to write its threads' stacks
 _PAUSE_S = 0.01  # between two looks at the ranks
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -52,9 +55,8 @@ class RankError(RuntimeError):
 class RankPool:
     """Up to ``max_ranks`` processes that run functions as ranks of a gloo world.
 
-    Args:
-        max_ranks: largest world; the processes start with the first case.
-        timeout_s: a case that takes longer is a hang: its ranks are killed and named. A safety net, so it
+    Args: max_ranks: largest world; the processes start with the first case. timeout_s: a case that
+        takes longer is a hang: its ranks are killed and named. A safety net, so it
             is far above what any case needs.
     """
 
@@ -65,22 +67,24 @@ class RankPool:
         self._ranks: list[ForkedRank] = []
         self._pipes: list[connection.Connection] = []
         self._files = contextlib.ExitStack()
-        # A store that outlives its case reads its file once more when it is destroyed. If another case has written
-        # there, that read never ends. So each case has a file of its own.
+        # A store that outlives its case reads its file once more when it is destroyed. If another
+        # case has written there, that read never ends. So each case has a file of its own.
         self._stores = Path(self._files.enter_context(TemporaryDirectory(prefix="automoe-ranks-")))
         self._cases = itertools.count()
         self._stacks = self._files.enter_context(store_file())
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on ranks 0..world_size-1 and return their results in rank order.
+        """Call ``fn(*args, **kwargs)`` on ranks 0..world_size-1 and return their results in rank
+        order.
 
         ``fn`` is a function of a module (not a closure: ranks import it), called with
-        ``torch.distributed`` initialised for exactly ``world_size`` gloo ranks, seed 0, float32 as the
-        default dtype and one CPU thread. Results travel as pickles: return local tensors, not DTensors.
+        ``torch.distributed`` initialised for exactly ``world_size`` gloo ranks, seed 0, float32 as
+        the default dtype and one CPU thread. Results travel as pickles: return local tensors, not
+        DTensors.
 
-        Raises:
-            RankError: the first failure among the ranks, with its traceback; the pool starts afresh.
+        Raises: RankError: the first failure among the ranks, with its traceback; the pool starts
+            afresh.
         """
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size={world_size}: this pool has 1 to {self.max_ranks} ranks")
@@ -94,7 +98,8 @@ class RankPool:
                 pipe.send((store, world_size, sys.path, self.timeout_s))
                 pipe.send_bytes(payload)
             results = self._gather(pipes)
-            for pipe in pipes:  # only now may groups go: a peer could still be reading from this rank
+            # only now may groups go: a peer could still be reading from this rank
+            for pipe in pipes:
                 pipe.send("release")
             self._gather(pipes)
         except BaseException:
@@ -142,7 +147,9 @@ class RankPool:
             if not ready:
                 ranks = list(busy.values())
                 text = f"ranks {ranks} of {len(pipes)} did not finish in {self.timeout_s} s"
-                raise RankError(ranks[0], "timeout", f"{text}\n{self._stacks_of(self._ranks[ranks[0]])}")
+                raise RankError(
+                    ranks[0], "timeout", f"{text}\n{self._stacks_of(self._ranks[ranks[0]])}"
+                )
             for pipe, rank in busy.items():
                 if pipe not in ready:
                     continue
@@ -167,7 +174,8 @@ class RankPool:
             time.sleep(_PAUSE_S)
 
     def _stacks_of(self, rank: ForkedRank) -> str:
-        """Return the stacks of the threads of a rank that hangs; empty if it does not even write these."""
+        """Return the stacks of the threads of a rank that hangs; empty if it does not even write
+        these."""
         os.truncate(self._stacks, 0)
         rank.send_signal(signal.SIGUSR1)
         deadline, text = time.monotonic() + _STACKS_S, ""
@@ -178,7 +186,8 @@ class RankPool:
 
 
 def _work(rank: int, world_size: int, imports: Imports, file: int, stacks: Path) -> NoReturn:
-    """Run cases in this rank until it is killed. SIGUSR1 has it write the stacks of its threads into ``stacks``."""
+    """Run cases in this rank until it is killed. SIGUSR1 has it write the stacks of its threads
+    into ``stacks``."""
     if imports.error is not None:
         raise imports.error
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -220,7 +229,8 @@ def _join_world(store: Path, rank: int, world_size: int, timeout_s: float) -> No
 def leave_world(imported_caches: list[Any]) -> None:
     """Destroy every process group of this process, with all that remembers a mesh.
 
-    ``imported_caches`` are those of ``torch_private.cached_functions()`` that a ``gc.freeze()`` has hidden since.
+    ``imported_caches`` are those of ``torch_private.cached_functions()`` that a ``gc.freeze()`` has
+    hidden since.
     """
     import torch.distributed as dist
 

@@ -1,7 +1,8 @@
-"""A small stand-in for a configuration that is too large to run here: same structure, small numbers. No torch.
+"""A small stand-in for a configuration that is too large to run here: same structure, small
+numbers. No torch.
 
-Every axis, kind of layer, routing rule, schedule and backend stays; sizes shrink. What was cut is part
-of the result, so that nobody takes the stand-in for the thing.
+Every axis, kind of layer, routing rule, schedule and backend stays; sizes shrink. What was cut is
+part of the result, so that nobody takes the stand-in for the thing.
 """
 
 from __future__ import annotations
@@ -11,9 +12,22 @@ from math import gcd
 from operator import attrgetter
 
 from automoe.config.convert import leaf_keys
-from automoe.config.mesh_shape import DEFAULT_AXES, MOE_AXES, MeshShape, largest_divisor, resolve_mesh
+from automoe.config.mesh_shape import (
+    DEFAULT_AXES,
+    MOE_AXES,
+    MeshShape,
+    largest_divisor,
+    resolve_mesh,
+)
 from automoe.config.rules_kernels import BLOCK
-from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, RouterConfig, TrainConfig
+from automoe.config.schema import (
+    AttentionConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    RouterConfig,
+    TrainConfig,
+)
 
 MAX_AXIS = 2
 MAX_LAYERS, MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K = 4, 16, 4, 4
@@ -21,7 +35,9 @@ MAX_SEQ_LEN, MAX_MICRO_BATCHES = 64, 4
 MAX_WINDOW = 16
 # Sizes of attention by its kind.
 MAX_ATTENTION = {
-    "mla": dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+    "mla": dict(
+        q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+    ),
     "gqa": dict(
         head_dim=16,
         full_attention_interval=MAX_LAYERS,
@@ -40,7 +56,8 @@ MAX_BLOCKED = 2 * BLOCK
 
 
 def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Config, MeshShape]:
-    """Cut every mesh axis to at most 2, and the model, rows and batch to what a laptop runs in seconds.
+    """Cut every mesh axis to at most 2, and the model, rows and batch to what a laptop runs in
+    seconds.
 
     Args:
         config: a configuration that is valid with ``shape``; not changed.
@@ -51,30 +68,39 @@ def make_proxy(config: Config, shape: MeshShape, num_token_ids: int) -> tuple[Co
     """
     sizes = {a: min(getattr(shape, a), MAX_AXIS) for a in dict.fromkeys(DEFAULT_AXES + MOE_AXES)}
     small = resolve_mesh(MeshConfig(**(sizes | {"ep_shard": -1})), None)
-    parallel = replace(config.parallel, stages_per_rank=min(config.parallel.stages_per_rank, MAX_AXIS))
+    parallel = replace(
+        config.parallel, stages_per_rank=min(config.parallel.stages_per_rank, MAX_AXIS)
+    )
     num_stages = small.pp * parallel.stages_per_rank
     blocked = config.train.fp8 == "blockwise"
     model = _cut_model(config.model, small, num_stages, num_token_ids, blocked)
     if parallel.layers_per_stage is not None:
         # Stages of different sizes stay of different sizes.
-        parallel = replace(parallel, layers_per_stage=[model.num_layers - num_stages + 1] + [1] * (num_stages - 1))
+        parallel = replace(
+            parallel, layers_per_stage=[model.num_layers - num_stages + 1] + [1] * (num_stages - 1)
+        )
     if isinstance(parallel.recompute_layers, list):
         # Some layers recompute, and where only later ones did, the last one.
         there = [layer for layer in parallel.recompute_layers if layer < model.num_layers]
         parallel = replace(parallel, recompute_layers=there or [model.num_layers - 1])
     mesh, train = MeshConfig(**asdict(small)), _cut_train(config, shape, small)
-    on_long = "drop" if config.data.is_preference else "truncate" if config.data.is_chat else "split"
+    on_long = (
+        "drop" if config.data.is_preference else "truncate" if config.data.is_chat else "split"
+    )
     data = replace(config.data, on_long=on_long)
     return replace(config, mesh=mesh, model=model, parallel=parallel, train=train, data=data), small
 
 
 def list_cuts(full: Config, proxy: Config) -> list[tuple[str, object, object]]:
-    """(key, value in ``full``, value in ``proxy``) of every key that differs, in the schema's order."""
+    """(key, value in ``full``, value in ``proxy``) of every key that differs, in the schema's
+    order."""
     pairs = [(key, attrgetter(key)(full), attrgetter(key)(proxy)) for key in leaf_keys()]
     return [(key, before, after) for key, before, after in pairs if before != after]
 
 
-def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool) -> ModelConfig:
+def _cut_model(
+    model: ModelConfig, small: MeshShape, num_stages: int, num_token_ids: int, blocked: bool
+) -> ModelConfig:
     num_layers = min(model.num_layers, max(MAX_LAYERS, num_stages + 1))
     num_experts = _multiple(min(model.num_experts, MAX_EXPERTS), small.ep)
     router = _cut_router(model, num_experts)
@@ -90,10 +116,16 @@ def _cut_model(model: ModelConfig, small: MeshShape, num_stages: int, num_token_
         first_k_dense=min(model.first_k_dense, 1) if model.num_moe_layers else num_layers,
         num_experts=num_experts,
         num_experts_per_token=min(model.num_experts_per_token, MAX_TOP_K, allowed),
-        moe_intermediate_size=_multiple(min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8),
+        moe_intermediate_size=_multiple(
+            min(model.moe_intermediate_size, MAX_BLOCKED if blocked else 32), 8
+        ),
         num_shared_experts=min(model.num_shared_experts, 2),
-        shared_intermediate_size=min(model.shared_intermediate_size, MAX_BLOCKED if blocked else 32),
-        attention=_cut_blocked(model.attention, small.tp) if blocked else _cut_attention(model.attention),
+        shared_intermediate_size=min(
+            model.shared_intermediate_size, MAX_BLOCKED if blocked else 32
+        ),
+        attention=_cut_blocked(model.attention, small.tp)
+        if blocked
+        else _cut_attention(model.attention),
         router=router,
     )
 
@@ -111,13 +143,17 @@ def _cut_attention(attention: AttentionConfig) -> AttentionConfig:
         kv_heads = heads
     else:
         kv_heads = 1 if attention.num_kv_heads == 1 else max(heads // 2, 1)
-    sizes = {name: (getattr(attention, name), limit) for name, limit in MAX_ATTENTION[attention.kind].items()}
+    sizes = {
+        name: (getattr(attention, name), limit)
+        for name, limit in MAX_ATTENTION[attention.kind].items()
+    }
     cut = {name: min(size, limit) for name, (size, limit) in sizes.items() if size is not None}
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, **cut)
 
 
 def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
-    """Heads as wide as they are, and so few of them that tp just cuts where blocks of 8-bit scales meet."""
+    """Heads as wide as they are, and so few of them that tp just cuts where blocks of 8-bit scales
+    meet."""
     few = replace(
         _cut_attention(attention),
         q_lora_rank=attention.q_lora_rank and min(attention.q_lora_rank, MAX_BLOCKED),
@@ -129,7 +165,8 @@ def _cut_blocked(attention: AttentionConfig, tp: int) -> AttentionConfig:
         widths = [no_position + attention.qk_rope_head_dim, no_position + value, value]
     else:
         widths = [attention.head_dim]
-    heads_per_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)  # heads that fill whole blocks
+    # heads that fill whole blocks
+    heads_per_rank = max(BLOCK // gcd(BLOCK, width) for width in widths)
     if attention.kind == "mla" or attention.num_kv_heads == attention.num_heads:
         heads = min(max(few.num_heads, heads_per_rank * tp), attention.num_heads)
         return replace(few, num_heads=heads, num_kv_heads=heads)
@@ -153,7 +190,8 @@ def _cut_train(config: Config, full: MeshShape, small: MeshShape) -> TrainConfig
     train = config.train
     unit = 2 * small.cp
     micro_batches = train.global_batch_size // (full.dp * train.micro_batch_size)
-    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), small.pp)  # as interleaving wants them
+    # as interleaving wants them
+    micro_batches = _multiple(min(micro_batches, MAX_MICRO_BATCHES), small.pp)
     rows = min(train.micro_batch_size, 2)
     return replace(
         train,

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from automoe.config.compose import parse_arguments
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import MeshShape
 from automoe.config.rules import Row, check_rows
 from automoe.config.rules_kernels import triton_is_interpreted
-from automoe.config.schema import Config, DataConfig, MeshConfig, ParallelConfig, tokenizer_of
+from automoe.config.schema import Config, MeshConfig, ParallelConfig, tokenizer_of
 from automoe.errors import ConfigError
 from automoe.launch.prepare import check, check_here, compose
 from automoe.model.params import count_params
@@ -32,18 +33,19 @@ MAX_RANKS = 8
 MAX_PARAMETERS = 16_000_000  # every tensor of both runs is kept whole, in float64
 MAX_TOKENS, MAX_SEQ_LEN = 8192, 1024  # of one step; a row
 
-# ||difference|| / ||reference|| of every tensor. float64 leaves nothing but the order of sums; bfloat16
-# has 8 bits, and what it rounds depends on how a sum is cut.
+# ||difference|| / ||reference|| of every tensor. float64 leaves nothing but the order of sums;
+# bfloat16 has 8 bits, and what it rounds depends on how a sum is cut.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-# In 8 bits, below float64: a rounding tips a code to its neighbour, an eighth away, and the next product tips more
-# (docs/fp8.md). Of a mean over all tokens it moves little. Rounding to bfloat16 tips more codes than to float32.
+# In 8 bits, below float64: a rounding tips a code to its neighbour, an eighth away, and the next
+# product tips more (docs/fp8.md). Of a mean over all tokens it moves little. Rounding to bfloat16
+# tips more codes than to float32.
 FP8_TOLERANCE = 0.02
 FP8_GRADIENTS = {"float64": 0.25, "float32": 0.25, "bfloat16": 0.5}
 # Of gradients: where scales of 128 tokens hold other tokens, what is far below the largest differs.
 FP8_LINES = 1e-5
 GRADIENTS = ("gradient", "gradient norm")
-# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the rounding of a
-# gradient that is almost zero becomes a whole learning rate.
+# Left out where gradients are not held to 1e-10: Adam divides by the gradient's own size, so the
+# rounding of a gradient that is almost zero becomes a whole learning rate.
 AMPLIFIED = ("updated parameter",)
 
 USAGE = """usage: automoe verify [--config-name NAME] [--proxy] [key=value ...]
@@ -70,7 +72,8 @@ configuration is wrong, 3 a rank failed.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Verify the configuration that ``argv`` names; returns the exit status. Raises ``AutomoeError``."""
+    """Verify the configuration that ``argv`` names; returns the exit status. Raises
+    ``AutomoeError``."""
     argv = list(sys.argv[1:] if argv is None else argv)
     force_proxy = "--proxy" in argv
     args = parse_arguments([word for word in argv if word != "--proxy"], ["--proxy"])
@@ -93,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
         prepare_data(runnable)
         results = []
         for config_pass in passes(runnable):
-            with console.status(f"{name_of(config_pass)}: one rank, then the mesh"):  # nothing off a terminal
+            # nothing off a terminal
+            with console.status(f"{name_of(config_pass)}: one rank, then the mesh"):
                 results.append(verify_pass(config_pass, shape, pool))
             show_result(console, results[-1])
     except RankError as error:
@@ -128,17 +132,19 @@ class PassResult:
         return [c for c in self.compared if not self.equal(c)]
 
     def equal(self, comparison: Comparison) -> bool:
-        return comparison.within(self.gradient_tolerance if comparison.kind in GRADIENTS else self.tolerance)
+        return comparison.within(
+            self.gradient_tolerance if comparison.kind in GRADIENTS else self.tolerance
+        )
 
 
 def make_runnable(
     config: Config, force_proxy: bool = False
 ) -> tuple[Config, MeshShape, list[tuple[str, object, object]]]:
-    """The configuration, or its proxy if it is too large, ready to run on CPU ranks with random weights.
+    """The configuration, or its proxy if it is too large, ready to run on CPU ranks with random
+    weights.
 
-    Returns:
-        The configuration to run, its mesh, and what was changed: (key, configured, here); nothing if the
-        configuration runs as it is.
+    Returns: The configuration to run, its mesh, and what was changed: (key, configured, here);
+        nothing if the configuration runs as it is.
 
     Raises:
         ConfigError: the configuration is not valid, or depends on the mesh by intention.
@@ -151,7 +157,11 @@ def make_runnable(
     here = _for_a_cpu(sized)
     if force_proxy or too_large(config, shape):
         # Synthetic ids fit any vocabulary.
-        ids = BYTE_VOCAB_SIZE if here.data.is_synthetic else load_tokenizer(tokenizer_of(here)).vocab_size
+        ids = (
+            BYTE_VOCAB_SIZE
+            if here.data.is_synthetic
+            else load_tokenizer(tokenizer_of(here)).vocab_size
+        )
         here, shape = make_proxy(here, shape, ids)
     assert check(here, None, "cpu") == shape
     cuts = [cut for cut in list_cuts(sized, here) if cut[0] != "launch.device"]
@@ -159,8 +169,12 @@ def make_runnable(
 
 
 def _for_a_cpu(config: Config) -> Config:
-    """Random weights, own routing, torch in the place of what needs CUDA; Triton's stays where it is interpreted."""
-    moe, kernels = replace(config.moe, record_routing=None, replay_routing=None), replace(config.kernels, norm="torch")
+    """Random weights, own routing, torch in the place of what needs CUDA; Triton's stays where it
+    is interpreted."""
+    moe, kernels = (
+        replace(config.moe, record_routing=None, replay_routing=None),
+        replace(config.kernels, norm="torch"),
+    )
     if moe.dispatcher == "deepep":  # alltoall sums the same rows
         moe = replace(moe, dispatcher="alltoall")
     if moe.experts in ("te", "quack") or (moe.experts == "triton" and not triton_is_interpreted()):
@@ -169,9 +183,13 @@ def _for_a_cpu(config: Config) -> Config:
         kernels = replace(kernels, attention="sdpa")
     if kernels.rope == "triton" and not triton_is_interpreted():
         kernels = replace(kernels, rope="torch")
-    if config.data.is_preference:  # meshes are compared by the cross-entropy of rows, which conversations have too
+    # meshes are compared by the cross-entropy of rows, which conversations have too
+    if config.data.is_preference:
         config = replace(
-            config, recipe="pretrain", recipe_args={}, data=DataConfig(kind="stdlib_chat", on_long="truncate")
+            config,
+            recipe="pretrain",
+            recipe_args={},
+            data=DataConfig(kind="stdlib_chat", on_long="truncate"),
         )
         config.data.chat.template = "plain"
     return replace(
@@ -200,7 +218,8 @@ def _mesh_dependent_rows(config: Config) -> Iterator[Row]:
 
 
 def too_large(config: Config, shape: MeshShape) -> bool:
-    """Whether both runs of the whole configuration are more than a laptop's CPU does in a minute or two."""
+    """Whether both runs of the whole configuration are more than a laptop's CPU does in a minute or
+    two."""
     train = config.train
     return (
         shape.world_size > MAX_RANKS
@@ -211,9 +230,11 @@ def too_large(config: Config, shape: MeshShape) -> bool:
 
 
 def passes(config: Config) -> list[Config]:
-    """The configuration in float64 with the reference experts and rotation, then in its own dtype and backend.
+    """The configuration in float64 with the reference experts and rotation, then in its own dtype
+    and backend.
 
-    With ``train.fp8`` also in float64 around its 8-bit products: there no order of sums tips a code to its neighbour.
+    With ``train.fp8`` also in float64 around its 8-bit products: there no order of sums tips a code
+    to its neighbour.
     """
     in_float64 = replace(
         config,
@@ -221,7 +242,13 @@ def passes(config: Config) -> list[Config]:
         optim=replace(config.optim, master_weights="float32"),
         kernels=replace(config.kernels, rope="torch"),  # the other one has no float64
     )
-    runs = [replace(in_float64, train=replace(in_float64.train, fp8="off"), moe=replace(config.moe, experts="loop"))]
+    runs = [
+        replace(
+            in_float64,
+            train=replace(in_float64.train, fp8="off"),
+            moe=replace(config.moe, experts="loop"),
+        )
+    ]
     if config.train.fp8 != "off":
         runs.append(in_float64)
     if config.train.dtype != "float64":
@@ -230,14 +257,16 @@ def passes(config: Config) -> list[Config]:
 
 
 def tolerances(config: Config, shape: MeshShape) -> tuple[float, float]:
-    """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape`` (reasons: docs/fp8.md)."""
+    """Of everything but gradients, and of gradients, for one of the ``passes`` on ``shape``
+    (reasons: docs/fp8.md)."""
     dtype = config.train.dtype
     tolerance = TOLERANCES[dtype]
     if config.train.fp8 == "off":
         return tolerance, tolerance
     if dtype != "float64":
         return max(FP8_TOLERANCE, tolerance), FP8_GRADIENTS[dtype]
-    # Ranks that make keys and values of the same latents, each for queries of its own, round their terms of a gradient.
+    # Ranks that make keys and values of the same latents, each for queries of its own, round their
+    # terms of a gradient.
     if shape.cp > 1 and config.model.attention.kind == "mla":
         return tolerance, FP8_GRADIENTS[dtype]
     return tolerance, FP8_LINES if config.train.fp8 == "blockwise" else tolerance
@@ -248,9 +277,9 @@ def verify_pass(
 ) -> PassResult:
     """One step on one rank and one on ``shape``, compared.
 
-    Args:
-        config: as ``passes`` gives it; the dtype decides on tolerance and forced routing.
-        run: what a rank of the mesh does, with the signature of ``run_trajectory``, which is the default.
+    Args: config: as ``passes`` gives it; the dtype decides on tolerance and forced routing. run:
+        what a rank of the mesh does, with the signature of ``run_trajectory``, which is the
+        default.
 
     Raises:
         RankError: a rank failed.
@@ -260,14 +289,24 @@ def verify_pass(
 
     train = config.train
     forced = train.dtype != "float64" and config.model.num_moe_layers > 0
-    # One micro-batch of all rows, or, where a scale is that of a micro-batch, the mesh's, with the same rows in each.
+    # One micro-batch of all rows, or, where a scale is that of a micro-batch, the mesh's, with the
+    # same rows in each.
     num_rows = train.global_batch_size if train.fp8 == "off" else shape.dp * train.micro_batch_size
     mesh = MeshConfig(dp_shard=1, ep_shard=1)
-    one_rank = replace(config, mesh=mesh, parallel=ParallelConfig(), train=replace(train, micro_batch_size=num_rows))
+    one_rank = replace(
+        config,
+        mesh=mesh,
+        parallel=ParallelConfig(),
+        train=replace(train, micro_batch_size=num_rows),
+    )
     order = micro_batch_order(train.global_batch_size, shape.dp, num_rows // shape.dp)
-    [expected] = pool.run(run_trajectory, 1, one_rank, MeshShape.of(mesh), loader_rows, 1, record=forced, order=order)
+    [expected] = pool.run(
+        run_trajectory, 1, one_rank, MeshShape.of(mesh), loader_rows, 1, record=forced, order=order
+    )
     choices: dict[str, Any] = {"forced": expected.choices} if forced else {}
-    ranks = pool.run(run or run_trajectory, shape.world_size, config, shape, loader_rows, 1, **choices)
+    ranks = pool.run(
+        run or run_trajectory, shape.world_size, config, shape, loader_rows, 1, **choices
+    )
     compared = compare_trajectories(merge_trajectories(ranks), expected)
     within, for_gradients = tolerances(config, shape)
     if for_gradients > TOLERANCES["float64"]:

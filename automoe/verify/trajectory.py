@@ -60,7 +60,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def named_parameters(parts: dict[int, Decoder]) -> dict[str, nn.Parameter]:
     """Global name -> parameter of this rank's stages."""
-    return {name: parameter for part in parts.values() for name, parameter in part.named_parameters()}
+    return {
+        name: parameter for part in parts.values() for name, parameter in part.named_parameters()
+    }
 
 
 def run_trajectory(
@@ -75,14 +77,13 @@ def run_trajectory(
     device: str = "cpu",
     order: torch.Tensor | None = None,
 ) -> Trajectory:
-    """Train ``steps`` steps on the mesh ``shape`` over the initialised process group, and keep everything.
+    """Train ``steps`` steps on the mesh ``shape`` over the initialised process group, and keep
+    everything.
 
-    Args:
-        batches: gives one data-parallel rank's rows of a step.
-        record: keep every step's routing (one rank, one stage only).
-        forced: per step [global rows, R, L, 2, K] routing to repeat.
-        keep_tensors: gather gradients and parameters too.
-        order: [rows] of this data-parallel rank as its micro-batches take them; as they come where None.
+    Args: batches: gives one data-parallel rank's rows of a step. record: keep every step's routing
+        (one rank, one stage only). forced: per step [global rows, R, L, 2, K] routing to repeat.
+        keep_tensors: gather gradients and parameters too. order: [rows] of this data-parallel rank
+        as its micro-batches take them; as they come where None.
     """
     load_plugins(config.plugins)  # this process is a rank of the pool and has read no command line
     on = torch.device(device)
@@ -92,23 +93,39 @@ def run_trajectory(
     runner = build_runner(parts, meshes, config, on)
     # The same rate in every step: after the first of a warm-up little would show.
     config = replace(config, optim=replace(config.optim, schedule="constant", warmup_steps=0))
-    state = TrainState(parts, build_optimizer(list(parts.values()), config.optim, config.train.seed))
+    state = TrainState(
+        parts, build_optimizer(list(parts.values()), config.optim, config.train.seed)
+    )
     seen = Trajectory()
-    leads_its_stage = all(meshes.coordinate(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
+    leads_its_stage = all(
+        meshes.coordinate(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp")
+    )
     keeps = keep_tensors and leads_its_stage
     for step in range(steps):
         batch = batches(config, step, meshes.dp_rank, shape.dp)
-        forced_ids = forced[step].chunk(shape.dp)[meshes.dp_rank] if forced else replayed_routing(config, batch, step)
+        forced_ids = (
+            forced[step].chunk(shape.dp)[meshes.dp_rank]
+            if forced
+            else replayed_routing(config, batch, step)
+        )
         inputs, trained = prepare_inputs(batch, meshes, config, on, forced_ids)
         if order is not None:
-            inputs |= {name: value[order] for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            inputs |= {
+                name: value[order]
+                for name, value in inputs.items()
+                if isinstance(value, torch.Tensor)
+            }
         with recorded_choices(parts[0]) if record else nullcontext() as recorded:
             stats = forward_backward(state, runner, inputs, config)
         if recorded is not None:
             choices = recorded()
             seen.choices.append(choices if order is None else choices[order.argsort()])
         if keep_tensors:
-            gradients = {name: whole(p.grad) for name, p in named_parameters(parts).items() if p.grad is not None}
+            gradients = {
+                name: whole(p.grad)
+                for name, p in named_parameters(parts).items()
+                if p.grad is not None
+            }
             seen.gradients.append(gradients if keeps else {})
         update = optimizer_step(state, stats, trained, meshes, config)
         seen.losses.append(stats.loss)
@@ -121,7 +138,9 @@ def run_trajectory(
         buffers = {name: whole(b) for part in parts.values() for name, b in part.named_buffers()}
         if keeps:
             seen.parameters = final
-            seen.biases = {name: buffer for name, buffer in buffers.items() if name.endswith("expert_bias")}
+            seen.biases = {
+                name: buffer for name, buffer in buffers.items() if name.endswith("expert_bias")
+            }
     return seen
 
 
@@ -137,8 +156,10 @@ def merge_trajectories(ranks: list[Trajectory]) -> Trajectory:
 
 
 def micro_batch_order(num_rows: int, dp: int, micro_batch_size: int) -> torch.Tensor:
-    """[num_rows] of a global batch: the first micro-batch of each of ``dp`` ranks, then the second of each, and so on.
+    """[num_rows] of a global batch: the first micro-batch of each of ``dp`` ranks, then the second
+    of each, and so on.
 
-    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has the same rows in each.
+    One rank with this ``order`` and micro-batches of ``dp * micro_batch_size`` rows has the same
+    rows in each.
     """
     return torch.arange(num_rows).view(dp, -1, micro_batch_size).transpose(0, 1).flatten()

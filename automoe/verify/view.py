@@ -1,4 +1,5 @@
-"""What ``automoe verify`` prints: what is compared with what, a table a dtype, the first difference."""
+"""What ``automoe verify`` prints: what is compared with what, a table a dtype, the first
+difference."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from automoe.verify.run import PassResult
 
 
-def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]) -> None:
+def show_start(
+    console: Console, config: Config, shape: MeshShape, cuts: list[tuple[str, object, object]]
+) -> None:
     """What will run, and what it stands for."""
     if cuts:
         if any(key.startswith(("mesh.", "train.")) for key, _, _ in cuts):
@@ -49,15 +52,22 @@ def show_start(console: Console, config: Config, shape: MeshShape, cuts: list[tu
 
 
 def show_result(console: Console, result: PassResult) -> None:
-    """One row a kind of quantity: how many, the worst of them, and whether it is within tolerance."""
+    """One row a kind of quantity: how many, the worst of them, and whether it is within
+    tolerance."""
     routing = "routing repeated from the reference" if result.forced else "own routing"
     tolerance = f"{result.tolerance:g}"
     if result.gradient_tolerance != result.tolerance:
         tolerance += f" (gradients {result.gradient_tolerance:g})"
     title = f"{name_of(result.config)}, experts {result.config.moe.experts}, {routing}, tolerance {tolerance}"
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("compared", "worst"))
-    columns = Column("quantity, and the worst of several", overflow="fold"), *numbers, Column("", no_wrap=True)
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    columns = (
+        Column("quantity, and the worst of several", overflow="fold"),
+        *numbers,
+        Column("", no_wrap=True),
+    )
+    table = Table(
+        *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     by_kind: dict[str, list[Comparison]] = {}
     for comparison in result.compared:
         by_kind.setdefault(comparison.kind, []).append(comparison)
@@ -76,9 +86,13 @@ def show_result(console: Console, result: PassResult) -> None:
 def show_verdict(console: Console, results: list[PassResult], shape: MeshShape) -> None:
     """The last lines: the verdict, and what it is about."""
     num_different = sum(len(result.different) for result in results)
-    compared = f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
+    compared = (
+        f"{sum(len(result.compared) for result in results):,} numbers and tensors of the mesh are"
+    )
     if num_different:
-        console.print(f"[red bold]DIFFERENT[/]  {num_different:,} of {compared} not those of the reference")
+        console.print(
+            f"[red bold]DIFFERENT[/]  {num_different:,} of {compared} not those of the reference"
+        )
     else:
         console.print(f"[green bold]EQUAL[/]  all {compared} those of the reference")
     _print_facts(console, [("mesh", _both_views(shape)), ("reference", "one rank in both views")])

@@ -13,12 +13,12 @@ import torch
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.recompute import recompute_rows
 from automoe.config.rules import check_rows
@@ -13,7 +14,6 @@ from automoe.config.rules_kernels import kernel_rows
 from automoe.config.schema import (
     AttentionConfig,
     Config,
-    DataConfig,
     KernelsConfig,
     MeshConfig,
     ModelConfig,

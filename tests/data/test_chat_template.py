@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import automoe.data.chat_template
 from automoe.config.compose import compose_config
+from automoe.config.data_schema import ChatConfig
 from automoe.config.frozen import dump_config
-from automoe.config.schema import ChatConfig
 from automoe.data.chat import Conversation
 from automoe.data.chat_corpus import describe_chat, tokenise_chat
 from automoe.data.chat_template import ChatTemplate, Sample

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from automoe.config.schema import DataConfig
+from automoe.config.data_schema import DataConfig
 from automoe.data.corpora import Document, find_files, read_documents
 from automoe.errors import ConfigError, DataError
 

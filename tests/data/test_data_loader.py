@@ -444,7 +444,7 @@ def test_bad_text_leaves_nothing_in_the_cache(config, cache):
 
 def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
     code = (
-        "import os, signal, sys; from automoe.config.schema import DataConfig\n"
+        "import os, signal, sys; from automoe.config.data_schema import DataConfig\n"
         "from automoe.data.prepare import open_corpus; from automoe.data.tokenizer import ByteTokenizer\n"
         "class Dying(ByteTokenizer):\n"
         "    def encode_batch(self, texts): os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -458,7 +458,7 @@ def test_writer_that_dies_blocks_nobody_and_leaves_no_entry(config, cache):
 
 def test_ranks_that_race_share_one_entry(config, cache):
     code = (
-        "import sys; from automoe.config.schema import DataConfig; from automoe.data.prepare import open_corpus\n"
+        "import sys; from automoe.config.data_schema import DataConfig; from automoe.data.prepare import open_corpus\n"
         "from automoe.data.tokenizer import ByteTokenizer\n"
         "print(open_corpus(DataConfig(max_bytes=2_000_000), ByteTokenizer()).content)"
     )

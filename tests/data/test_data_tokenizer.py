@@ -238,7 +238,7 @@ def test_a_long_document_is_tokenised_in_bounded_memory(byte_level_dir, library_
     text = "".join(library_texts)
     (tmp_path / "long.txt").write_text(text * (8_000_000 // len(text) + 1))
     code = (
-        "import re, sys; from pathlib import Path; from automoe.config.schema import DataConfig\n"
+        "import re, sys; from pathlib import Path; from automoe.config.data_schema import DataConfig\n"
         "from automoe.data.prepare import open_corpus; from automoe.data.tokenizer import load_tokenizer\n"
         "folder = Path(sys.argv[2]); data = DataConfig(kind='text', path=str(folder / 'long.txt'))\n"
         "corpus = open_corpus(data, load_tokenizer(sys.argv[1]), folder / 'cache')\n"

@@ -13,7 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from automoe.config.compose import compose_config
-from automoe.config.schema import ChatConfig, Config, DataConfig, TrainConfig
+from automoe.config.data_schema import ChatConfig, DataConfig
+from automoe.config.schema import Config, TrainConfig
 from automoe.config.validate import validate
 from automoe.data.chat import read_conversations
 from automoe.data.chat_corpus import describe_chat
@@ -120,7 +121,7 @@ def test_rows_know_their_pairs_and_a_prompt_is_on_one_side(tmp_path: Path, monke
     )
     sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
     config = config_of(tmp_path)
-    from automoe.config.schema import SourceConfig
+    from automoe.config.data_schema import SourceConfig
 
     config.data.sources = [SourceConfig(**one) for one in sources]
     loader = Loader(config, 0, 1, pairs=True)

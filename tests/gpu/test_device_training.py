@@ -15,8 +15,9 @@ from device_models import SMALL, published_slice, relative, rows, same_rows, sma
 
 from automoe.checkpoint.store import CheckpointStore
 from automoe.checkpoint.train_state import TrainState
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import CheckpointConfig, ClusterConfig, Config, DataConfig
+from automoe.config.schema import CheckpointConfig, ClusterConfig, Config
 from automoe.data.loader import Loader
 from automoe.model.decoder import Decoder
 from automoe.model.init import initialize

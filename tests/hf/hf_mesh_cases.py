@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, DataConfig, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
+from automoe.config.schema import Config, MeshConfig, MoEConfig, ParallelConfig, TrainConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.hf.read import load_hf
 from automoe.model.decoder import Decoder

@@ -15,11 +15,11 @@ from hf_mesh_cases import MESHES, empty_on_mesh, stored
 from safetensors.torch import load_file
 
 from automoe import upcycle
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,

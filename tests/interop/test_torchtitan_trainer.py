@@ -17,16 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MeshConfig,
-    ObserveConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from automoe.config.schema import CheckpointConfig, Config, MeshConfig, ObserveConfig, OptimConfig, TrainConfig
 from automoe.data.loader import Loader
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.training.context import RunContext

@@ -13,7 +13,8 @@ import pytest
 
 import automoe
 from automoe.config.compose import compose_config
-from automoe.config.schema import Config, SourceConfig
+from automoe.config.data_schema import SourceConfig
+from automoe.config.schema import Config
 from automoe.errors import ConfigError, LaunchError
 from automoe.launch import from_python
 from automoe.launch.from_python import _composed

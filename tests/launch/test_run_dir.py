@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from automoe.config.convert import config_to_dict
+from automoe.config.data_schema import DataConfig
 from automoe.config.frozen import save_config
-from automoe.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
+from automoe.config.schema import CheckpointConfig, Config, OptimConfig, TrainConfig
 from automoe.config.shipped import load_recipe
 from automoe.errors import ConfigError, DataError, LaunchError
 from automoe.launch import run_dir as runs

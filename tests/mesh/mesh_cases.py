@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     ClusterConfig,
     Config,
-    DataConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,

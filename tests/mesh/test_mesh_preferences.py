@@ -12,8 +12,9 @@ import torch
 from mesh_cases import Case
 
 from automoe.checkpoint.train_state import TrainState
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, DataConfig, OptimConfig, TrainConfig
+from automoe.config.schema import Config, OptimConfig, TrainConfig
 from automoe.data.loader import Loader
 from automoe.data.prepare import prepare_data
 from automoe.optim.adamw import build_optimizer

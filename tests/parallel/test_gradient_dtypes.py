@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     Config,
-    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,

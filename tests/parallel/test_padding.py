@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from automoe.config.schema import AttentionConfig, Config, DataConfig, MeshConfig, ModelConfig, MoEConfig, TrainConfig
+from automoe.config.data_schema import DataConfig
+from automoe.config.schema import AttentionConfig, Config, MeshConfig, ModelConfig, MoEConfig, TrainConfig
 from automoe.data.loader import StepBatch
 from automoe.moe.tokens import IGNORE
 from automoe.verify.pool import RankPool

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.schema import (
     AttentionConfig,
     Config,
-    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,

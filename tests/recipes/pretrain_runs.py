@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,

@@ -8,7 +8,7 @@ from pathlib import Path
 from pretrain_runs import config
 from test_skipped_streak import run
 
-from automoe.config.schema import DataConfig
+from automoe.config.data_schema import DataConfig
 
 
 def test_synthetic_ids_train_validate_and_go_on_where_they_were(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     LoraConfig,
     MeshConfig,
     MoEConfig,

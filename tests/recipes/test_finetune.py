@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
-from automoe.config.schema import Config, DataConfig, MeshConfig, MoEConfig, ObserveConfig, OptimConfig, TrainConfig
+from automoe.config.schema import Config, MeshConfig, MoEConfig, ObserveConfig, OptimConfig, TrainConfig
 from automoe.hf.families.registry import model_config_from_hf
 from automoe.training.context import RunContext
 from automoe.verify.pool import RankPool

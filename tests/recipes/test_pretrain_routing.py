@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     AttentionConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from automoe.config.schema import ChatConfig
+from automoe.config.data_schema import ChatConfig
 from automoe.data.chat import Conversation
 from automoe.data.chat_template import ChatTemplate, Sample
 from automoe.errors import DataError

@@ -20,11 +20,11 @@ import torch
 from plain_loop import PlainRun, Plan, Seen, sigmoid_shares, softmax_shares
 
 from automoe.checkpoint.manifest import read_manifest
+from automoe.config.data_schema import DataConfig
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     MeshConfig,
     MoEConfig,
     ObserveConfig,

@@ -17,7 +17,8 @@ from automoe.hf.keys import KeyMap
 
 REQUIRED = object()
 
-# Parts of the decoder that a family has only if it declares them; otherwise they stay at their defaults.
+# Parts of the decoder that a family has only if it declares them; otherwise they stay at their
+# defaults.
 _OPTIONAL = (
     "attention.qkv_bias",
     "attention.o_bias",
@@ -33,8 +34,8 @@ _OPTIONAL = (
     "zero_centered_norms",
     "rope.partial_rotary_factor",
 )
-# What would contradict the rest of a written config if it stayed from a source's: other spellings, and
-# modelling code of the source's own.
+# What would contradict the rest of a written config if it stayed from a source's: other spellings,
+# and modelling code of the source's own.
 _ALIASES = (
     "auto_map",
     "partial_rotary_factor",
@@ -72,17 +73,17 @@ class Field:
 class Family:
     """A model family as data.
 
-    Attributes:
-        model_type: as ``config.json`` names it; also ``ModelConfig.family``.
-        architecture: transformers' class.
-        fields: dotted key of ``ModelConfig`` -> key of ``config.json``. Where two of ours share one,
+    Attributes: model_type: as ``config.json`` names it; also ``ModelConfig.family``. architecture:
+        transformers' class. fields: dotted key of ``ModelConfig`` -> key of ``config.json``. Where
+        two of ours share one,
             the later one is written.
         fixed: dotted keys that the family does not leave open.
-        only: keys of ``config.json`` with the one value that this decoder computes; fine where neither it nor
-            transformers has them. Also written.
+        only: keys of ``config.json`` with the one value that this decoder computes; fine where
+            neither it nor transformers has them. Also written.
         written: keys of ``config.json`` that our files always have with this value.
         keys: tensor names of the published layout.
-        scaled_unless_said: transformers scales rotary embeddings where config.json says nothing of them.
+        scaled_unless_said: transformers scales rotary embeddings where config.json says nothing of
+            them.
         mscale: the attention's scale follows mscale_all_dim (DeepSeek).
         partial_rotary: a head's first dims alone may turn.
         dense: no layer has experts.
@@ -115,9 +116,13 @@ class Family:
             found = getattr(theirs, key, value)
             found = "silu" if key == "hidden_act" and found == "swish" else found
             if found != value:
-                raise not_computed(path, f"{key}={found}, and {self.model_type} here computes {key}={value} alone")
+                raise not_computed(
+                    path, f"{key}={found}, and {self.model_type} here computes {key}={value} alone"
+                )
         config = ModelConfig(family=self.model_type, hf_path=path)  # type: ignore[arg-type]
-        values = {ours: self._value(ours, f, theirs, path) for ours, f in self.fields.items()} | self.fixed
+        values = {
+            ours: self._value(ours, f, theirs, path) for ours, f in self.fields.items()
+        } | self.fixed
         for ours, value in values.items():
             group, _, name = ours.rpartition(".")
             setattr(value_of(config, group) if group else config, name, value)
@@ -128,13 +133,16 @@ class Family:
         return replace(config, rope=replace(rope, interleaved=config.rope.interleaved))
 
     def write_config(self, config: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """The inverse; keys of ``base`` (a source's config.json) that say nothing about the model stay.
+        """The inverse; keys of ``base`` (a source's config.json) that say nothing about the model
+        stay.
 
         Raises:
             ConfigError: the model has something that the family does not.
         """
         default = ModelConfig()
-        fixed = {ours: value_of(default, ours) for ours in _OPTIONAL if ours not in self.fields} | self.fixed
+        fixed = {
+            ours: value_of(default, ours) for ours in _OPTIONAL if ours not in self.fields
+        } | self.fixed
         if self.partial_rotary:
             del fixed["rope.partial_rotary_factor"]
         if not self.mscale:
@@ -160,7 +168,11 @@ class Family:
                 "checkpoint.export_hf=false",
             )
         hf = {key: value for key, value in (base or {}).items() if key not in _ALIASES}
-        hf |= {"architectures": [self.architecture], "model_type": self.model_type} | self.only | self.written
+        hf |= (
+            {"architectures": [self.architecture], "model_type": self.model_type}
+            | self.only
+            | self.written
+        )
         hf |= {f.key: f.write(value_of(config, ours), config) for ours, f in self.fields.items()}
         if self.partial_rotary:
             hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
@@ -181,7 +193,10 @@ class Family:
                 raise TypeError(error.rule) from None
 
     def _read_rope(self, theirs: Any, path: str) -> RopeConfig:
-        params, max_positions = theirs.rope_parameters, int(getattr(theirs, "max_position_embeddings", 4096))
+        params, max_positions = (
+            theirs.rope_parameters,
+            int(getattr(theirs, "max_position_embeddings", 4096)),
+        )
         kind, partial = params["rope_type"], params.get("partial_rotary_factor", 1.0)
         refused = {
             "rope type": kind if kind not in ("default", "yarn", "llama3") else None,
@@ -192,17 +207,23 @@ class Family:
                 here = f"{self.model_type} here has none, plain yarn or llama3"
                 raise not_computed(path, f"{name} {value} for rotary embeddings, and {here}")
         rope = RopeConfig(
-            theta=float(params["rope_theta"]), original_seq_len=max_positions, partial_rotary_factor=float(partial)
+            theta=float(params["rope_theta"]),
+            original_seq_len=max_positions,
+            partial_rotary_factor=float(partial),
         )
         if kind == "default":
             return rope
         original = int(params["original_max_position_embeddings"])
         if original != params["original_max_position_embeddings"]:
-            raise ValueError(f"original_max_position_embeddings={params['original_max_position_embeddings']}")
+            raise ValueError(
+                f"original_max_position_embeddings={params['original_max_position_embeddings']}"
+            )
         numbers: dict[str, Any]
         if kind == "llama3":
             numbers = {key: float(params[key]) for key in _LLAMA3}
-            numbers["mscale_all_dim"] = float(params.get("mscale_all_dim") or 0.0) if self.mscale else 0.0
+            numbers["mscale_all_dim"] = (
+                float(params.get("mscale_all_dim") or 0.0) if self.mscale else 0.0
+            )
         else:
             factor = params["factor"]
             numbers = {"factor": float(max_positions / original if factor is None else factor)}
@@ -222,7 +243,8 @@ class Family:
 
 @contextmanager
 def _readable(what: str, path: str) -> Iterator[None]:
-    """Values of a wrong type are found while they are converted; what is raised then names ``what``."""
+    """Values of a wrong type are found while they are converted; what is raised then names
+    ``what``."""
     try:
         yield
     except ConfigError:
@@ -232,7 +254,8 @@ def _readable(what: str, path: str) -> Iterator[None]:
 
 
 def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
-    """The published spelling: older readers take the default theta where they find ``rope_parameters`` alone."""
+    """The published spelling: older readers take the default theta where they find
+    ``rope_parameters`` alone."""
     scaling: HFConfig = {}
     factor = 1.0
     if rope.scaling != "none":
@@ -245,7 +268,9 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
     if rope.scaling == "yarn":
         scaling |= {key: getattr(rope, key) for key in _YARN if getattr(rope, key)}
         scaling |= {} if rope.truncate else {"truncate": False}
-        scaling |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+        scaling |= (
+            {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+        )
     return {
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
@@ -254,11 +279,21 @@ def _write_rope(rope: RopeConfig, max_positions: int | None) -> HFConfig:
 
 
 def differing_values(ours: ModelConfig, theirs: ModelConfig, family: Family) -> Iterator[str]:
-    """Dotted keys that a checkpoint of ``family`` states and that have two values; not those that no layer uses."""
-    scalings = {"none": (), "yarn": ("factor", "original_seq_len", *_YARN, "truncate", "attention_factor")}
+    """Dotted keys that a checkpoint of ``family`` states and that have two values; not those that
+    no layer uses."""
+    scalings = {
+        "none": (),
+        "yarn": ("factor", "original_seq_len", *_YARN, "truncate", "attention_factor"),
+    }
     scalings["llama3"] = ("original_seq_len", "mscale_all_dim", *_LLAMA3)
     keys = dict.fromkeys(("family", "num_layers", "first_k_dense", *family.fields, *family.fixed))
-    names = ("theta", "interleaved", "partial_rotary_factor", "scaling", *scalings[ours.rope.scaling])
+    names = (
+        "theta",
+        "interleaved",
+        "partial_rotary_factor",
+        "scaling",
+        *scalings[ours.rope.scaling],
+    )
     keys |= dict.fromkeys(f"rope.{name}" for name in names)
     if ours.first_k_dense == 0:
         del keys["intermediate_size"]
@@ -279,7 +314,9 @@ def layer_types(other: str) -> Field:
     """
 
     def kinds(interval: int, num_layers: int) -> list[str]:
-        return [other if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+        return [
+            other if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+        ]
 
     def read(layers: list[str], theirs: Any) -> int:
         full = [layer for layer, kind in enumerate(layers) if kind == "full_attention"]
@@ -294,12 +331,16 @@ def layer_types(other: str) -> Field:
             )
         return interval
 
-    return Field("layer_types", read=read, write=lambda interval, config: kinds(interval, config.num_layers))
+    return Field(
+        "layer_types", read=read, write=lambda interval, config: kinds(interval, config.num_layers)
+    )
 
 
 def _read_full(layers: list[str], theirs: Any) -> int:
     if odd := [kind for kind in layers if kind != "full_attention"]:
-        raise not_computed(theirs.name_or_path, f"layers with {odd[0]}, and here all have full_attention")
+        raise not_computed(
+            theirs.name_or_path, f"layers with {odd[0]}, and here all have full_attention"
+        )
     return 1
 
 
@@ -313,7 +354,9 @@ DENSE_FIELDS = {
     "tie_embeddings": Field("tie_word_embeddings", False),
     "initializer_range": Field("initializer_range", 0.02),
     "attention.num_heads": Field("num_attention_heads"),
-    "attention.num_kv_heads": Field("num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads),
+    "attention.num_kv_heads": Field(
+        "num_key_value_heads", None, read=lambda n, hf: n or hf.num_attention_heads
+    ),
 }
 COMMON_FIELDS = DENSE_FIELDS | {
     "num_experts_per_token": Field("num_experts_per_tok"),
@@ -323,14 +366,21 @@ COMMON_FIELDS = DENSE_FIELDS | {
 # ``layer_types`` that may name others, in families whose layers all have full attention here.
 FULL_ATTENTION = {
     "attention.full_attention_interval": Field(
-        "layer_types", (), read=_read_full, write=lambda interval, config: ["full_attention"] * config.num_layers
+        "layer_types",
+        (),
+        read=_read_full,
+        write=lambda interval, config: ["full_attention"] * config.num_layers,
     )
 }
 # The first layers, by their number.
-LEADING_DENSE = Field("first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers)))
+LEADING_DENSE = Field(
+    "first_k_dense_replace", read=lambda n, hf: max(0, min(n, hf.num_hidden_layers))
+)
 
 # Fields and fixed values of more than one family.
-HEAD_DIM = Field("head_dim", None, read=lambda size, hf: size or hf.hidden_size // hf.num_attention_heads)
+HEAD_DIM = Field(
+    "head_dim", None, read=lambda size, hf: size or hf.hidden_size // hf.num_attention_heads
+)
 GQA = {"attention.kind": "gqa", "rope.interleaved": False}
 SOFTMAX_ROUTER = {
     "router.score": "softmax",
@@ -338,4 +388,8 @@ SOFTMAX_ROUTER = {
     "router.num_groups": 1,
     "router.routed_scaling_factor": 1.0,
 }
-GROUPED_ROUTER = {"router.score": "sigmoid", "router.expert_bias": True, "router.group_score_topk": 2}
+GROUPED_ROUTER = {
+    "router.score": "sigmoid",
+    "router.expert_bias": True,
+    "router.group_score_topk": 2,
+}

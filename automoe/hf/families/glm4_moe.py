@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from automoe.hf.families.family import COMMON_FIELDS, GQA, GROUPED_ROUTER, HEAD_DIM, LEADING_DENSE, Family, Field
+from automoe.hf.families.family import (
+    COMMON_FIELDS,
+    GQA,
+    GROUPED_ROUTER,
+    HEAD_DIM,
+    LEADING_DENSE,
+    Family,
+    Field,
+)
 
 FAMILY = Family(
     model_type="glm4_moe",

@@ -1,4 +1,5 @@
-"""GPT-OSS (arXiv 2508.10925): ``config.json`` and key map. Published in MXFP4, which the reader undoes."""
+"""GPT-OSS (arXiv 2508.10925): ``config.json`` and key map. Published in MXFP4, which the reader
+undoes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,12 @@ FAMILY = Family(
     },
     fixed=GQA
     | SOFTMAX_ROUTER
-    | {"attention.qk_norm": False, "first_k_dense": 0, "num_shared_experts": 0, "router.norm_topk_prob": True},
+    | {
+        "attention.qk_norm": False,
+        "first_k_dense": 0,
+        "num_shared_experts": 0,
+        "router.norm_topk_prob": True,
+    },
     only={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
     keys=KeyMap(
         router="block_sparse_moe.gate.weight",

@@ -1,4 +1,5 @@
-"""Qwen2-MoE (arXiv 2407.10671), Qwen3-MoE and dense Qwen3 (arXiv 2505.09388), Qwen3-Next: ``config.json`` and key maps.
+"""Qwen2-MoE (arXiv 2407.10671), Qwen3-MoE and dense Qwen3 (arXiv 2505.09388), Qwen3-Next:
+``config.json`` and key maps.
 
 Qwen3-Next's multi-token-prediction module is neither read nor written.
 """
@@ -29,22 +30,29 @@ def _read_leading_dense(listed: list[int], theirs: Any) -> int:
         ConfigError: they are elsewhere.
     """
     step = theirs.decoder_sparse_step
-    dense = [layer for layer in range(theirs.num_hidden_layers) if layer in listed or (layer + 1) % step]
+    dense = [
+        layer for layer in range(theirs.num_hidden_layers) if layer in listed or (layer + 1) % step
+    ]
     if dense != list(range(len(dense))):
         said = f"mlp_only_layers={listed} and decoder_sparse_step={step}"
-        raise not_computed(theirs.name_or_path, f"{said}, and layers without experts here come before all others")
+        raise not_computed(
+            theirs.name_or_path, f"{said}, and layers without experts here come before all others"
+        )
     return len(dense)
 
 
 def _num_shared(width: int, theirs: Any) -> int:
-    """Shared experts: the width of the shared FFN in routed ones; one where that is no whole number."""
+    """Shared experts: the width of the shared FFN in routed ones; one where that is no whole
+    number."""
     count, rest = divmod(width, theirs.moe_intermediate_size)
     return 1 if rest else count
 
 
 _ATTENTION = GQA | {"attention.qk_norm": True}
 _LAYERS = {
-    "first_k_dense": Field("mlp_only_layers", read=_read_leading_dense, write=lambda n, config: list(range(n))),
+    "first_k_dense": Field(
+        "mlp_only_layers", read=_read_leading_dense, write=lambda n, config: list(range(n))
+    ),
     "attention.head_dim": HEAD_DIM,
 }
 _SHARED_EXPERTS = {

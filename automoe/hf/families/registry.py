@@ -1,4 +1,5 @@
-"""The families that are known, picked by ``model_type``. No torch until a ``config.json`` is read."""
+"""The families that are known, picked by ``model_type``. No torch until a ``config.json`` is
+read."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from automoe.config.data_schema import DataConfig
 from automoe.config.hub import local_folder
 from automoe.config.mesh_shape import resolve_mesh
 from automoe.config.plugins import registered
 from automoe.config.rules import check_rows, number_rows
 from automoe.config.rules_model import model_rows, moe_rows
-from automoe.config.schema import Config, DataConfig, MeshConfig, ModelConfig
+from automoe.config.schema import Config, MeshConfig, ModelConfig
 from automoe.errors import ConfigError
 from automoe.hf.families import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen
 from automoe.hf.families.as_transformers import not_computed
@@ -83,7 +85,8 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
 
     Raises:
         ConfigError: no readable config.json, an unknown model_type (the known ones are listed), or
-            something in it that the family here does not compute; sizes that its weights do not have.
+            something in it that the family here does not compute; sizes that its weights do not
+            have.
         CheckpointError: files of its weights that are all there, and damaged.
     """
     hf = read_hf_config(path)
@@ -98,10 +101,14 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         )
     config = family.read_config(hf, str(path))
     # Weights are read and not drawn, so that 0 is fine.
-    alone = Config(model=replace(config, initializer_range=1.0), data=DataConfig(document_mask=False))
+    alone = Config(
+        model=replace(config, initializer_range=1.0), data=DataConfig(document_mask=False)
+    )
     shape = resolve_mesh(MeshConfig(), 1)
     try:
-        check_rows(alone, chain(number_rows(alone), model_rows(alone, shape), moe_rows(alone)), shape)
+        check_rows(
+            alone, chain(number_rows(alone), model_rows(alone, shape), moe_rows(alone)), shape
+        )
     except ConfigError as error:
         raise not_computed(path, f"{error.key}={error.value}: {error.rule}") from None
     check_holds(local_folder(path), config, family.keys)

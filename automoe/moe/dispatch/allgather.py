@@ -1,8 +1,9 @@
-"""All-gather and reduce-scatter: every rank of the ep axis sees every token. Simple, and the reference.
+"""All-gather and reduce-scatter: every rank of the ep axis sees every token. Simple, and the
+reference.
 
-With one expert a rank it sends E/K times the bytes of the all-to-all.
-Shapes: T tokens of a rank (equal on all), K top-k, H hidden, P ranks of the ep axis, L experts of this rank,
-A = P T tokens of all ranks.
+With one expert a rank it sends E/K times the bytes of the all-to-all. Shapes: T tokens of a rank
+(equal on all), K top-k, H hidden, P ranks of the ep axis, L experts of this rank, A = P T tokens of
+all ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from automoe.moe.dispatch.base import DispatchGroup, Experts, run_choices
 class AllGatherDispatcher:
     """Gathers tokens and routing, computes the part of this rank's experts, sums the parts.
 
-    One host sync a call, for the number of rows to compute. Without it there would be room, and elementwise
-    work, for every choice of all ranks: P times what is computed on average.
+    One host sync a call, for the number of rows to compute. Without it there would be room, and
+    elementwise work, for every choice of all ranks: P times what is computed on average.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
         self.ep, self.num_local = ep, num_experts // ep.num_ranks
         self.first_expert = ep.rank * self.num_local
 
-    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
+    def __call__(
+        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+    ) -> torch.Tensor:
         x_AH = self.ep.all_gather(x_TH)
         weights_AK = self.ep.all_gather(weights_TK)
         topk_ids_AK = self.ep.all_gather(topk_ids_TK)
@@ -31,10 +34,16 @@ class AllGatherDispatcher:
         local_ids_AK = topk_ids_AK - self.first_expert
         elsewhere_AK = (local_ids_AK < 0) | (local_ids_AK >= self.num_local)
         local_ids_AK = local_ids_AK.masked_fill(elsewhere_AK, self.num_local)
-        num_rows = None if rows_per_expert is None else rows_per_expert * self.num_local * self.ep.num_ranks
+        num_rows = (
+            None
+            if rows_per_expert is None
+            else rows_per_expert * self.num_local * self.ep.num_ranks
+        )
 
         def wait_and_run(x_AH: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
             return experts(self.ep.wait(x_AH), *routing)
 
-        partial_AH = run_choices(x_AH, local_ids_AK, weights_AK, wait_and_run, self.num_local, num_rows)
+        partial_AH = run_choices(
+            x_AH, local_ids_AK, weights_AK, wait_and_run, self.num_local, num_rows
+        )
         return self.ep.reduce_scatter(partial_AH)

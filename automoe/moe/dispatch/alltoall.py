@@ -1,7 +1,7 @@
 """Dropless all-to-all: permute, A2A-V over ep, experts, A2A-V back, unpermute.
 
-Shapes: T tokens, K top-k, H hidden, E experts, P ranks of the ep axis, L = E / P experts of this rank,
-M rows sent (T K without dropping), R rows received.
+Shapes: T tokens, K top-k, H hidden, E experts, P ranks of the ep axis, L = E / P experts of this
+rank, M rows sent (T K without dropping), R rows received.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class AllToAllDispatcher:
-    """Each chosen (token, expert) pair is sent once, to the rank that holds the expert; its weight travels with it.
+    """Each chosen (token, expert) pair is sent once, to the rank that holds the expert; its weight
+    travels with it.
 
-    One host sync a call, for the number of rows to receive; none where ``rows_per_expert`` gives it.
+    One host sync a call, for the number of rows to receive; none where ``rows_per_expert`` gives
+    it.
     """
 
     def __init__(self, num_experts: int, ep: DispatchGroup) -> None:
         self.num_experts, self.ep = num_experts, ep
 
-    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
+    def __call__(
+        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+    ) -> torch.Tensor:
         order_M, counts_E = sort_by_expert(topk_ids_TK, self.num_experts)
         counts_PL, counts_2P, sent, received = self._sizes(counts_E, rows_per_expert)
         order_M = order_M[: sum(sent)]  # dropped choices come last
@@ -33,8 +37,8 @@ class AllToAllDispatcher:
         return sum_to_tokens(out_MH, token_idx_M, x_TH.shape[0])
 
     def _sizes(self, counts_E: torch.Tensor, rows_per_expert: int | None):
-        """[P, L] rows from each rank for each expert of this one; rows sent to and received from each rank, as [2, P]
-        and as two lists."""
+        """[P, L] rows from each rank for each expert of this one; rows sent to and received from
+        each rank, as [2, P] and as two lists."""
         num_ranks = self.ep.num_ranks
         known = rows_per_expert is not None
         counts_E = torch.full_like(counts_E, rows_per_expert) if known else counts_E

@@ -1,8 +1,9 @@
 """Dispatch through DeepEP: a token is sent once to each rank that holds any of its experts.
 
-The library moves rows; this file makes a dispatcher of it. Its combine adds rows without weights, so the experts
-apply the weights. The backward of dispatch is combine, and the backward of combine is dispatch.
-Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R distinct tokens received.
+The library moves rows; this file makes a dispatcher of it. Its combine adds rows without weights,
+so the experts apply the weights. The backward of dispatch is combine, and the backward of combine
+is dispatch. Shapes: T tokens, K top-k, H hidden, E experts, L of them on this rank, R distinct
+tokens received.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from automoe.moe.dispatch.base import Experts, run_choices
 class Received:
     """What a rank holds after a dispatch.
 
-    Attributes:
-        x_RH: the tokens.
-        topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for choices of other ranks and of none.
-        weights_RK: float32.
-        counts: rows of each of the L experts, on the host.
-        handle: the way back; kept as long as a combine or a second dispatch is to come.
+    Attributes: x_RH: the tokens. topk_ids_RK: int64, experts of this rank 0 ... L - 1; -1 for
+        choices of other ranks and of none. weights_RK: float32. counts: rows of each of the L
+        experts, on the host. handle: the way back; kept as long as a combine or a second dispatch
+        is to come.
     """
 
     x_RH: torch.Tensor
@@ -39,7 +38,11 @@ class TokenExchange(Protocol):
     """What ``automoe.interop.deepep`` makes of either line of the library."""
 
     def dispatch(
-        self, x_TH: torch.Tensor, topk_ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
+        self,
+        x_TH: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        num_experts: int,
     ) -> Received:
         """topk_ids int64 with -1 for none, weights float32."""
 
@@ -54,15 +57,27 @@ class TokenExchange(Protocol):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weights_TK, topk_ids_TK, num_experts: int, exchange: TokenExchange, out: list[Received]):
-        received = exchange.dispatch(x_TH.contiguous(), topk_ids_TK, weights_TK.contiguous(), num_experts)
+    def forward(
+        ctx,
+        x_TH,
+        weights_TK,
+        topk_ids_TK,
+        num_experts: int,
+        exchange: TokenExchange,
+        out: list[Received],
+    ):
+        received = exchange.dispatch(
+            x_TH.contiguous(), topk_ids_TK, weights_TK.contiguous(), num_experts
+        )
         out.append(received)
         ctx.exchange, ctx.handle = exchange, received.handle
         return received.x_RH, received.weights_RK
 
     @staticmethod
     def backward(ctx, grad_x_RH: torch.Tensor, grad_weights_RK: torch.Tensor):
-        x_TH, weights_TK = ctx.exchange.combine(grad_x_RH.contiguous(), grad_weights_RK.contiguous(), ctx.handle)
+        x_TH, weights_TK = ctx.exchange.combine(
+            grad_x_RH.contiguous(), grad_weights_RK.contiguous(), ctx.handle
+        )
         return x_TH, weights_TK, None, None, None, None
 
 
@@ -85,9 +100,15 @@ class DeepEPDispatcher:
     """
 
     def __init__(self, num_experts: int, num_ranks: int, exchange: TokenExchange) -> None:
-        self.num_experts, self.num_local, self.exchange = num_experts, num_experts // num_ranks, exchange
+        self.num_experts, self.num_local, self.exchange = (
+            num_experts,
+            num_experts // num_ranks,
+            exchange,
+        )
 
-    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
+    def __call__(
+        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+    ) -> torch.Tensor:
         """See ``automoe.moe.dispatch.base`` for shapes.
 
         Raises:
@@ -97,7 +118,9 @@ class DeepEPDispatcher:
         topk_ids_TK = topk_ids_TK.masked_fill(topk_ids_TK >= self.num_experts, -1)
         out: list[Received] = []
         wide_TK = weights_TK.to(torch.float32)
-        x_RH, weights_RK = _Dispatch.apply(x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, out)
+        x_RH, weights_RK = _Dispatch.apply(
+            x_TH, wide_TK, topk_ids_TK, self.num_experts, self.exchange, out
+        )
         received = out[0]
         local_ids_RK = received.topk_ids_RK.to(torch.int64)
         local_ids_RK = local_ids_RK.masked_fill(local_ids_RK < 0, self.num_local)
@@ -115,4 +138,6 @@ def _check(x_TH: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
             "moe.dispatcher=alltoall"
         )
     if topk_ids_TK.dtype != torch.int64:
-        raise BackendError(f"moe.dispatcher=deepep takes int64 expert ids, and these are {topk_ids_TK.dtype}")
+        raise BackendError(
+            f"moe.dispatcher=deepep takes int64 expert ids, and these are {topk_ids_TK.dtype}"
+        )

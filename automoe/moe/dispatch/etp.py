@@ -1,9 +1,9 @@
 """Expert tensor parallelism: AG-V before the experts and RS-V after them, around any dispatcher.
 
-Each rank of the etp group holds a slice of I of the same experts and has received rows of its own. Rows go
-to the whole group, every rank computes with its slice, and the terms are summed on the rank they came from.
-Shapes: X rows to read from, R rows of this rank, G rows of the whole group, P ranks of the etp axis, E experts
-of this rank, H hidden.
+Each rank of the etp group holds a slice of I of the same experts and has received rows of its own.
+Rows go to the whole group, every rank computes with its slice, and the terms are summed on the rank
+they came from. Shapes: X rows to read from, R rows of this rank, G rows of the whole group, P ranks
+of the etp axis, E experts of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from automoe.moe.dispatch.rows import RowExchange, run_received
 
 
 class ExpertTensorDispatcher:
-    """``dispatcher`` with its experts spread over the etp group. One more host sync a call, for the sizes.
+    """``dispatcher`` with its experts spread over the etp group. One more host sync a call, for the
+    sizes.
 
-    The all-gather and reduce-scatter of unequal parts are made of all-to-alls, which take unequal sizes in
-    every backend (gloo's own would need padding).
+    The all-gather and reduce-scatter of unequal parts are made of all-to-alls, which take unequal
+    sizes in every backend (gloo's own would need padding).
     """
 
     def __init__(self, dispatcher: Dispatcher, etp: DispatchGroup) -> None:
         self.dispatcher, self.etp = dispatcher, etp
 
-    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
+    def __call__(
+        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+    ) -> torch.Tensor:
         num_ranks = self.etp.num_ranks
 
         def spread(x_XH, gather_idx_R, offsets_E, probs_R) -> torch.Tensor:
@@ -38,7 +41,10 @@ class ExpertTensorDispatcher:
                 sizes = counts_PE.sum(1).tolist()
             received_P, sent = counts_PE.sum(1), [num_rows] * num_ranks
             counts_2P = torch.stack((torch.full_like(received_P, num_rows), received_P))
-            source_GR, probs_G1 = gather_idx_R.repeat(num_ranks), probs_R.repeat(num_ranks).unsqueeze(1)
+            source_GR, probs_G1 = (
+                gather_idx_R.repeat(num_ranks),
+                probs_R.repeat(num_ranks).unsqueeze(1),
+            )
             exchange = RowExchange(self.etp, x_XH, source_GR, probs_G1, counts_2P, sent, sizes)
             out_GH = run_received(exchange, counts_PE, experts)
             terms = self.etp.all_to_all(out_GH, sent, sizes)

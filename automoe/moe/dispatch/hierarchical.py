@@ -1,9 +1,11 @@
-"""Hierarchical all-to-all: a token goes once to each node with any of its experts, then once to each such rank in it.
+"""Hierarchical all-to-all: a token goes once to each node with any of its experts, then once to
+each such rank in it.
 
-Across nodes ranks talk to those with their own place in the other nodes, so that all network cards of a node work. With
-routing limited to G groups of experts, one group to a node, a token is sent to G nodes at most, where plain all-to-all
-sends one copy a choice. Results come back the same way: one partial sum a token and rank, then one a token and node.
-Shapes: T tokens, K top-k, H hidden, E experts, P ranks of a level, M copies sent, R copies and B lines received.
+Across nodes ranks talk to those with their own place in the other nodes, so that all network cards
+of a node work. With routing limited to G groups of experts, one group to a node, a token is sent to
+G nodes at most, where plain all-to-all sends one copy a choice. Results come back the same way: one
+partial sum a token and rank, then one a token and node. Shapes: T tokens, K top-k, H hidden, E
+experts, P ranks of a level, M copies sent, R copies and B lines received.
 """
 
 from __future__ import annotations
@@ -12,27 +14,40 @@ from collections.abc import Sequence
 
 import torch
 
-from automoe.moe.dispatch.base import DispatchGroup, Experts, count_choices, run_choices, sort_by_expert
+from automoe.moe.dispatch.base import (
+    DispatchGroup,
+    Experts,
+    count_choices,
+    run_choices,
+    sort_by_expert,
+)
 from automoe.moe.dispatch.rows import RowExchange, SumLines
 
 
 class HierarchicalDispatcher:
     """One host sync a level, for the sizes; none where ``rows_per_expert`` gives them.
 
-    Args:
-        levels: the group across nodes, then the group within the node, of which either may be left out. Each part of a
+    Args: levels: the group across nodes, then the group within the node, of which either may be
+        left out. Each part of a
             level has equal numbers of experts, in order.
     """
 
     def __init__(self, num_experts: int, levels: Sequence[DispatchGroup]) -> None:
         self.num_experts, self.levels = num_experts, tuple(levels)
 
-    def __call__(self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None) -> torch.Tensor:
-        return _send(self.levels, self.num_experts, x_TH, topk_ids_TK, weights_TK, experts, rows_per_expert)
+    def __call__(
+        self, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert=None
+    ) -> torch.Tensor:
+        return _send(
+            self.levels, self.num_experts, x_TH, topk_ids_TK, weights_TK, experts, rows_per_expert
+        )
 
 
-def _send(levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert) -> torch.Tensor:
-    """What the dispatcher returns, by these ``levels`` of it; an id outside 0 ... E - 1 is no choice."""
+def _send(
+    levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Experts, rows_per_expert
+) -> torch.Tensor:
+    """What the dispatcher returns, by these ``levels`` of it; an id outside 0 ... E - 1 is no
+    choice."""
     group, *inner = levels
     num_parts, top_k = group.num_ranks, topk_ids_TK.shape[1]
     num_local = num_experts // num_parts
@@ -42,9 +57,13 @@ def _send(levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Expe
     order_M, copies_P = sort_by_expert(part_TK.masked_fill(again_TK, num_parts), num_parts)
     choices_P = count_choices(part_TK, num_parts)
     if rows_per_expert is None:
-        theirs_P2 = group.exchange_counts(torch.stack((copies_P, choices_P), dim=1).flatten()).view(num_parts, 2)
+        theirs_P2 = group.exchange_counts(torch.stack((copies_P, choices_P), dim=1).flatten()).view(
+            num_parts, 2
+        )
         counts_2P = torch.stack((copies_P, theirs_P2[:, 0]))
-        *sizes, choices = torch.cat((counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))).tolist()
+        *sizes, choices = torch.cat(
+            (counts_2P.flatten(), theirs_P2[:, 1].sum(0, keepdim=True))
+        ).tolist()
         sent, received = sizes[:num_parts], sizes[num_parts:]
     else:  # tokens have one choice each
         sent = received = [rows_per_expert * num_local] * num_parts
@@ -53,14 +72,24 @@ def _send(levels, num_experts: int, x_TH, topk_ids_TK, weights_TK, experts: Expe
     token_idx_M = order_M[: sum(sent)] // top_k
     weights_MK, ids_MK = weights_TK[token_idx_M], topk_ids_TK[token_idx_M]
     exchange = RowExchange(
-        group, x_TH, token_idx_M, torch.cat((weights_MK, ids_MK.to(weights_MK.dtype)), dim=1), counts_2P, sent, received
+        group,
+        x_TH,
+        token_idx_M,
+        torch.cat((weights_MK, ids_MK.to(weights_MK.dtype)), dim=1),
+        counts_2P,
+        sent,
+        received,
     )
     x_BH, words_RC = exchange.wait()
     ids_RK = words_RC[:, top_k:].to(torch.int64) - group.rank * num_local
     ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= num_local), num_local)
     # Lines of words are tokens without a choice.
-    ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(0, exchange.row_R, ids_RK)
-    weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(0, exchange.row_R, words_RC[:, :top_k])
+    ids_BK = ids_RK.new_full((x_BH.shape[0], top_k), num_local).index_copy_(
+        0, exchange.row_R, ids_RK
+    )
+    weights_BK = words_RC.new_zeros(x_BH.shape[0], top_k).index_copy(
+        0, exchange.row_R, words_RC[:, :top_k]
+    )
     if inner:
         out_BH = _send(inner, num_local, x_BH, ids_BK, weights_BK, experts, rows_per_expert)
     else:

@@ -1,10 +1,11 @@
-"""Rows and what belongs to them in one all-to-all: numbers of each row travel behind the rows, as bytes of more rows.
+"""Rows and what belongs to them in one all-to-all: numbers of each row travel behind the rows, as
+bytes of more rows.
 
-A block of n rows for one rank is followed by as many further lines of the same width as the n rows' numbers ("words")
-fill. So rows keep their width and alignment, nothing is copied to take them apart, every bit of a float32 weight beside
-bfloat16 rows arrives, and the gradient of the words comes back the same way.
-Shapes: T tokens to read from, M rows sent, R rows received, B lines of a buffer (rows and words), H hidden, C words a
-row, P ranks.
+A block of n rows for one rank is followed by as many further lines of the same width as the n rows'
+numbers ("words") fill. So rows keep their width and alignment, nothing is copied to take them
+apart, every bit of a float32 weight beside bfloat16 rows arrives, and the gradient of the words
+comes back the same way. Shapes: T tokens to read from, M rows sent, R rows received, B lines of a
+buffer (rows and words), H hidden, C words a row, P ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ class Layout:
 
 
 def layout_of(counts_P: torch.Tensor, counts: list[int], num_words: int, line_words: int) -> Layout:
-    """The layout of blocks of ``counts`` rows, with ``num_words`` a row and ``line_words`` to a line.
+    """The layout of blocks of ``counts`` rows, with ``num_words`` a row and ``line_words`` to a
+    line.
 
     Args:
         counts_P: ``counts`` on the device, which is not to wait for the host.
     """
     num_rows, device = sum(counts), counts_P.device
     tail_P = (counts_P * num_words + line_words - 1) // line_words
-    block_M = torch.arange(len(counts), device=device).repeat_interleave(counts_P, output_size=num_rows)
+    block_M = torch.arange(len(counts), device=device).repeat_interleave(
+        counts_P, output_size=num_rows
+    )
     row_M = torch.arange(num_rows, device=device)
     first_P = counts_P.cumsum(0) - counts_P
     words_P = ((counts_P + tail_P).cumsum(0) - tail_P) * line_words - first_P * num_words
@@ -59,7 +63,13 @@ class _Pack(torch.autograd.Function):
     """Rows of x by ``source`` [B], T in lines of words, and the words: [B, H]."""
 
     @staticmethod
-    def forward(ctx, x_TH: torch.Tensor, words_MC: torch.Tensor, source_B: torch.Tensor, word_MC: torch.Tensor):
+    def forward(
+        ctx,
+        x_TH: torch.Tensor,
+        words_MC: torch.Tensor,
+        source_B: torch.Tensor,
+        word_MC: torch.Tensor,
+    ):
         ctx.save_for_backward(source_B, word_MC)
         ctx.num_tokens, ctx.dtype = x_TH.shape[0], words_MC.dtype
         lines_BH = x_TH.index_select(0, source_B.clamp(max=ctx.num_tokens - 1))
@@ -70,7 +80,12 @@ class _Pack(torch.autograd.Function):
     def backward(ctx, grad_BH: torch.Tensor):
         source_B, word_MC = ctx.saved_tensors
         grad_BH = grad_BH.contiguous()
-        return _sum_lines(grad_BH, source_B, ctx.num_tokens), _words(grad_BH, ctx.dtype)[word_MC], None, None
+        return (
+            _sum_lines(grad_BH, source_B, ctx.num_tokens),
+            _words(grad_BH, ctx.dtype)[word_MC],
+            None,
+            None,
+        )
 
 
 class _Unpack(torch.autograd.Function):
@@ -97,10 +112,13 @@ def _sum_lines(lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int) 
 
 
 class SumLines(torch.autograd.Function):
-    """``_sum_lines`` that keeps only the index for its backward. Lines that are no token's get any gradient."""
+    """``_sum_lines`` that keeps only the index for its backward. Lines that are no token's get any
+    gradient."""
 
     @staticmethod
-    def forward(ctx, lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def forward(
+        ctx, lines_BH: torch.Tensor, source_B: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(source_B)
         return _sum_lines(lines_BH, source_B, num_tokens)
 
@@ -113,10 +131,10 @@ class SumLines(torch.autograd.Function):
 class RowExchange:
     """One all-to-all of rows with their words, begun when it is made.
 
-    Args:
-        token_idx_M: row of x that each row sent reads, sorted by the rank that it goes to.
+    Args: token_idx_M: row of x that each row sent reads, sorted by the rank that it goes to.
         words_MC: of each row, in at least the width of x: a whole number of them fills a row.
-        counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` on the host.
+        counts_2P: int64, rows sent to and received from each rank; ``sent`` and ``received`` on the
+        host.
 
     Attributes:
         source_B: what each line sent is of x; T: none.
@@ -137,7 +155,9 @@ class RowExchange:
         self.group = group
         self.dtype, (num_tokens, hidden) = words_MC.dtype, x_TH.shape
         line_words, rest = divmod(hidden * x_TH.element_size(), words_MC.element_size())
-        assert not rest, f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {self.dtype} words"
+        assert not rest, (
+            f"rows of {hidden} {x_TH.dtype} numbers hold no whole number of {self.dtype} words"
+        )
         out, self.into = (
             layout_of(counts_P, counts, words_MC.shape[1], line_words)
             for counts_P, counts in zip(counts_2P.unbind(0), (sent, received), strict=True)
@@ -154,7 +174,8 @@ class RowExchange:
 
 
 def run_received(exchange: RowExchange, counts_PE: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """[R, H]: outputs of the experts for rows that arrive with their routing weight, in the order they come in.
+    """[R, H]: outputs of the experts for rows that arrive with their routing weight, in the order
+    they come in.
 
     ``counts_PE`` as for ``regroup_by_expert``.
     """

@@ -26,13 +26,19 @@ SWEEP_FILE = "sweep.json"  # in the folder above that of a sweep's job
 class Trackers:
     """Every tracker that a run has, as one; in the one process that records it (rank 0)."""
 
-    def __init__(self, opened: dict[str, Tracker], config: Config, warn: Callable[[str], object]) -> None:
+    def __init__(
+        self, opened: dict[str, Tracker], config: Config, warn: Callable[[str], object]
+    ) -> None:
         self._open, self._config, self._warn = opened, config, warn
-        self.places = {name: place for tracker in opened.values() for name, place in tracker.places.items()}
+        self.places = {
+            name: place for tracker in opened.values() for name, place in tracker.places.items()
+        }
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a step's record (the keys of ``metrics.jsonl``)."""
-        numbers = {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}
+        numbers = {
+            key: float(value) for key, value in record.items() if isinstance(value, (int, float))
+        }
         self._each(lambda tracker: tracker.log(record["step"], numbers))
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
@@ -52,13 +58,18 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 call(tracker)
-            except Exception as error:  # its service died, its disk is full: nothing of training depends on it
+            except (
+                Exception
+            ) as error:  # its service died, its disk is full: nothing of training depends on it
                 self._warn(f"{name} stopped working ({one_line(error, self._config)}); {WITHOUT}")
                 del self._open[name]
 
 
 def make_trackers(
-    config: Config, run_dir: Path, resume_step: int | None = None, warn: Callable[[str], object] | None = None
+    config: Config,
+    run_dir: Path,
+    resume_step: int | None = None,
+    warn: Callable[[str], object] | None = None,
 ) -> Trackers:
     """Open the trackers that ``config.observe`` asks for.
 
@@ -72,7 +83,9 @@ def make_trackers(
     warn = warn or (lambda text: print(f"automoe: {text}", file=sys.stderr))
     ids = _read_ids(run_dir) if resume_step is not None else {}
     observe, absolute = config.observe, run_dir.resolve()
-    group = observe.run_group or (absolute.parent.name if (absolute.parent / SWEEP_FILE).is_file() else "")
+    group = observe.run_group or (
+        absolute.parent.name if (absolute.parent / SWEEP_FILE).is_file() else ""
+    )
     opened: dict[str, Tracker] = {}
     for name, module in _asked(config):
         about = About(

@@ -31,11 +31,19 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        named = {re.sub(r"[^\w\-./ :]", "_", key): value for key, value in numbers.items() if key != "step"}
-        self._client.log_batch(self.id, metrics=[Metric(key, value, now, step) for key, value in named.items()])
+        named = {
+            re.sub(r"[^\w\-./ :]", "_", key): value
+            for key, value in numbers.items()
+            if key != "step"
+        }
+        self._client.log_batch(
+            self.id, metrics=[Metric(key, value, now, step) for key, value in named.items()]
+        )
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        self._client.log_dict(self.id, {"step": step, name: [dict(row) for row in rows]}, f"{name}/step-{step}.json")
+        self._client.log_dict(
+            self.id, {"step": step, name: [dict(row) for row in rows]}, f"{name}/step-{step}.json"
+        )
 
     def rewind(self, step: int) -> None:
         """Nothing: points cannot be taken back."""
@@ -60,7 +68,9 @@ def start(config: Config, about: About) -> MlflowTracker:
             client.update_run(about.earlier, status="RUNNING")
             return MlflowTracker(client, client.get_run(about.earlier), shown)
         except mlflow.exceptions.MlflowException as error:
-            about.warn(f"MLflow does not have run {about.earlier} ({one_line(error, config)}); it begins another one")
+            about.warn(
+                f"MLflow does not have run {about.earlier} ({one_line(error, config)}); it begins another one"
+            )
     title = config.observe.mlflow_experiment
     experiment = client.get_experiment_by_name(title)
     number = experiment.experiment_id if experiment is not None else client.create_experiment(title)

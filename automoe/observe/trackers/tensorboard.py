@@ -20,9 +20,13 @@ class TensorBoardTracker:
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         needed = "pip install tensorboard"
-        self._writer = import_backend("torch.utils.tensorboard", "observe.tensorboard=true", needed).SummaryWriter
+        self._writer = import_backend(
+            "torch.utils.tensorboard", "observe.tensorboard=true", needed
+        ).SummaryWriter
         self._folder, self.id, self.places = folder, "", {"TensorBoard": str(folder)}
-        self.events = self._writer(str(folder), purge_step=None if resume_step is None else resume_step + 1)
+        self.events = self._writer(
+            str(folder), purge_step=None if resume_step is None else resume_step + 1
+        )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for key, value in numbers.items():
@@ -32,7 +36,10 @@ class TensorBoardTracker:
 
     def texts(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
         """As indented blocks: what the text says is not Markdown."""
-        shown = ["\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values()) for row in rows]
+        shown = [
+            "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in row.values())
+            for row in rows
+        ]
         self.events.add_text(name, "\n\n---\n\n".join(shown), step)
         self.events.flush()
 
@@ -54,7 +61,9 @@ def start(config: Config, about: About) -> TensorBoardTracker:
     tracker = TensorBoardTracker(folder, about.resume_step)
     if about.resume_step is None:
         facts = {"name": about.name, "group": about.group, "tags": ", ".join(about.tags)}
-        for key, value in (facts | {"config": f"```\n{yaml.safe_dump(about.config, sort_keys=False)}```"}).items():
+        for key, value in (
+            facts | {"config": f"```\n{yaml.safe_dump(about.config, sort_keys=False)}```"}
+        ).items():
             if value:
                 tracker.events.add_text(key, value)
     return tracker

@@ -11,7 +11,9 @@ from automoe.config.schema import Config
 from automoe.errors import import_backend
 from automoe.observe.trackers.base import About, Outcome, one_line
 
-INIT_TIMEOUT_S = 30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default would hold up a run for 90
+INIT_TIMEOUT_S = (
+    30  # unless WANDB_INIT_TIMEOUT says otherwise; its own default would hold up a run for 90
+)
 FINISH_TIMEOUT_S = 60  # upload of what is left at the end
 
 
@@ -61,7 +63,10 @@ def start(config: Config, about: About) -> WandbTracker:
 
 
 def _init(wandb: Any, config: Config, about: About, mode: str) -> Any:
-    settings: dict[str, Any] = {"silent": True, "console": "off"}  # its lines would break the aligned ones
+    settings: dict[str, Any] = {
+        "silent": True,
+        "console": "off",
+    }  # its lines would break the aligned ones
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         settings["init_timeout"] = INIT_TIMEOUT_S
     settings |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}

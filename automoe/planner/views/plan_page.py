@@ -27,9 +27,16 @@ def check_page(path: Path) -> None:
     if path.is_dir():
         raise ConfigError("html", str(path), "it is a folder", f"Write html={path}/plan.html")
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-        raise ConfigError("html", str(path), "it is there, and no page of a plan", "Remove it, or give another name")
+        raise ConfigError(
+            "html",
+            str(path),
+            "it is there, and no page of a plan",
+            "Remove it, or give another name",
+        )
     if not path.parent.is_dir():
-        raise ConfigError("html", str(path), f"there is no folder {path.parent}", "Make it, or give another name")
+        raise ConfigError(
+            "html", str(path), f"there is no folder {path.parent}", "Make it, or give another name"
+        )
 
 
 def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> None:
@@ -43,7 +50,9 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
     page = render(
         TEMPLATE_FILE,
         name=args.config_name,
-        command=" ".join(["automoe plan --config-name", args.config_name, *map(shlex.quote, args.overrides)]),
+        command=" ".join(
+            ["automoe plan --config-name", args.config_name, *map(shlex.quote, args.overrides)]
+        ),
         ranks=plan.mesh.world_size,
         gpu=config.cluster.gpu,
         verdict=_verdict(config, plan),
@@ -57,7 +66,9 @@ def write_plan_page(config: Config, plan: Plan, path: Path, args: Arguments) -> 
     try:
         write_page(path, page)
     except OSError as error:
-        raise ConfigError("html", str(path), f"it cannot be written: {error.strerror}", "Give another name") from error
+        raise ConfigError(
+            "html", str(path), f"it cannot be written: {error.strerror}", "Give another name"
+        ) from error
 
 
 def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
@@ -67,7 +78,9 @@ def _verdict(config: Config, plan: Plan) -> tuple[str, str]:
         return "", f"{config.cluster.name} has no limit of memory"
     if plan.needed > limit:
         return "failed", "does not fit"
-    return ("running", "fits at even load alone") if plan.uneven_needed > limit else ("done", "fits")
+    return (
+        ("running", "fits at even load alone") if plan.uneven_needed > limit else ("done", "fits")
+    )
 
 
 def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
@@ -77,11 +90,20 @@ def _numbers(config: Config, plan: Plan) -> list[tuple[str, str]]:
     numbers = [
         (f"tokens per second, {low} to {high}", short_number(time.tokens_per_second)),
         ("seconds of a step", f"{time.seconds:.3g}"),
-        ("parameters, active per token", f"{short_number(plan.params.total)}, {short_number(plan.params.active)}"),
-        ("memory, with the reserve" + (", of the GPU's" if limit else ""), bytes_text(plan.needed) + share[0]),
+        (
+            "parameters, active per token",
+            f"{short_number(plan.params.total)}, {short_number(plan.params.active)}",
+        ),
+        (
+            "memory, with the reserve" + (", of the GPU's" if limit else ""),
+            bytes_text(plan.needed) + share[0],
+        ),
         ("at twice the even load of experts", bytes_text(plan.uneven_needed) + share[1]),
         ("a checkpoint", bytes_text(saved.bytes)),
-        ("seconds to write it, training stands still", f"{saved.write_seconds:.3g}, {saved.blocked_seconds:.3g}"),
+        (
+            "seconds to write it, training stands still",
+            f"{saved.write_seconds:.3g}, {saved.blocked_seconds:.3g}",
+        ),
     ]
     if time.mfu is not None:
         both = f"{time.mfu:.1%}, {time.mfu_full_attention:.1%}"

@@ -12,7 +12,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from automoe.config.schema import Config
-from automoe.observe.plot_style import BLUE, CELLS, GREEN, INK, ORANGE, PALE_BLUE, RC, RED, new_figure
+from automoe.observe.plot_style import (
+    BLUE,
+    CELLS,
+    GREEN,
+    INK,
+    ORANGE,
+    PALE_BLUE,
+    RC,
+    RED,
+    new_figure,
+)
 from automoe.planner.memory import RankMemory
 from automoe.planner.plan import Plan, gib
 from automoe.planner.reserve import reserve
@@ -40,7 +50,12 @@ MARGIN, DIGIT = 0.06, 0.05  # inches of an action that its micro-batch's number 
 
 def time_parts(time: StepTime) -> list[tuple[str, float]]:
     """(name, seconds) of all that a step is spent on."""
-    parts = [("computing", time.compute), *time.communication.items(), ("bubble", time.bubble), ("other", time.other)]
+    parts = [
+        ("computing", time.compute),
+        *time.communication.items(),
+        ("bubble", time.bubble),
+        ("other", time.other),
+    ]
     return [(name, seconds) for name, seconds in parts if seconds > 0]
 
 
@@ -48,21 +63,32 @@ def time_parts(time: StepTime) -> list[tuple[str, float]]:
 def draw_time(plan: Plan) -> Figure:
     """Seconds of a step by part, and the bytes that a rank sends by axis where it sends any."""
     time = plan.time
-    parts, sent = time_parts(time), {axis: num_bytes for axis, num_bytes in time.traffic.items() if num_bytes}
+    parts, sent = (
+        time_parts(time),
+        {axis: num_bytes for axis, num_bytes in time.traffic.items() if num_bytes},
+    )
     rows = max(len(parts), len(sent))
     figure, axes = new_figure(WIDE, 1.2 + 0.34 * rows, columns=1 + bool(sent))
     colours = {"computing": BLUE, "bubble": "#b8c0c8", "other": "#8b95a1"}
     labels = [f"{seconds:.3g} s, {seconds / time.seconds:.1%}" for _, seconds in parts]
     _bars(axes[0], parts, [colours.get(name, ORANGE) for name, _ in parts], labels)
-    axes[0].set(title="Where a step's time goes", xlabel="seconds; orange: communication that nothing hides")
+    axes[0].set(
+        title="Where a step's time goes", xlabel="seconds; orange: communication that nothing hides"
+    )
     if sent:
         unit, name = _unit(max(sent.values()))
         bars = [(axis, num_bytes / unit) for axis, num_bytes in sent.items()]
         labels = [
-            f"{gib(num_bytes)}, {time.off_node[axis] / num_bytes:.0%} off node" for axis, num_bytes in sent.items()
+            f"{gib(num_bytes)}, {time.off_node[axis] / num_bytes:.0%} off node"
+            for axis, num_bytes in sent.items()
         ]
         _bars(axes[1], bars, [PALE_BLUE] * len(sent), labels)
-        axes[1].barh(range(len(sent)), [time.off_node[axis] / unit for axis in sent], height=0.62, color=ORANGE)
+        axes[1].barh(
+            range(len(sent)),
+            [time.off_node[axis] / unit for axis in sent],
+            height=0.62,
+            color=ORANGE,
+        )
         axes[1].set(title="What a rank sends in a step", xlabel=f"{name}; orange: to other nodes")
     return figure
 
@@ -71,7 +97,9 @@ def _unit(most: float) -> tuple[int, str]:
     return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
 
 
-def _bars(axis: Axes, parts: Sequence[tuple[str, float]], colours: list[str], labels: list[str]) -> None:
+def _bars(
+    axis: Axes, parts: Sequence[tuple[str, float]], colours: list[str], labels: list[str]
+) -> None:
     most = max(value for _, value in parts)
     axis.barh(range(len(parts)), [value for _, value in parts], height=0.62, color=colours)
     for row, ((_, value), label) in enumerate(zip(parts, labels, strict=True)):
@@ -84,7 +112,10 @@ def _bars(axis: Axes, parts: Sequence[tuple[str, float]], colours: list[str], la
 @rc_context(RC)
 def draw_memory(config: Config, plan: Plan) -> Figure:
     """Two stacked bars a pipeline rank, at even load of experts and at twice, beside the GPU's limit."""
-    pairs, limit = list(zip(plan.ranks, plan.uneven_ranks, strict=True)), config.cluster.memory_bytes
+    pairs, limit = (
+        list(zip(plan.ranks, plan.uneven_ranks, strict=True)),
+        config.cluster.memory_bytes,
+    )
     step = max(0.16, min(0.5, 5.4 / len(pairs)))
     figure, (axis,) = new_figure(WIDE, 1.5 + step * len(pairs))
     most = max(plan.needed, plan.uneven_needed)
@@ -103,17 +134,33 @@ def draw_memory(config: Config, plan: Plan) -> Figure:
                 axis.barh(row + place, num_bytes / unit, left=left, height=0.36, color=colour)
                 left += num_bytes / unit
             if len(pairs) <= 16:
-                axis.text(left, row + place, f" {left:.1f}", va="center", fontsize=6.5 if step < 0.45 else 8, color=INK)
+                axis.text(
+                    left,
+                    row + place,
+                    f" {left:.1f}",
+                    va="center",
+                    fontsize=6.5 if step < 0.45 else 8,
+                    color=INK,
+                )
     seen = [any(stack[index] for pair in stacks for stack in pair) for index in range(len(colours))]
-    handles = [Patch(color=colour, label=text) for (text, _, colour), some in zip(colours, seen, strict=True) if some]
+    handles = [
+        Patch(color=colour, label=text)
+        for (text, _, colour), some in zip(colours, seen, strict=True)
+        if some
+    ]
     if limit:
         axis.axvline(limit / unit, color=RED, linewidth=1.4)
-        handles.append(Patch(facecolor="none", edgecolor=RED, label=f"the GPU's {limit / unit:.1f} {name}"))
+        handles.append(
+            Patch(facecolor="none", edgecolor=RED, label=f"the GPU's {limit / unit:.1f} {name}")
+        )
     axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     ticks = range(0, len(pairs), -(-len(pairs) // 40))
-    axis.set_yticks(ticks, [f"pp {row}" if len(pairs) > 1 else "each rank" for row in ticks], color=INK)
+    axis.set_yticks(
+        ticks, [f"pp {row}" if len(pairs) > 1 else "each rank" for row in ticks], color=INK
+    )
     axis.set(
-        title="Memory at the fullest moment", xlabel=f"{name} a rank; above at even load of experts, below at twice"
+        title="Memory at the fullest moment",
+        xlabel=f"{name} a rank; above at even load of experts, below at twice",
     )
     axis.set(ylim=(len(pairs) - 0.4, -0.6), xlim=(0, 1.06 * max(most, limit or 0) / unit))
     axis.grid(axis="y", visible=False)
@@ -129,21 +176,29 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
     windows, said = [(0.0, end)], "The whole step"
     if first < last:
         windows = [(0.0, first), (last, end)]
-        said = (
-            f"Its first {first:.3g} s and its last {end - last:.3g} s; {last - first:.3g} s between them are left out"
-        )
+        said = f"Its first {first:.3g} s and its last {end - last:.3g} s; {last - first:.3g} s between them are left out"
     row = max(0.12, min(0.36, 5.5 / pp))
     ratios = [high - low for low, high in windows]
-    figure, axes = new_figure(WIDE, 1.5 + row * pp, columns=len(windows), width_ratios=ratios, sharey=True)
+    figure, axes = new_figure(
+        WIDE, 1.5 + row * pp, columns=len(windows), width_ratios=ratios, sharey=True
+    )
     turns = max(span.stage for span in spans) // pp + 1
     for axis, (low, high) in zip(axes, windows, strict=True):
         inches = (WIDE - 1.2) / sum(ratios)  # of a second
         axis.axvspan(low, high, color=IDLE, zorder=0)
         for rank in range(pp):
-            mine = [span for span in spans if span.rank == rank and span.start < high and span.end > low]
+            mine = [
+                span for span in spans if span.rank == rank and span.start < high and span.end > low
+            ]
             cells = [cell for span in mine for cell in _cells(span, again[span.stage], turns, pp)]
-            style = {"facecolors": [colour for *_, colour in cells], "edgecolor": "white", "linewidth": 0.4}
-            axis.broken_barh([(start, seconds) for start, seconds, _ in cells], (rank - 0.42, 0.84), **style)
+            style = {
+                "facecolors": [colour for *_, colour in cells],
+                "edgecolor": "white",
+                "linewidth": 0.4,
+            }
+            axis.broken_barh(
+                [(start, seconds) for start, seconds, _ in cells], (rank - 0.42, 0.84), **style
+            )
             for span in mine:
                 middle, number = (span.start + span.end) / 2, str(span.micro_batch)
                 room = (span.end - span.start) * inches >= MARGIN + DIGIT * len(number)
@@ -154,9 +209,20 @@ def draw_schedule(config: Config, plan: Plan) -> tuple[Figure, str]:
         axis.spines[:].set_visible(False)
         axis.tick_params(axis="y", length=0)
     every = -(-pp // 32)
-    axes[0].set_yticks(range(0, pp, every), [f"pp {rank}" for rank in range(0, pp, every)], color=INK)
-    kinds = [("forward", FORWARD), ("backward", BACKWARD), ("recomputation", AGAIN), ("idle", (IDLE,))]
-    handles = [Patch(color=colour[0], label=name) for name, colour in kinds if name != "recomputation" or any(again)]
+    axes[0].set_yticks(
+        range(0, pp, every), [f"pp {rank}" for rank in range(0, pp, every)], color=INK
+    )
+    kinds = [
+        ("forward", FORWARD),
+        ("backward", BACKWARD),
+        ("recomputation", AGAIN),
+        ("idle", (IDLE,)),
+    ]
+    handles = [
+        Patch(color=colour[0], label=name)
+        for name, colour in kinds
+        if name != "recomputation" or any(again)
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
     darker = "; darker: later stages of a rank" if turns > 1 else ""
     return figure, f"{said}, with the micro-batches' numbers where there is room{darker}"
@@ -167,8 +233,12 @@ def _ends(spans: list[Span], pp: int, end: float) -> tuple[float, float]:
     if len(spans) <= WHOLE * pp:
         return end, 0.0
     # Until every rank alternates, and from when one no longer does.
-    backwards = [min(s.end for s in spans if s.rank == rank and s.kind != "F") for rank in range(pp)]
-    forwards = [max(s.start for s in spans if s.rank == rank and s.kind == "F") for rank in range(pp)]
+    backwards = [
+        min(s.end for s in spans if s.rank == rank and s.kind != "F") for rank in range(pp)
+    ]
+    forwards = [
+        max(s.start for s in spans if s.rank == rank and s.kind == "F") for rank in range(pp)
+    ]
     longest = LONGEST * median(span.end - span.start for span in spans)
     return min(1.1 * max(backwards), longest), max(end - 1.1 * (end - min(forwards)), end - longest)
 
@@ -179,9 +249,15 @@ def _cells(span: Span, again: float, turns: int, pp: int) -> Iterator[tuple[floa
 
     def colour(pair: tuple[str, str]) -> str:
         pale, full = map(to_rgb, pair)
-        return to_hex([(1 - strong) * one + strong * other for one, other in zip(pale, full, strict=True)])
+        return to_hex(
+            [(1 - strong) * one + strong * other for one, other in zip(pale, full, strict=True)]
+        )
 
     first = again * (span.end - span.start) * (span.kind != "F")
     if first:
         yield span.start, first, colour(AGAIN)
-    yield span.start + first, span.end - span.start - first, colour(FORWARD if span.kind == "F" else BACKWARD)
+    yield (
+        span.start + first,
+        span.end - span.start - first,
+        colour(FORWARD if span.kind == "F" else BACKWARD),
+    )

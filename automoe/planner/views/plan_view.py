@@ -41,7 +41,9 @@ def print_plan(config: Config, mesh: MeshShape, console: Console | None = None) 
     console.print(render_mesh_text(mesh), soft_wrap=True, markup=False, highlight=False)
     for table in plan_tables(config, plan):
         narrow = len(table.columns) > 5 and console.width < STAGES_WIDTH
-        wide = Console(file=console.file, width=STAGES_WIDTH, highlight=False) if narrow else console
+        wide = (
+            Console(file=console.file, width=STAGES_WIDTH, highlight=False) if narrow else console
+        )
         wide.print(table, "")
     for warning in plan.warnings:
         console.print(f"[bold yellow]warning[/] {escape(warning)}", highlight=False)
@@ -52,7 +54,13 @@ def plan_tables(config: Config, plan: Plan) -> list[Table]:
     """All that is said of a plan but its meshes and warnings, in reading order; the first table has no headings."""
     stages = [_stages_table(plan)] if plan.mesh.pp > 1 else []
     time = _time_table(config, plan)
-    return [_summary(config, plan), _rank_table(config, plan), *stages, time, _checkpoint_table(config, plan)]
+    return [
+        _summary(config, plan),
+        _rank_table(config, plan),
+        *stages,
+        time,
+        _checkpoint_table(config, plan),
+    ]
 
 
 def _summary(config: Config, plan: Plan) -> Table:
@@ -65,7 +73,9 @@ def _summary(config: Config, plan: Plan) -> Table:
     params = plan.params
     shares = [(part.replace("_", " "), params.by_part[part] / params.total) for part in PARTS]
     said = ", ".join(
-        f"{name} {share:.1%}" for name, share in sorted(shares, key=lambda pair: -pair[1]) if share >= SEEN
+        f"{name} {share:.1%}"
+        for name, share in sorted(shares, key=lambda pair: -pair[1])
+        if share >= SEEN
     )
     active = f"{_count(params.active)} active per token ({params.active / params.total:.1%})"
     table.add_row("parameters", f"{_count(params.total)}, {active}; {said}")
@@ -89,12 +99,18 @@ def _summary(config: Config, plan: Plan) -> Table:
     )
     if plan.mesh.pp > 1:
         stages = plan.mesh.pp * config.parallel.stages_per_rank
-        table.add_row("pipeline", f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle")
+        table.add_row(
+            "pipeline",
+            f"{config.parallel.schedule}, {stages} stages, {plan.bubble:.1%} of a step idle",
+        )
     if config.parallel.recompute:
         table.add_row("recompute", _recomputed(config))
     if cluster.memory_bytes and plan.mesh.world_size > 1:
         named = process_groups(config, plan.mesh)
-        table.add_row("communicators", f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}")
+        table.add_row(
+            "communicators",
+            f"{len(named)} a rank: {', '.join(f'{name} {size}' for name, size in named)}",
+        )
     for what, line in zip(("trained", ""), describe_training(config), strict=False):
         table.add_row(what, line)
     if train.fp8 != "off":
@@ -116,7 +132,9 @@ def _recomputed(config: Config) -> str:
 
 
 def _titled(title: str, *columns: Column) -> Table:
-    return Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    return Table(
+        *columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
 
 
 def _number(heading: str) -> Column:
@@ -147,22 +165,32 @@ def _rank_table(config: Config, plan: Plan) -> Table:
     }
     for field, num_bytes in rank.parts.items():
         if num_bytes:
-            name = {"head": "cross-entropy", "recompute": "recomputation"}.get(field, field.replace("_", " "))
+            name = {"head": "cross-entropy", "recompute": "recomputation"}.get(
+                field, field.replace("_", " ")
+            )
             table.add_row(name, gib(num_bytes), texts[field])
     limit = config.cluster.memory_bytes
     table.add_row("peak", gib(rank.peak), f"the sum, {_MOMENTS[rank.moment]}", style="bold")
     if plan.uneven_peak > rank.peak:
-        table.add_row("", gib(plan.uneven_peak), "where experts get twice their even share of tokens")
+        table.add_row(
+            "", gib(plan.uneven_peak), "where experts get twice their even share of tokens"
+        )
     held = plan.reserve
     if held.total:
-        parts = f"context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
+        parts = (
+            f"context {gib(held.context)}, communicators {gib(held.communicators)}, fragmentation"
+        )
         table.add_row("reserve", gib(held.total), f"{parts} {gib(held.fragmentation)}")
-        share, uneven = (f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed))
+        share, uneven = (
+            f", {need / limit:.0%} of {gib(limit)}" for need in (plan.needed, plan.uneven_needed)
+        )
         table.add_row("needed", gib(plan.needed), f"peak and reserve{share}", style="bold")
         if plan.uneven_needed > plan.needed:
             table.add_row("", gib(plan.uneven_needed), f"at twice the even share{uneven}")
         if plan.full_at is not None:
-            table.add_row("", gib(limit), f"at {plan.full_at:.1f} times the even share: all there is")
+            table.add_row(
+                "", gib(limit), f"at {plan.full_at:.1f} times the even share: all there is"
+            )
     for text in plan.not_modelled:
         table.add_row("not modelled", "?", text)
     return table
@@ -197,7 +225,15 @@ def _time_table(config: Config, plan: Plan) -> Table:
             sent = (gib(total), f"{time.off_node[name] / total:.0%}") if total else ("", "")
             table.add_row(name, f"{seconds:.3g}", f"{seconds / time.seconds:.1%}", *sent, text)
     low, high = map(short_number, time.band)
-    table.add_row("step", f"{time.seconds:.3g}", "", "", "", f"{time.tokens_per_second:,.0f} tokens/s", style="bold")
+    table.add_row(
+        "step",
+        f"{time.seconds:.3g}",
+        "",
+        "",
+        "",
+        f"{time.tokens_per_second:,.0f} tokens/s",
+        style="bold",
+    )
     table.add_row("", "", "", "", "", f"{low} to {high} to be expected")
     if time.mfu is not None:
         full = f"{time.mfu_full_attention:.1%} with all of attention"
@@ -207,19 +243,40 @@ def _time_table(config: Config, plan: Plan) -> Table:
 
 def _checkpoint_table(config: Config, plan: Plan) -> Table:
     cost, saves = plan.checkpoint, config.checkpoint
-    table = _titled("a checkpoint", Column("what"), _number("figure"), Column("what it is", style="dim"))
-    table.add_row("size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each")
-    table.add_row("index", gib(cost.metadata_bytes), f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors")
+    table = _titled(
+        "a checkpoint", Column("what"), _number("figure"), Column("what it is", style="dim")
+    )
+    table.add_row(
+        "size", gib(cost.bytes), f"{cost.num_files:,} files, up to {gib(cost.rank_bytes)} each"
+    )
+    table.add_row(
+        "index",
+        gib(cost.metadata_bytes),
+        f"{cost.num_shards:,} shards of {cost.num_tensors:,} tensors",
+    )
     source = "assumed" if cost.assumed else "cluster.storage_bandwidth"
-    table.add_row("write", _seconds(cost.write_seconds), f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})")
+    table.add_row(
+        "write",
+        _seconds(cost.write_seconds),
+        f"at {cost.node_bandwidth / 1e9:g} GB/s a node ({source})",
+    )
     how = "the copy to CPU memory" if saves.async_save else "until it is written"
     if saves.async_save:
         how += f", {gib(cost.staged_bytes)} a rank, which stays"
     table.add_row("stands still", _seconds(cost.blocked_seconds), how)
     if cost.interval_seconds is None:
-        table.add_row("on the disk", "none", "checkpoint.every=0, and checkpoint.every_minutes=0", style="bold")
+        table.add_row(
+            "on the disk",
+            "none",
+            "checkpoint.every=0, and checkpoint.every_minutes=0",
+            style="bold",
+        )
         return table
-    table.add_row("every", _seconds(cost.interval_seconds), f"{cost.blocked_share:.2%} of the time stands still")
+    table.add_row(
+        "every",
+        _seconds(cost.interval_seconds),
+        f"{cost.blocked_share:.2%} of the time stands still",
+    )
     kept = f"{cost.most_kept:,} kept and one being written"
     table.add_row("on the disk", gib(cost.disk_bytes), kept, style="bold")
     return table
@@ -228,10 +285,14 @@ def _checkpoint_table(config: Config, plan: Plan) -> Table:
 def _stages_table(plan: Plan) -> Table:
     in_flight, *sizes = map(_number, ("in flight", "state", "gathered", "activations", "peak"))
     in_flight.no_wrap = False  # of many stages a rank
-    table = _titled("pipeline ranks", _number("pp"), Column("layers"), _number("params"), in_flight, *sizes)
+    table = _titled(
+        "pipeline ranks", _number("pp"), Column("layers"), _number("params"), in_flight, *sizes
+    )
     last = len(plan.ranks) - 1
     shown = {last * row // (MAX_ROWS - 2) for row in range(MAX_ROWS - 1)} | {plan.heaviest.pp_rank}
-    ranks = plan.ranks if last < MAX_ROWS else [rank for rank in plan.ranks if rank.pp_rank in shown]
+    ranks = (
+        plan.ranks if last < MAX_ROWS else [rank for rank in plan.ranks if rank.pp_rank in shown]
+    )
     for rank in ranks:
         table.add_row(
             str(rank.pp_rank),

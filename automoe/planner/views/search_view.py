@@ -59,7 +59,12 @@ def _lines(number: int, one: Candidate) -> Iterator[str]:
 
 def _parts(time: StepTime) -> list[tuple[str, float]]:
     """(name, seconds) of what a step is spent on, what matters alone."""
-    parts = [("compute", time.compute), *time.communication.items(), ("bubble", time.bubble), ("other", time.other)]
+    parts = [
+        ("compute", time.compute),
+        *time.communication.items(),
+        ("bubble", time.bubble),
+        ("other", time.other),
+    ]
     return [(name, seconds) for name, seconds in parts if seconds > SEEN * time.seconds]
 
 
@@ -67,9 +72,16 @@ def why_slower(best: Candidate, other: Candidate) -> str:
     """``is 3.1% slower: ep +0.81 s, bubble +0.30 s, compute -0.12 s``."""
     if best.speed == other.speed:
         return "is as fast: the plan cannot tell them apart"
-    mine, theirs = ({**dict.fromkeys(_names(best, other), 0.0), **dict(_parts(one.time))} for one in (best, other))
-    more = sorted(((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0]))
-    said = ", ".join(f"{name} {seconds:+.2f} s" for seconds, name in more[:3] if abs(seconds) >= 0.005)
+    mine, theirs = (
+        {**dict.fromkeys(_names(best, other), 0.0), **dict(_parts(one.time))}
+        for one in (best, other)
+    )
+    more = sorted(
+        ((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0])
+    )
+    said = ", ".join(
+        f"{name} {seconds:+.2f} s" for seconds, name in more[:3] if abs(seconds) >= 0.005
+    )
     return f"is {1 - other.speed / best.speed:.1%} slower{f': {said}' if said else ''}"
 
 
@@ -79,7 +91,9 @@ def _names(*candidates: Candidate) -> list[str]:
 
 def _account(search: Search) -> Iterator[str]:
     refused = ", ".join(f"{key} {count:,}" for key, count in search.refused.most_common())
-    yield f"{search.num_timed:,} candidates were timed" + (f"; refused by a rule: {refused}" if refused else "")
+    yield f"{search.num_timed:,} candidates were timed" + (
+        f"; refused by a rule: {refused}" if refused else ""
+    )
     if search.too_large:
         yield f"too large for the memory, the reserve included: {search.too_large:,}"
     if search.bound:
