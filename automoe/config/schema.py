@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from automoe.config.data_schema import DataConfig
+from automoe.config.data_schema import NO_TOKENIZER, DataConfig
 
 
 @dataclass

@@ -127,12 +127,7 @@ _RUN = [
     ),
     ("run.py", "step % train.val_every == 0 or step == train.steps", "step % train.val_every == 0", LLAMA),
     ("run.py", "over = state.skipped >= train.max_skipped", "over = state.skipped > train.max_skipped", STREAK),
-    (
-        "weights.py",
-        "return model_parts, load_hf(model_parts",
-        "return model_parts, None and load_hf(model_parts",
-        LLAMA,
-    ),
+    ("weights.py", "return model_parts, load_hf(\n", "return model_parts, None and load_hf(\n", LLAMA),
     ("run.py", '"lr": update.lr', '"lr": config.optim.lr', QWEN),
     ("automoe/training/record.py", "resumed.step if resumed and resumed.own else None", "None", STREAK),
     ("stats.py", "table[:, -1] / chosen.sum(1)", "table[:, -1] / chosen.sum()", ["tests/parallel/test_padding.py"]),
@@ -186,7 +181,7 @@ _DATA = [
         SAMPLES,
     ),
     ("packing.py", "rows.doc_ids[row, here] = number", "rows.doc_ids[row, here] = 0", SAMPLES),
-    ("chat_template.py", "turn.ids[: len(ids)] != ids", "False", CHAT),
+    ("turns.py", "turn.ids[: len(ids)] != ids", "False", CHAT),
     ("chat_template.py", "if behind[end] == closing:", "if False:", CHAT),
     ("chat_template.py", "start < len(prompt) and through.startswith(before)", "False", CHAT),
     ("chat_template.py", 'if not message["content"]:', "if False:", CHAT),
@@ -438,8 +433,8 @@ _CHECKPOINT = [
 _HF = [
     (
         "keys.py",
-        "(0, i * width, 0), half) for i in (0, 1)",
-        "(0, i * width, 0), half) for i in (1, 0)",
+        "(0, i * width, 0), half)\n                for i in (0, 1)",
+        "(0, i * width, 0), half)\n                for i in (1, 0)",
         FUSED,
         "every piece says itself which half it is: their order says nothing",
     ),
