@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from automoe.config import schema
+from automoe.config.data_schema import CHAT_KINDS
 from automoe.config.rules_kernels import ELEMENT_BYTES, FOREIGN_EXPERTS
 from automoe.data.corpora import _SOURCES
 from automoe.hf.families.registry import FAMILIES
@@ -31,7 +32,7 @@ from automoe.verify.run import TOLERANCES
         (schema.MoEConfig, "router_dtype", ROUTER_DTYPES),
         (schema.ParallelConfig, "schedule", SCHEDULES),
         (schema.KernelsConfig, "attention", ["sdpa", "te", *FORCED]),
-        (schema.DataConfig, "kind", [*_SOURCES, *schema.CHAT_KINDS, "benchmark"]),
+        (schema.DataConfig, "kind", [*_SOURCES, *CHAT_KINDS, "benchmark"]),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (COMPUTE_DTYPES, PARAM_DTYPES, ELEMENT_BYTES)),
         *((schema.TrainConfig, "dtype", by_dtype) for by_dtype in (DTYPE_BYTES, TOLERANCES)),
     ],
